@@ -6,6 +6,7 @@ STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
 TRL    := .venv-trl
 REVERB := .venv-reverb
+VERIFIERS := .venv-verifiers
 MODEL  := models/SmolLM2-135M-Instruct
 DATA   := models/quickstart
 NODE   := tests/contract/node
@@ -19,8 +20,9 @@ quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
 
 # Every example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl $(VERIFIERS)/.stamp
 	@examples/run.sh $(BIN) $(STEPS)
+	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
 # Two files of tests at a time: most of them wait for processes that they have started.
@@ -150,6 +152,12 @@ $(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu
 	@$(PYTHON) -m venv $(TRL)
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
 	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/trl.txt
+	@touch $@
+
+$(VERIFIERS)/.stamp: requirements/verifiers.txt
+	@echo "── verifiers in $(VERIFIERS), with packages of its own"
+	@$(PYTHON) -m venv $(VERIFIERS)
+	@$(VERIFIERS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/verifiers.txt -e .
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/quickstart/prepare.py | $(STAMPS)/quickstart $(STAMPS)/headrace

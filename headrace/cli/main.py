@@ -57,6 +57,7 @@ _COMMANDS: Mapping[str, Command] = {
         "run one service here: buffer, reward, rollout, trainer",
     ),
     "rollout": Command(_imported("rollout"), "rollout scale N [RUN]", "change the number of engines of a live run"),
+    "agent": Command(_imported("agent"), "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
     "status": Command(_imported("status"), "status [RUN]", "show the state of a run and its services"),
     "samples": Command(
         _imported("samples"), "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"

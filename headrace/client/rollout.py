@@ -184,5 +184,29 @@ class RolloutClient(Rollout):
         )
         return reply
 
+    # Tasks of agents that are played elsewhere
+
+    async def lease_tasks(
+        self, host_id: str, max_tasks: int, *, wait_seconds: float = 0.0, return_args: bool = False
+    ) -> pb.LeaseTasksResponse:
+        """Tasks to play, none where the wait was over first. Raises FailedPrecondition where the job lends none."""
+        request = pb.LeaseTasksRequest(
+            host_id=host_id, max_tasks=max_tasks, wait_seconds=wait_seconds, return_args=return_args
+        )
+        seconds = self._deadline_seconds + wait_seconds
+        reply: pb.LeaseTasksResponse = await self._call(self._stub.LeaseTasks, request, seconds)
+        return reply
+
+    async def renew_tasks(self, host_id: str, lease_ids: Sequence[str]) -> Sequence[str]:
+        """Returns the leases that have ended: what is played under them counts for nothing."""
+        request = pb.RenewTasksRequest(host_id=host_id, lease_ids=lease_ids)
+        reply: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request)
+        return reply.lost_lease_ids
+
+    async def finish_task(self, request: pb.FinishTaskRequest, *, deadline_seconds: float | None = None) -> bool:
+        """Ends a task, or returns it. False where its lease had ended before."""
+        reply: pb.FinishTaskResponse = await self._call(self._stub.FinishTask, request, deadline_seconds)
+        return reply.accepted
+
     async def _call(self, method: Any, request: Message, deadline_seconds: float | None = None) -> Any:
         return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds, peer=self._peer)

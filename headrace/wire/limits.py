@@ -126,6 +126,10 @@ MAX_ENGINES: Final = 65_536
 """engine_ids."""
 MAX_PROBE_TOKENS: Final = 4_096
 """Tokens that engines are asked about at a commit."""
+MAX_TASKS_PER_CALL: Final = 1_024
+"""Tasks of a LeaseTasks; more are cut to it."""
+MAX_TASK_WAIT_SECONDS: Final = 60.0
+"""wait_seconds of LeaseTasks; longer waits are cut to it."""
 
 # What is stored
 

@@ -54,6 +54,8 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     service = rollout_service(
         *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus
     )
+    if not listen.insecure:
+        service.require_private()
     server = RpcServer(
         "rollout",
         listen.address,

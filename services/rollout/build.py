@@ -19,6 +19,8 @@ from headrace.sample_checks import ModelBounds
 from services.rollout.admission.groups_limit import GroupsLimit
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
+from services.rollout.agents.build import openai_parts
+from services.rollout.agents.hosts import AgentHosts
 from services.rollout.chat.images import image_reader
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
@@ -31,7 +33,6 @@ from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.fleet_build import capacity, slots_of
 from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.openai_parts import openai_parts
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -123,7 +124,13 @@ def rollout_service(
     custom = hook_sampler(hook) if hook else None
     functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
     of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
-    openai = openai_parts(job, args, generator, slots, encoder, params, architecture, warnings.append)
+    openai = openai_parts(
+        *(job, args, generator, encoder, params, architecture),
+        slots=slots,
+        calls_at_once=samples_at_once(job.rollout) + SAMPLES_AT_ONCE,
+        warn=warnings.append,
+        ended=metrics.background_work_ended,
+    )
     num_layers = architecture.num_layers if asks_for_experts else None
     agents = openai.sampler if openai else None
     sampler: Sampler = (
@@ -203,11 +210,17 @@ def rollout_service(
         params=params,
         generate_seconds=seconds,
         router_url=router.url,
+        agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
         warnings=warnings,
     )
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[*([custom] if custom else []), *of_data_sets.values(), *([agents] if agents else [])],
+        custom=[
+            *([custom] if custom else []),
+            *of_data_sets.values(),
+            *([agents] if agents else []),
+            *([openai.tool_calls] if openai else []),
+        ],
         endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,

@@ -72,7 +72,9 @@ async def _hooks(options: CheckOptions) -> Report:
             if path := each.custom_generate_function_path:
                 form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
                 report.facts.append((f"evaluation {each.name}", f"{path}, called with {form}"))
-        if path := rollout.agent_function_path:
+        if rollout.agent_hosts:
+            report.facts.append(("agent", f"{rollout.agent_function_path} is played by `headrace agent`, elsewhere"))
+        elif path := rollout.agent_function_path:
             await pool.run(require_agent, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("agent", f"{path} plays each sample in a session of its own"))
         if path := rollout.dynamic_sampling_filter_path:

@@ -17,8 +17,10 @@ from headrace.rpc.log import log
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
+from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
+from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
@@ -55,6 +57,8 @@ class RolloutParts:
     params: SamplingParams
     generate_seconds: float
     router_url: str
+    agent_hosts: AgentHosts | None
+    """Lends the job's tasks, where other processes play them."""
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
 
@@ -83,7 +87,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler],
+        custom: Sequence[HookSampler | AgentSampler | ToolCallReader],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
@@ -101,6 +105,11 @@ class RolloutService:
         self._teacher = teacher
         self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
+
+    def require_private(self) -> None:
+        """Raises ConfigError where its endpoint can be reached from other machines."""
+        if self._endpoint:
+            self._endpoint.require_private()
 
     async def start(self) -> None:
         """Starts engines and router, then production.

@@ -13,8 +13,9 @@ from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import cut_text, require_at_most, require_id
-from headrace.wire.limits import MAX_PUBLISH_FIELDS, MAX_RESPONSES
+from headrace.wire.limits import MAX_LEASES_PER_CALL, MAX_PUBLISH_FIELDS, MAX_RESPONSES
 from services.rollout.admission.shares import Kind
+from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
@@ -155,3 +156,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
         response.time.FromDatetime(target.since)
         return response
+
+    async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
+        return await lease_tasks(require_hosts(self._parts.agent_hosts), request)
+
+    async def RenewTasks(self, request: pb.RenewTasksRequest, context: Context) -> pb.RenewTasksResponse:
+        require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
+        hosts = require_hosts(self._parts.agent_hosts)
+        return pb.RenewTasksResponse(lost_lease_ids=hosts.renew(request.lease_ids))
+
+    async def FinishTask(self, request: pb.FinishTaskRequest, context: Context) -> pb.FinishTaskResponse:
+        return pb.FinishTaskResponse(accepted=finish_task(require_hosts(self._parts.agent_hosts), request))

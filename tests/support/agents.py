@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -21,18 +22,34 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.process import EngineFactory
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.service import RolloutService
+from tests.support.fakes.fake_engine import response_to
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.models.chat_templates import make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.buffer_server import served_buffer
 
 GROUPS, SAMPLES = 3, 4
+AGENT = """
+import asyncio
+import openai
+
+
+async def run(args, task, base_url):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        messages = [{"role": "user", "content": task.prompt}]
+        for turn in range(2):
+            made = await client.chat.completions.create(model="policy", messages=messages)
+            messages.append({"role": "assistant", "content": made.choices[0].message.content})
+            messages.append({"role": "user", "content": "are you sure?"})
+        return float(len(messages))
+"""
 
 
 @dataclass
 class Producing:
     service: RolloutService
     buffer: BufferClient
+    buffer_address: str
 
     @property
     def sampler(self) -> AgentSampler:
@@ -54,6 +71,15 @@ class Producing:
         groups = (await self.buffer.list_groups("train")).groups
         ids = [sample.sample_id for group in groups for sample in group.samples]
         return [Sample.unpack(each) for each in await self.buffer.fetch_samples("train", ids)]
+
+
+def require_as_sampled(sample: Sample) -> None:
+    """Each trained stretch is what the engine says after all tokens before it."""
+    tokens, start = sample.tokens.tolist(), sample.prompt_length
+    mask = np.concatenate([np.zeros(start, dtype=np.uint8), sample.loss_mask])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
+    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        assert tokens[begin:end] == response_to(tokens[:begin], end - begin)
 
 
 @contextlib.asynccontextmanager
@@ -83,6 +109,6 @@ async def producing(
         service = rollout_service(job, factory(job), folder, CollectorRegistry())
         await service.start()
         try:
-            yield Producing(service, client)
+            yield Producing(service, client, server.address)
         finally:
             await service.stop()

@@ -4,6 +4,7 @@ In: messages, and the call that a function serves (its `args` and sampling param
 with tokens, masks and log-probs.
 """
 
+from headrace.hooks.kit.chat import AssistantMessage, chat
 from headrace.hooks.kit.completion import Completion, build_loss_mask
 from headrace.hooks.kit.generate import generate_single
 from headrace.hooks.kit.sandbox import Ran, run_python, sandbox_of
@@ -12,12 +13,14 @@ from headrace.hooks.kit.tools import Tools
 from headrace.hooks.kit.trajectory import Trajectory
 
 __all__ = [
+    "AssistantMessage",
     "Completion",
     "Ran",
     "ToolCall",
     "Tools",
     "Trajectory",
     "build_loss_mask",
+    "chat",
     "extract_tool_call",
     "extract_tool_calls",
     "generate_single",

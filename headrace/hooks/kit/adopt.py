@@ -26,7 +26,7 @@ def adopted(sample: Sample, call: Call) -> Sample:
         made.status = sample.status
     if sample.loss_mask is not None:
         made.loss_mask = sample.loss_mask
-    made.response = made.response or str(completion)
+    made.response = made.response or completion.whole
     return made
 
 
@@ -35,6 +35,7 @@ def _completion_of(sample: Sample, call: Call) -> tuple[Completion | None, bool]
     response: object = sample.response
     if isinstance(response, Completion):
         return response, False
+    latest = call.latest if len(call.samples) == 1 and not response else None
     if id(sample.prompt) in call.completions:
-        return call.completions[id(sample.prompt)][1], True
-    return (call.latest if len(call.samples) == 1 and not response else None), True
+        latest = call.completions[id(sample.prompt)][1]
+    return latest, latest is not None and latest.is_open

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.hooks.kit.trajectory import Trajectory
@@ -18,13 +18,37 @@ class Completion(str):
     """The messages that it answers."""
     raw: str
     """The text with special tokens, in which tool calls are found."""
+    whole: str
+    """The text without special tokens, tool calls included."""
+    tool_calls: Sequence[Any]
+    """The calls that its message has beside this text."""
+    parser: str | None
+    """The one of SGLang's parsers that the job names for tool calls."""
+    is_open: bool
+    """True where a conversation that ends with it ended before its time: a function that leaves it was cut."""
 
     @classmethod
-    def of(cls, text: str, raw: str, trajectory: Trajectory, seen: Sequence[Any]) -> Completion:
+    def of(
+        cls,
+        text: str,
+        raw: str,
+        trajectory: Trajectory,
+        seen: Sequence[Any],
+        *,
+        parser: str | None = None,
+    ) -> Completion:
         """Attaches the tokens to the text."""
         completion = cls(text)
         completion.raw, completion.trajectory, completion.seen = raw, trajectory, seen
+        completion.whole, completion.parser = text, parser
+        completion.tool_calls, completion.is_open = (), True
         return completion
+
+    def as_content(self, text: str, tool_calls: Sequence[Any]) -> Completion:
+        """Returns the same response as a message's content that has `tool_calls` beside it."""
+        content = Completion.of(text, self.raw, self.trajectory, self.seen, parser=self.parser)
+        content.whole, content.tool_calls, content.is_open = str(self), copied(tool_calls), bool(tool_calls)
+        return content
 
 
 def build_loss_mask(sample: Sample) -> list[int] | None:
@@ -35,10 +59,17 @@ def build_loss_mask(sample: Sample) -> list[int] | None:
 
 def plain_text(value: Any) -> Any:
     """Returns a copy of messages, lists and dicts with plain text in place of completions."""
-    if isinstance(value, Completion):
-        return str(value)
-    if isinstance(value, list):
-        return [plain_text(item) for item in value]
+    return _mapped(value, lambda leaf: str(leaf) if isinstance(leaf, Completion) else leaf)
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy of messages, lists and dicts that holds the same completions."""
+    return _mapped(value, lambda leaf: leaf)
+
+
+def _mapped(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_mapped(item, of_leaf) for item in value]
     if isinstance(value, dict):
-        return {key: plain_text(item) for key, item in value.items()}
-    return value
+        return {key: _mapped(item, of_leaf) for key, item in value.items()}
+    return of_leaf(value)

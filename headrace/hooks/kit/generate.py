@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.hooks.kit.call import Call, current_call
-from headrace.hooks.kit.completion import Completion
+from headrace.hooks.kit.completion import Completion, copied
 from headrace.hooks.kit.engine import ask_engine
+from headrace.hooks.kit.sglang_parser import tool_call_parser
 from headrace.hooks.kit.template import Template, template_of
 from headrace.hooks.kit.trajectory import Trajectory
 
@@ -40,9 +41,13 @@ async def generate_single(
     else:
         trajectory.is_cut = True
     written = trajectory.response_tokens[start:]
-    seen = conversation if isinstance(conversation, str) else [dict(message) for message in conversation]
+    seen = conversation if isinstance(conversation, str) else copied(conversation)
     completion = Completion.of(
-        template.decode(written, special=False), template.decode(written, special=True), trajectory, seen
+        template.decode(written, special=False),
+        template.decode(written, special=True),
+        trajectory,
+        seen,
+        parser=tool_call_parser(call.args),
     )
     call.record(conversation, completion)
     return completion
@@ -82,9 +87,10 @@ def _text_before(call: Call, text: str) -> tuple[Completion, str] | None:
 def _last_completion(messages: Sequence[Mapping[str, Any]]) -> int | None:
     """The position of the newest response, if nothing before it was edited since."""
     for position in range(len(messages) - 1, -1, -1):
-        content = messages[position].get("content")
+        content, calls = messages[position].get("content"), messages[position].get("tool_calls") or ()
         if isinstance(content, Completion):
-            return position if list(content.seen) == list(messages[:position]) else None
+            was_edited = list(content.seen) != list(messages[:position]) or list(content.tool_calls) != list(calls)
+            return None if was_edited else position
     return None
 
 

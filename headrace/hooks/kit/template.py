@@ -56,7 +56,8 @@ class Template:
         template is left out where the response's `last_token` is that already.
         """
         mark = f"response-{secrets.token_hex(8)}"
-        marked = [*messages[:position], {**messages[position], "content": mark}, *messages[position + 1 :]]
+        response = {key: value for key, value in messages[position].items() if key not in ("content", "tool_calls")}
+        marked = [*messages[:position], {**response, "content": mark}, *messages[position + 1 :]]
         _, found, behind = self._render(marked, tools).rpartition(mark)
         if not found:
             raise InvalidArgument(
@@ -69,6 +70,12 @@ class Template:
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
         """Returns the text, with special tokens or without."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def without_special(self, text: str) -> str:
+        """Returns the text without the special tokens that are written in it."""
+        for token in self._tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
 
     def _render(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> str:
         try:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.hooks.kit.completion import Completion
+from headrace.hooks.kit.sglang_parser import read_by
+
+_MARKS = (
+    "<tool_call>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+)
 
 
 class ToolCall(dict[str, Any]):
@@ -24,14 +36,56 @@ class ToolCall(dict[str, Any]):
         return found
 
 
-def extract_tool_call(response: str) -> ToolCall | None:
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A response's text before its tool calls, the rest, and the calls in it; without calls there is no rest."""
+
+    before: str
+    rest: str = ""
+    calls: Sequence[ToolCall] = ()
+
+
+def extract_tool_call(
+    response: str, *, parser: str | None = None, tools: Sequence[Any] | None = None
+) -> ToolCall | None:
     """Returns the first well-formed call of a response, or None; `extract_tool_calls` has the formats."""
-    return next(iter(extract_tool_calls(response)), None)
+    return next(iter(extract_tool_calls(response, parser=parser, tools=tools)), None)
 
 
-def extract_tool_calls(response: str) -> list[ToolCall]:
-    """Returns the well-formed calls of a response: Qwen and Hermes, GLM, DeepSeek, Kimi K2, Mistral, Llama 3."""
-    text = response.raw if isinstance(response, Completion) else response
+def extract_tool_calls(
+    response: str, *, parser: str | None = None, tools: Sequence[Any] | None = None
+) -> list[ToolCall]:
+    """Returns the well-formed calls of a response: Qwen and Hermes, GLM, DeepSeek, Kimi K2, Mistral, Llama 3.
+
+    `parser` is one of SGLang's by its name, as `--sglang-tool-call-parser` takes it; a response of `generate_single`
+    or `chat` brings the job's. Some of SGLang's read the types of arguments in the `tools` that were offered.
+    Raises ConfigError for a parser that there is not.
+    """
+    text, named = response, parser
+    if isinstance(response, Completion):
+        text, named = response.raw, parser or response.parser
+    return list(divided(text, parser=named, tools=tools).calls)
+
+
+def divided(text: str, *, parser: str | None = None, tools: Sequence[Any] | None = None) -> Divided:
+    """Divides a response's text with special tokens before its first call."""
+    if parser is not None:
+        return divided_by(text, *read_by(parser, text, tools or ()))
+    starts = [position for mark in _MARKS if (position := text.find(mark)) >= 0]
+    if not starts and text.lstrip().startswith("{"):
+        starts = [0]  # Llama 3 writes nothing but the call
+    start = min(starts, default=len(text))
+    calls = _read(text[start:])
+    return Divided(text[:start], text[start:], calls) if calls else Divided(text)
+
+
+def divided_by(text: str, before: str, found: Sequence[tuple[str, dict[str, Any]]]) -> Divided:
+    """The same of what a parser has found: the text before the calls, their names and arguments."""
+    calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found]
+    return Divided(before, text[len(before) :], calls) if calls else Divided(text)
+
+
+def _read(text: str) -> list[ToolCall]:
     for read in _FORMATS:
         if calls := read(text):
             return calls

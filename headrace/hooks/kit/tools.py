@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints, overload
 import msgspec
 
 from headrace.errors import AlreadyExists, InvalidArgument
+from headrace.hooks.kit.chat import AssistantMessage
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_calls
 from headrace.suggest import did_you_mean
 
@@ -139,13 +140,20 @@ class Tools:
             return f"error: there is no tool {call.name[:80]}{near}; there are {', '.join(self._tools)}"
         return await tool(call.arguments)
 
-    async def messages(self, response: str) -> list[dict[str, str]]:
-        """The tool messages that answer the calls of a response, run side by side; none where it calls nothing."""
-        calls = extract_tool_calls(response)
+    async def messages(self, response: str | AssistantMessage) -> list[dict[str, str]]:
+        """The tool messages that answer the calls of a response, run side by side; none where it calls nothing.
+
+        `response` is a text of `generate_single` or a message of `chat`, whose calls have ids.
+        """
+        if isinstance(response, AssistantMessage):
+            calls, ids = response.tool_calls, [call["id"] for call in response.get("tool_calls", ())]
+        else:
+            calls, ids = extract_tool_calls(response, tools=self.schemas()), []
         answers = await asyncio.gather(*(self.call(call) for call in calls))
-        return [
+        made = [
             {"role": "tool", "name": call.name, "content": answer} for call, answer in zip(calls, answers, strict=True)
         ]
+        return [{**message, "tool_call_id": each} for message, each in zip(made, ids, strict=True)] if ids else made
 
 
 def _arguments_of(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:

@@ -48,6 +48,12 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path or agent_function_path", lambda job: bool(job.rollout.user_function)),
+    "agent_hosts": ("agent_function_path", lambda job: job.rollout.agent_function_path is not None),
+    "agent_lease_seconds": ("agent_hosts", lambda job: job.rollout.agent_hosts),
+    "openai_host": (
+        "openai_port or agent_function_path",
+        lambda job: bool(job.rollout.openai_port or job.rollout.agent_function_path),
+    ),
     "generate_per_sample": (
         "custom_generate_function_path",
         lambda job: bool(job.rollout.custom_generate_function_path or job.eval.eval_config),

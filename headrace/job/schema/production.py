@@ -112,10 +112,23 @@ class RolloutSection(Section):
         description="pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: "
         "async def run(args, task, base_url).",
     )
+    agent_hosts: bool = Field(
+        False,
+        description="agent_function_path is played by `headrace agent`, in processes that may be anywhere, and not by "
+        "the rollout service's own.",
+    )
+    agent_lease_seconds: Seconds = Field(
+        30.0, description="Tasks of an agent host that is not heard of for so long are given to another."
+    )
+    openai_host: str = Field(
+        "127.0.0.1",
+        description="Address of the OpenAI-compatible endpoint, under which agents find it; one that other machines "
+        "reach needs insecure.",
+    )
     openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
         None,
-        description="Port of the OpenAI-compatible endpoint on this machine's loopback interface, and of several "
-        "rollout services those after it; absent: any free one, with agent_function_path alone.",
+        description="Port of the OpenAI-compatible endpoint, and of several rollout services those after it; absent: "
+        "any free one, with agent_function_path alone.",
     )
     generate_per_sample: bool = Field(
         False,

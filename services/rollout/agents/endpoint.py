@@ -161,7 +161,7 @@ class Endpoint:
                     if not held_back and not is_last and (text := pieces.next(so_far.tokens, is_last=False)):
                         sent += text
                         yield chunks.text(text)
-            choice = self._policy.record(session, asked, ask, so_far)
+            choice = await self._policy.record(session, asked, ask, so_far)
             if left := choice.answer.content.removeprefix(sent):
                 yield chunks.text(left)
             yield chunks.last(choice, len(ask.tokens))

@@ -8,38 +8,30 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
-from headrace.hooks.agent import Task, require_agent, run_agent
-from headrace.process.workers import WorkerError, WorkerPool
+from headrace.hooks.agent import Task, failure_reason
+from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_ID_CHARACTERS
+from services.rollout.agents.players import Player
 from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
 from services.rollout.engine.answers.response import Finish
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
-_WORKERS = 2
-_LOAD_SECONDS = 120.0
-_REASONS = {
-    "WorkerTimeout": "HOOK_TIMEOUT",
-    "WorkerCrashed": "HOOK_CRASHED",
-    "WorkerBroken": "HOOK_CRASHED",
-    "WorkerRaised": "HOOK_RAISED",
-}
-
 
 class AgentSampler:
-    """A `Sampler`. All agents run at the same time, at most `calls_at_once`, in worker processes."""
+    """A `Sampler`. All agents run at the same time, at most `calls_at_once`."""
 
     def __init__(
         self,
         path: str,
         args: HookArgs,
         sessions: AgentSessions,
-        url: str,
+        player: Player,
         *,
         limits: SessionLimits,
         calls_at_once: int,
@@ -49,24 +41,20 @@ class AgentSampler:
         self._path = path
         self._args = args
         self._sessions = sessions
-        self._url = url
+        self.player = player
         self._limits = limits
         self._evaluation_priority = evaluation_priority
         self._warn = warn
         self._warned = set[str]()
         self._places = asyncio.Semaphore(calls_at_once)
-        self._pool = WorkerPool(_WORKERS, calls_per_worker=-(-calls_at_once // _WORKERS))
         self.in_flight = 0
 
     async def start(self) -> None:
         """Raises ConfigError when the agent cannot be loaded, or takes other arguments."""
-        try:
-            await self._pool.run(require_agent, self._path, timeout_seconds=_LOAD_SECONDS)
-        except WorkerError as error:
-            raise ConfigError(error.message, field="rollout.agent_function_path") from error
+        await self.player.start()
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.player.close()
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
@@ -82,19 +70,16 @@ class AgentSampler:
     async def _play(self, request: SampleRequest, *, evaluation: bool) -> list[Sample]:
         session = self._sessions.open(request.params, self._limits, self._warn_once)
         session.priority = self._evaluation_priority if evaluation else None
-        work = (self._path, self._args, _task(request, evaluation), f"{self._url}/sessions/{session.session_id}")
         try:
             async with self._places:
-                reward = await self._pool.run(
-                    run_agent, *work, timeout_seconds=self._limits.seconds, name=f"agent {self._path}"
-                )
+                reward = await self.player.play(_task(request, evaluation), session, request.sample_id)
             await self._sessions.close(session)
             return self._samples(request, session, reward)
         except (WorkerError, HeadraceError) as error:
             await self._sessions.close(session)
             if session.is_cut and session.record.num_answers:
                 return self._samples(request, session, None)  # a limit of the session ended it
-            reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
+            reason = error.reason if isinstance(error, HeadraceError) else failure_reason(error)
             return [self._failed(request, Failure(reason, error.message))]
         finally:
             await self._sessions.close(session)

@@ -1,4 +1,4 @@
-"""Serves the endpoint on this machine's loopback interface, in the service's own event loop."""
+"""Serves the endpoint in the service's own event loop, on the loopback interface unless the job names another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.rpc.net import free_port
+from headrace.rpc.net import Address, free_port
 
-_HOST = "127.0.0.1"
 _STOP_SECONDS = 5.0
 _BACKLOG = 1024
 
@@ -19,9 +18,10 @@ _BACKLOG = 1024
 class EndpointServer:
     """States: built → started → stopped."""
 
-    def __init__(self, application: Any, port: int | None = None) -> None:
+    def __init__(self, application: Any, port: int | None = None, *, host: str = "127.0.0.1") -> None:
         self._application = application
-        self.url = f"http://{_HOST}:{port or free_port(_HOST)}"
+        self._address = Address(host, port or free_port(host))
+        self.url = f"http://{self._address}"
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
 
@@ -54,17 +54,27 @@ class EndpointServer:
             async with asyncio.timeout(2 * _STOP_SECONDS):
                 await self._serving
 
+    def require_private(self) -> None:
+        """Raises ConfigError where other machines can reach it."""
+        if not self._address.is_loopback:
+            raise ConfigError(
+                f"--openai-host {self._address.host} can be reached from other machines, where anybody may ask the "
+                "policy, unencrypted: leave it out, or pass --insecure on a private network",
+                field="rollout.openai_host",
+            )
+
     def _listener(self) -> socket.socket:
-        port = int(self.url.rpartition(":")[2])
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        host, port = self._address.host, self._address.port
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((_HOST, port))
+            listener.bind((host, port))
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             raise ConfigError(
-                f"--openai-port {port}: {error.strerror}: choose another, or leave it out for any free one",
+                f"--openai-host {host} --openai-port {port}: {error.strerror or error}: choose others, or leave "
+                "--openai-port out for any free one",
                 field="rollout.openai_port",
             ) from error
         return listener

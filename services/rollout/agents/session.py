@@ -16,7 +16,7 @@ from services.rollout.admission.shares import Kind
 from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
 from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord
-from services.rollout.agents.tool_calls import divided
+from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
@@ -46,13 +46,28 @@ class Session:
     """True once a limit has refused a request."""
     is_closed: bool = False
     run: str = ""
+    lease: str | None = None
+    """The one lease under which an agent host may ask; None where the service plays the agent itself."""
+    is_lent: bool = False
     priority: int | None = None
     requests: set[asyncio.Task[object]] = field(default_factory=set)
     _asked: int = 0
     _begun: float = field(default_factory=time.monotonic)
 
+    def lend(self, lease: str | None) -> None:
+        """From now on only requests under this lease are answered, and none without one: a new run begins."""
+        for asked in self.requests:
+            asked.cancel()
+        self.record, self.run, self.is_cut = self.record.emptied(), "", False
+        self.lease, self.is_lent, self._begun = lease, True, time.monotonic()
+
     def begin(self, run: str) -> None:
-        """An agent that was begun again, because its process was lost, begins a record of its own."""
+        """An agent that was begun again, because its process was lost, begins a record of its own.
+
+        Raises NotFound for a host whose lease has ended.
+        """
+        if self.is_lent and (self.lease is None or run.partition(".")[0] != self.lease):
+            raise NotFound(f"session {self.session_id}: the lease of this base_url has ended: another host plays it")
         if run != self.run and self.record.num_answers:
             self.record = self.record.emptied()
         self.run = run
@@ -146,10 +161,13 @@ class AgentSessions:
 class AgentPolicy:
     """Answers the requests of sessions with the engines."""
 
-    def __init__(self, generator: Generator, encoder: PromptEncoder, slots: EngineSlots) -> None:
+    def __init__(
+        self, generator: Generator, encoder: PromptEncoder, tool_calls: ToolCallReader, slots: EngineSlots
+    ) -> None:
         """`slots` are for requests of clients; an agent's sample has its slot already."""
         self._generator = generator
         self._encoder = encoder
+        self._tool_calls = tool_calls
         self._slots = slots
 
     async def ask(self, session: Session, request: ChatRequest | CompletionRequest) -> Ask:
@@ -176,7 +194,7 @@ class AgentPolicy:
                 )
 
         generations = await asyncio.gather(*(generated(*each) for each in enumerate(all_params)))
-        return [self.record(session, request, ask, generation) for generation in generations]
+        return [await self.record(session, request, ask, generation) for generation in generations]
 
     async def stream(
         self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask
@@ -193,17 +211,17 @@ class AgentPolicy:
     def _slot(self, session: Session, seconds: float) -> AbstractAsyncContextManager[None]:
         return nullcontext() if session.is_recorded else self._slots.slot(Kind.CLIENTS, seconds=seconds)
 
-    def record(
+    async def record(
         self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation
     ) -> Choice:
         """Records a response and returns it as the client is given it."""
         pieces = [self._encoder.decode_exactly([token]) for token in generation.tokens]
-        answer, message = self._answer(session, request, generation)
+        answer, message = await self._answer(session, request, generation)
         if generation.tokens:
             session.record.add(ask, answer, message if isinstance(request, ChatRequest) else None)
         return Choice(answer, message, pieces)
 
-    def _answer(
+    async def _answer(
         self, session: Session, request: ChatRequest | CompletionRequest, generation: Generation
     ) -> tuple[RecordedAnswer, Message]:
         tokens = generation.tokens
@@ -213,7 +231,7 @@ class AgentPolicy:
         calls = None
         content, rest = _cut(text, (*session.params.stop, *request.stops))
         if isinstance(request, ChatRequest) and request.offered_tools:
-            content, called, calls = divided(content)
+            content, called, calls = await self._tool_calls.read(content, request.offered_tools)
             rest = called + rest
         answer = RecordedAnswer(
             tokens=tokens,

@@ -1,32 +1,64 @@
-"""Divides a response into the text before its tool calls and the calls."""
+"""Divides a response into the text before its tool calls and the calls, in OpenAI's form."""
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
-from headrace.hooks.kit.tool_call import ToolCall, extract_tool_calls
+from headrace.errors import ConfigError
+from headrace.hooks.kit.sglang_parser import load_parser, read_by
+from headrace.hooks.kit.tool_call import Divided, ToolCall, divided, divided_by
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.log import log
 from services.rollout.agents.messages import Function, ToolCallMessage
 
-_MARKS = (
-    "<tool_call>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-)
+_WORKERS = 1
+_LOAD_SECONDS = 120.0
+_READ_SECONDS = 10.0
+
+InMessage = tuple[str, str, list[ToolCallMessage]]
+"""(what stands before the calls, the rest, the calls); the rest is empty where no call is well-formed."""
 
 
-def divided(text: str) -> tuple[str, str, list[ToolCallMessage]]:
-    """(what stands before the calls, the rest, the calls); the rest is empty where no call is well-formed."""
-    starts = [position for mark in _MARKS if (position := text.find(mark)) >= 0]
-    if not starts and text.lstrip().startswith("{"):
-        starts = [0]  # Llama 3 writes nothing but the call
-    start = min(starts, default=len(text))
-    calls = extract_tool_calls(text[start:])
-    return (text[:start], text[start:], [_message(call) for call in calls]) if calls else (text, "", [])
+class ToolCallReader:
+    """Reads calls as `headrace.hooks.kit.tool_call` does, or with one of SGLang's parsers in a worker process.
+
+    That imports torch, which this service does without.
+    """
+
+    def __init__(self, parser: str | None = None) -> None:
+        self._parser = parser
+        self._pool = WorkerPool(_WORKERS) if parser else None
+
+    async def start(self) -> None:
+        """Raises ConfigError for a parser that SGLang does not have."""
+        if self._pool and self._parser:
+            try:
+                await self._pool.run(load_parser, self._parser, timeout_seconds=_LOAD_SECONDS)
+            except WorkerError as error:
+                raise ConfigError(error.message, field="sglang.tool_call_parser") from error
+
+    async def close(self) -> None:
+        if self._pool:
+            await self._pool.close()
+
+    async def read(self, text: str, tools: Sequence[Any]) -> InMessage:
+        """A text that the parser cannot read in time calls nothing."""
+        if not self._pool or not self._parser:
+            return in_message(divided(text))
+        try:
+            before, found = await self._pool.run(read_by, self._parser, text, tools, timeout_seconds=_READ_SECONDS)
+        except WorkerError as error:
+            log.warning("tool_calls_unread", parser=self._parser, message=error.message)
+            return text, "", []
+        return in_message(divided_by(text, before, found))
+
+
+def in_message(found: Divided) -> InMessage:
+    """The same in OpenAI's form."""
+    return found.before, found.rest, [_message(call) for call in found.calls]
 
 
 def _message(call: ToolCall) -> ToolCallMessage:

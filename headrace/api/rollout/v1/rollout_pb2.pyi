@@ -1373,3 +1373,258 @@ class SetRewardResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRewardResponse: _TypeAlias = SetRewardResponse  # noqa: Y015
+
+@_typing.final
+class LeaseTasksRequest(_message.Message):
+    """Asks for tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    MAX_TASKS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    RETURN_ARGS_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Names the process in logs; unique among the hosts."""
+    max_tasks: _builtins.int
+    """Tasks that it can begin to play now; at most 1,024 are lent. 0: none, only the answer's other fields are wanted."""
+    wait_seconds: _builtins.float
+    """Seconds to wait for a first task; at most 60. 0: answer at once."""
+    return_args: _builtins.bool
+    """Also answer the job's options."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        max_tasks: _builtins.int = ...,
+        wait_seconds: _builtins.float = ...,
+        return_args: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "max_tasks", b"max_tasks", "return_args", b"return_args", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseTasksRequest: _TypeAlias = LeaseTasksRequest  # noqa: Y015
+
+@_typing.final
+class AgentTask(_message.Message):
+    """One prompt to play."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    METADATA_JSON_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Names it in RenewTasks and FinishTask."""
+    base_url: _builtins.str
+    """OpenAI's API, in a session of its own: everything that the policy says there is recorded. It answers as long as the
+    lease lasts.
+    """
+    text: _builtins.str
+    """The prompt as text."""
+    label: _builtins.str
+    """The reference answer. Absent: none."""
+    metadata_json: _builtins.str
+    """A JSON object: the row's metadata, with its tool definitions under "tools"."""
+    index: _builtins.int
+    """Which of the prompt's samples this is, from 0."""
+    evaluation: _builtins.bool
+    """Nobody trains on it."""
+    seconds: _builtins.float
+    """Seconds that it may be played, from now; then it has failed."""
+    sample_id: _builtins.str
+    """The sample that comes of it, for logs."""
+    @_builtins.property
+    def messages(self) -> _sample_pb2.ChatMessages:
+        """The row's messages."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        base_url: _builtins.str = ...,
+        text: _builtins.str = ...,
+        messages: _sample_pb2.ChatMessages | None = ...,
+        label: _builtins.str | None = ...,
+        metadata_json: _builtins.str = ...,
+        index: _builtins.int = ...,
+        evaluation: _builtins.bool = ...,
+        seconds: _builtins.float = ...,
+        sample_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label", "messages", b"messages", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "base_url", b"base_url", "evaluation", b"evaluation", "index", b"index", "label", b"label", "lease_id", b"lease_id", "messages", b"messages", "metadata_json", b"metadata_json", "prompt", b"prompt", "sample_id", b"sample_id", "seconds", b"seconds", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
+    _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__label) -> _WhichOneofReturnType__label | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___AgentTask: _TypeAlias = AgentTask  # noqa: Y015
+
+@_typing.final
+class LeaseTasksResponse(_message.Message):
+    """Tasks, none where the wait was over first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    AGENT_FUNCTION_PATH_FIELD_NUMBER: _builtins.int
+    ARGS_JSON_FIELD_NUMBER: _builtins.int
+    lease_seconds: _builtins.float
+    """A lease ends unless it is renewed within so many seconds."""
+    agent_function_path: _builtins.str
+    """The job's --agent-function-path."""
+    args_json: _builtins.str
+    """With return_args: a JSON object of the job's options by their flags' names."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgentTask]:
+        """In the order in which they were offered."""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___AgentTask] | None = ...,
+        lease_seconds: _builtins.float = ...,
+        agent_function_path: _builtins.str = ...,
+        args_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_function_path", b"agent_function_path", "args_json", b"args_json", "lease_seconds", b"lease_seconds", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseTasksResponse: _TypeAlias = LeaseTasksResponse  # noqa: Y015
+
+@_typing.final
+class RenewTasksRequest(_message.Message):
+    """Keeps leases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """The host."""
+    @_builtins.property
+    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The leases of the tasks that it plays; at most 10,000."""
+
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "lease_ids", b"lease_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewTasksRequest: _TypeAlias = RenewTasksRequest  # noqa: Y015
+
+@_typing.final
+class RenewTasksResponse(_message.Message):
+    """Kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOST_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lost_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that have ended: stop to play them, nothing of it counts."""
+
+    def __init__(
+        self,
+        *,
+        lost_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_lease_ids", b"lost_lease_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewTasksResponse: _TypeAlias = RenewTasksResponse  # noqa: Y015
+
+@_typing.final
+class FinishTaskRequest(_message.Message):
+    """What a task came to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_JSON_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease."""
+    reward: _builtins.float
+    """The agent's own reward."""
+    reward_parts_json: _builtins.str
+    """The same as a JSON object of named parts; the job's --reward-key says which of them is trained on."""
+    returned: _builtins.bool
+    """Not played: another host is to play it. It counts as no attempt."""
+    @_builtins.property
+    def failure(self) -> _sample_pb2.Failure:
+        """The sample has failed."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        reward_parts_json: _builtins.str = ...,
+        failure: _sample_pb2.Failure | None = ...,
+        returned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "returned", b"returned", "reward", b"reward", "reward_parts_json", b"reward_parts_json"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "lease_id", b"lease_id", "result", b"result", "returned", b"returned", "reward", b"reward", "reward_parts_json", b"reward_parts_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reward", "reward_parts_json", "failure", "returned"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___FinishTaskRequest: _TypeAlias = FinishTaskRequest  # noqa: Y015
+
+@_typing.final
+class FinishTaskResponse(_message.Message):
+    """Ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """False where the lease had ended before, and nothing was changed."""
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishTaskResponse: _TypeAlias = FinishTaskResponse  # noqa: Y015

@@ -92,6 +92,21 @@ class RolloutServiceStub:
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardResponse.FromString,
                 _registered_method=True)
+        self.LeaseTasks = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/LeaseTasks',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksResponse.FromString,
+                _registered_method=True)
+        self.RenewTasks = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/RenewTasks',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksResponse.FromString,
+                _registered_method=True)
+        self.FinishTask = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/FinishTask',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -179,6 +194,29 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseTasks(self, request, context):
+        """Lends tasks to a process that plays them with an agent of its own, on any machine: an agent host. Waits for the
+        first one. FAILED_PRECONDITION: the job does not say --agent-hosts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewTasks(self, request, context):
+        """Says that a host still plays its tasks: a lease that is not renewed for lease_seconds ends, and its task is lent to
+        another host, from its beginning. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishTask(self, request, context):
+        """Ends a task with a reward or a failure, or returns it. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -236,6 +274,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.SetReward,
                     request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardRequest.FromString,
                     response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardResponse.SerializeToString,
+            ),
+            'LeaseTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseTasks,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksResponse.SerializeToString,
+            ),
+            'RenewTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewTasks,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksResponse.SerializeToString,
+            ),
+            'FinishTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishTask,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -538,6 +591,87 @@ class RolloutService:
             '/headrace.api.rollout.v1.RolloutService/SetReward',
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardRequest.SerializeToString,
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/LeaseTasks',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaseTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/RenewTasks',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RenewTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/FinishTask',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,16 @@ class RolloutServiceStub:
     """Producers go on. Idempotent."""
     SetReward: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SetRewardRequest, _rollout_pb2.SetRewardResponse]
     """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent."""
+    LeaseTasks: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LeaseTasksRequest, _rollout_pb2.LeaseTasksResponse]
+    """Lends tasks to a process that plays them with an agent of its own, on any machine: an agent host. Waits for the
+    first one. FAILED_PRECONDITION: the job does not say --agent-hosts.
+    """
+    RenewTasks: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RenewTasksRequest, _rollout_pb2.RenewTasksResponse]
+    """Says that a host still plays its tasks: a lease that is not renewed for lease_seconds ends, and its task is lent to
+    another host, from its beginning. Idempotent.
+    """
+    FinishTask: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.FinishTaskRequest, _rollout_pb2.FinishTaskResponse]
+    """Ends a task with a reward or a failure, or returns it. Idempotent."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -107,6 +117,16 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Producers go on. Idempotent."""
     SetReward: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SetRewardRequest, _rollout_pb2.SetRewardResponse]  # type: ignore[assignment]
     """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent."""
+    LeaseTasks: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaseTasksRequest, _rollout_pb2.LeaseTasksResponse]  # type: ignore[assignment]
+    """Lends tasks to a process that plays them with an agent of its own, on any machine: an agent host. Waits for the
+    first one. FAILED_PRECONDITION: the job does not say --agent-hosts.
+    """
+    RenewTasks: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RenewTasksRequest, _rollout_pb2.RenewTasksResponse]  # type: ignore[assignment]
+    """Says that a host still plays its tasks: a lease that is not renewed for lease_seconds ends, and its task is lent to
+    another host, from its beginning. Idempotent.
+    """
+    FinishTask: _aio.UnaryUnaryMultiCallable[_rollout_pb2.FinishTaskRequest, _rollout_pb2.FinishTaskResponse]  # type: ignore[assignment]
+    """Ends a task with a reward or a failure, or returns it. Idempotent."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors: INVALID_ARGUMENT (BadRequest names the field), UNAVAILABLE with RetryInfo (no engine is ready),
@@ -204,5 +224,33 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SetRewardResponse, _abc.Awaitable[_rollout_pb2.SetRewardResponse]]:
         """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def LeaseTasks(
+        self,
+        request: _rollout_pb2.LeaseTasksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.LeaseTasksResponse, _abc.Awaitable[_rollout_pb2.LeaseTasksResponse]]:
+        """Lends tasks to a process that plays them with an agent of its own, on any machine: an agent host. Waits for the
+        first one. FAILED_PRECONDITION: the job does not say --agent-hosts.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewTasks(
+        self,
+        request: _rollout_pb2.RenewTasksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.RenewTasksResponse, _abc.Awaitable[_rollout_pb2.RenewTasksResponse]]:
+        """Says that a host still plays its tasks: a lease that is not renewed for lease_seconds ends, and its task is lent to
+        another host, from its beginning. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def FinishTask(
+        self,
+        request: _rollout_pb2.FinishTaskRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.FinishTaskResponse, _abc.Awaitable[_rollout_pb2.FinishTaskResponse]]:
+        """Ends a task with a reward or a failure, or returns it. Idempotent."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

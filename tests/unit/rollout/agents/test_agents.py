@@ -11,32 +11,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.rpc.net import free_port
-from headrace.trajectory import Sample, Status
-from tests.support.agents import GROUPS, SAMPLES, Producing
+from headrace.trajectory import Status
+from services.rollout.agents.players import WorkerPlayer
+from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
 from tests.support.agents import producing as producing_with
-from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
-
-AGENT = """
-import asyncio
-import openai
-
-
-async def run(args, task, base_url):
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
-        messages = [{"role": "user", "content": task.prompt}]
-        for turn in range(2):
-            made = await client.chat.completions.create(model="policy", messages=messages)
-            messages.append({"role": "assistant", "content": made.choices[0].message.content})
-            messages.append({"role": "user", "content": "are you sure?"})
-        return float(len(messages))
-"""
 
 
 @contextlib.asynccontextmanager
@@ -46,15 +31,6 @@ async def producing(
     engine = FakeEngine(WIRE, token_seconds=token_seconds)
     async with producing_with(folder, code, lambda job: lambda number: engine, **options) as made:
         yield made, engine
-
-
-def require_as_sampled(sample: Sample) -> None:
-    """Each trained stretch is what the engine says after all tokens before it."""
-    tokens, start = sample.tokens.tolist(), sample.prompt_length
-    mask = np.concatenate([np.zeros(start, dtype=np.uint8), sample.loss_mask])
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        assert tokens[begin:end] == response_to(tokens[:begin], end - begin)
 
 
 async def test_an_agents_runs_become_the_batch_of_a_step(tmp_path: Path) -> None:
@@ -74,7 +50,8 @@ async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
         async with asyncio.timeout(120):
             while not engine.num_in_flight:  # another party's state
                 await asyncio.sleep(0.01)
-        for pid in made.sampler._pool.pids:
+        assert isinstance(made.sampler.player, WorkerPlayer)
+        for pid in made.sampler.player.pool.pids:
             os.kill(pid, signal.SIGKILL)
         engine.token_seconds = 0.0
         samples = await made.produced()
@@ -148,6 +125,6 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         taker.bind(("127.0.0.1", 0))
         taker.listen()
         port = taker.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--openai-port {port}: .*: choose another"):
+        with pytest.raises(ConfigError, match=f"--openai-port {port}: .*: choose other"):
             async with producing(tmp_path, AGENT, num_prompts=0, openai_port=port):
                 pass

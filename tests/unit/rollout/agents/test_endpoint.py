@@ -19,6 +19,7 @@ from services.rollout.admission.shares import Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session, SessionLimits
+from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
@@ -59,7 +60,9 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     await client.name_weights(name)
     sessions = AgentSessions(encoder, SamplingParams(max_new_tokens=16), SessionLimits(60.0))
     slots = EngineSlots(Shares({Kind.CLIENTS: 2}, alone=64), max_waiting=1)
-    endpoint = Endpoint(sessions, AgentPolicy(Generator(client, weights), encoder, slots), encoder, "tiny")
+    endpoint = Endpoint(
+        sessions, AgentPolicy(Generator(client, weights), encoder, ToolCallReader(), slots), encoder, "tiny"
+    )
     server = EndpointServer(endpoint.application())
     await server.start()
     yield Served(server.url, encoder, sessions, engine, [], slots)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from headrace.hooks.kit.tool_call import divided
 from headrace.policy_range import PolicyRange, check_ranges
 from services.rollout.agents.messages import Message, ToolCallMessage
 from services.rollout.agents.record import Ask, Branch, RecordedAnswer, SessionRecord
-from services.rollout.agents.tool_calls import divided
+from services.rollout.agents.tool_calls import in_message
 from services.rollout.engine.answers.response import Finish
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
@@ -57,7 +58,7 @@ class Policy:
         self.version += choose.random() < 0.1
         tokens = [token for character in text for token in self.encoder.tokens_of_rendered(character)]
         tokens += [] if was_cut else self.encoder.tokens_of_rendered(self.end)
-        content, rest, self.calls = divided(text) if tools else (text, "", [])
+        content, rest, self.calls = in_message(divided(text)) if tools else (text, "", [])
         half = len(tokens) // 2
         ranges = [PolicyRange(self.version, 0, half)] if half else []
         self.version += choose.random() < 0.1  # a publication in its midst
@@ -196,7 +197,7 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
     thread = [Message("user", "1 + 1?")]
     ask = record.ask(thread, TOOLS)
     tokens = encoder.tokens_of_rendered(f"{sampled}<|im_end|>")
-    content, rest, calls = divided(sampled)
+    content, rest, calls = in_message(divided(sampled))
     assert (content, [(call.function.name, call.function.arguments) for call in calls]) == (
         "So:\n",
         [("add", '{"a": 1}')],
@@ -226,7 +227,7 @@ def test_where_the_template_does_not_write_an_answer_the_model_is_asked_with_wha
     record = SessionRecord(OfCallsAlone())
     thread = [Message("user", "1 + 1?")]
     for sampled in ("2", 'So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>'):
-        content, rest, calls = divided(sampled)
+        content, rest, calls = in_message(divided(sampled))
         ask = record.ask(thread, TOOLS)
         said = Message("assistant", content, tool_calls=calls or None)
         record.add(ask, RecordedAnswer((1,), (-1.0,), (), Finish.STOP, content, rest), said)

@@ -1,0 +1,55 @@
+"""A rollout service whose agents are played by other processes, and such processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.client.rollout import RolloutClient
+from headrace.rpc.server import RpcServer, Service
+from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
+from tests.support.agents import AGENT, Producing, producing
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.fakes.fake_fleet import WIRE
+
+LEASE_SECONDS = 200.0
+NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+
+
+@contextlib.asynccontextmanager
+async def lending(
+    folder: Path, *, token_seconds: float = 0.0, code: str = AGENT, **options: Any
+) -> AsyncIterator[tuple[Producing, FakeEngine, RolloutClient, str]]:
+    """A rollout service whose tasks are lent, behind gRPC."""
+    options = {"agent_hosts": True, "agent_lease_seconds": LEASE_SECONDS, **options}
+    engine = FakeEngine(WIRE, token_seconds=token_seconds)
+    async with producing(folder, code, lambda job: lambda number: engine, **options) as made:
+        server = RpcServer(
+            "rollout",
+            "127.0.0.1:0",
+            [Service(RolloutServicer(made.service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
+            request_limits=REQUEST_LIMITS,
+        )
+        await server.start()
+        async with RolloutClient(server.address) as client:
+            yield made, engine, client, server.address
+        await server.stop(grace_seconds=0.0)
+
+
+@contextlib.asynccontextmanager
+async def host(address: str, *words: str, python: str = sys.executable) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`headrace agent` as a process of its own, killed at the end."""
+    command = (python, "-m", "headrace.cli.main", "agent", "--rollout-address", address, *words)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
