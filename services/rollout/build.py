@@ -34,13 +34,14 @@ from services.rollout.engine.routing.router import Router
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
+from services.rollout.in_flight import evaluated_beside_training, groups_at_once, samples_at_once
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import GroupSampler
-from services.rollout.production.ledger import BufferLedger
+from services.rollout.production.ledger import BufferLedger, ProducerLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
@@ -48,12 +49,11 @@ from services.rollout.production.sampling import EngineSampler, Sampler, job_par
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
+from services.rollout.rollout_function.build import eval_function, step_function
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
 
 _STREAM = "train"
-_EVALUATION_SHARE = 8
-"""Training has so many samples in flight for each sample of an evaluation."""
 
 
 def rollout_service(
@@ -99,7 +99,7 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
-            calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+            calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
             per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
@@ -122,6 +122,9 @@ def rollout_service(
             evaluation_priority=evaluation_priority(job.sglang),
         )
     )
+    ledger: ProducerLedger = BufferLedger(buffer, _STREAM)
+    steps = step_function(job, custom_args(args, router.url), fleet, ledger, buffer, metrics, warnings.append)
+    by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
     group_filter = GroupFilter.of(job.rollout, args)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
     scorer = SampleScorer(
@@ -132,7 +135,7 @@ def rollout_service(
     supervised = supervised_parts(job.train, job.model.hf_checkpoint, job.data.apply_chat_template_kwargs)
     groups = GroupSampler(
         supervised.encoder if supervised else encoder,
-        supervised.sampler if supervised else sampler,
+        supervised.sampler if supervised else steps.sampler if steps else sampler,
         None if supervised else scorer,
         params,
         rollout_seed=seed,
@@ -145,17 +148,17 @@ def rollout_service(
         failed_samples=FailedSamples.of(job.tracking, samples_dir),
     )
     producer = Producer(
-        BufferLedger(buffer, _STREAM),
+        steps.ledger if steps else ledger,
         groups,
         lambda: fleet.policy_version,
         metrics,
-        max_groups_in_flight=_groups_at_once(job),
+        max_groups_in_flight=groups_at_once(job),
         interrupt=fleet.interrupt,
     )
     parts = RolloutParts(
         encoder=encoder,
         generator=generator,
-        sampler=sampler,
+        sampler=steps.sampler if steps else sampler,
         scorer=scorer,
         evaluator=Evaluator(
             *(encoder, sampler, scorer, params),
@@ -164,6 +167,7 @@ def rollout_service(
             slots=EvaluationSlots(sampler, beside=evaluated_beside_training(job), alone=SAMPLES_AT_ONCE),
             scores_groups=job.reward.group_rm,
             samplers=of_data_sets,
+            function=by_function,
         ),
         fleet=fleet,
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
@@ -176,7 +180,10 @@ def rollout_service(
     )
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[*([custom] if custom else []), *of_data_sets.values(), *([agents] if agents else [])],
+        custom=[
+            *(each for each in (custom, agents, steps.sampler if steps else None, by_function) if each),
+            *of_data_sets.values(),
+        ],
         endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,
@@ -217,7 +224,7 @@ def openai_parts(
     sampler = AgentSampler(
         *(agent, args, sessions, server.url),
         limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
-        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+        calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
         evaluation_priority=evaluation_priority(job.sglang),
         warn=warn,
     )
@@ -256,15 +263,6 @@ def _eval_files(job: Job) -> EvalFiles:
     return EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
 
 
-def evaluated_beside_training(job: Job) -> int:
-    """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
-    if job.eval.eval_samples_in_flight is not None:
-        return job.eval.eval_samples_in_flight
-    if job.eval.eval_exact_version:
-        return SAMPLES_AT_ONCE
-    return max(1, _samples_at_once(job) // _EVALUATION_SHARE)
-
-
 def _partial_rollout(job: Job) -> PartialRollout | None:
     if not job.rollout.partial_rollout:
         return None
@@ -281,15 +279,6 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
     return ContextLimit.of(job.rollout, job.sglang, architecture)
-
-
-def _groups_at_once(job: Job) -> int:
-    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-    return job.rollout.max_groups_in_flight or 2 * groups_per_step
-
-
-def _samples_at_once(job: Job) -> int:
-    return _groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)
 
 
 def _required(value: str | None, name: str) -> str:

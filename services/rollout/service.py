@@ -18,6 +18,7 @@ from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
+from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler
@@ -28,6 +29,7 @@ from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
+from services.rollout.rollout_function.step_sampler import StepSampler
 from services.rollout.scoring import SampleScorer
 
 
@@ -70,7 +72,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler],
+        custom: Sequence[HookSampler | AgentSampler | StepSampler | EvalFunction],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,

@@ -96,6 +96,14 @@ class RolloutSection(Section):
         description="pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: "
         "async def run(args, task, base_url).",
     )
+    rollout_function_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that makes all groups of a step: "
+        "def f(args, rollout_id, data_source, evaluation=False).",
+    )
+    rollout_timeout_seconds: Seconds = Field(
+        3600.0, description="Limit of one call of rollout_function_path; its evaluations have eval_timeout_seconds."
+    )
     openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
         None,
         description="Port of the OpenAI-compatible endpoint on this machine's loopback interface; absent: any free "
@@ -128,7 +136,7 @@ class RolloutSection(Section):
     @property
     def user_function(self) -> str | None:
         """The user's function that makes the samples, if one does."""
-        return self.custom_generate_function_path or self.agent_function_path
+        return self.rollout_function_path or self.custom_generate_function_path or self.agent_function_path
 
     @property
     def groups_per_step(self) -> int:
@@ -159,6 +167,11 @@ class EvalSection(Section):
         None,
         description="TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in "
         "docs/evaluation.md; beside eval_prompt_data.",
+    )
+    eval_function_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that evaluates, called as a rollout_function_path with evaluation=True; "
+        "absent: that one, if it takes `evaluation`.",
     )
     eval_interval: Positive | None = Field(
         None, description="Rollout steps between evaluations; absent: first and last."

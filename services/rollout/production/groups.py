@@ -16,6 +16,7 @@ from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
+from services.rollout.production.given import GivenBack, GivenUp
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
@@ -76,7 +77,13 @@ class GroupSampler:
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
             for index in range(lease.n_samples)
         ]
-        made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
+        try:
+            made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
+        except GivenUp as given_up:
+            failure = Failure("FILTERED", given_up.reason)
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=failure, rewards=given_up.rewards)
+        except GivenBack as given_back:
+            return self._given_back(lease, given_back)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
             return self._interrupted(lease, samples)
@@ -94,6 +101,11 @@ class GroupSampler:
         except HeadraceError as error:
             return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
         return sample
+
+    def _given_back(self, lease: buffer_pb2.GroupLease, given_back: GivenBack) -> buffer_pb2.LeaseRelease:
+        if self._partial and given_back.samples:
+            return self._partial.release(lease, [_of_version(s, lease.policy_version) for s in given_back.samples])
+        return buffer_pb2.LeaseRelease(lease_id=lease.lease_id, reason=given_back.reason)
 
     def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> GroupResult:
         """Releases the group. Aborted samples, and those that fanned out with them, are never trained."""
