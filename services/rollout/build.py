@@ -41,7 +41,7 @@ from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import GroupSampler
-from services.rollout.production.ledger import BufferLedger, ProducerLedger
+from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
@@ -52,8 +52,6 @@ from services.rollout.publication.receiver import Receiver
 from services.rollout.rollout_function.build import eval_function, step_function
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
-
-_STREAM = "train"
 
 
 def rollout_service(
@@ -122,8 +120,7 @@ def rollout_service(
             evaluation_priority=evaluation_priority(job.sglang),
         )
     )
-    ledger: ProducerLedger = BufferLedger(buffer, _STREAM)
-    steps = step_function(job, custom_args(args, router.url), fleet, ledger, buffer, metrics, warnings.append)
+    steps = step_function(job, custom_args(args, router.url), fleet, buffer, metrics, warnings.append)
     by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
     group_filter = GroupFilter.of(job.rollout, args)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
@@ -148,7 +145,7 @@ def rollout_service(
         failed_samples=FailedSamples.of(job.tracking, samples_dir),
     )
     producer = Producer(
-        steps.ledger if steps else ledger,
+        steps.ledger if steps else BufferLedger(buffer, STREAM),
         groups,
         lambda: fleet.policy_version,
         metrics,

@@ -18,7 +18,7 @@ _SLIMES: Mapping[str, str] = {
     "slime.rollout.rm_hub": "name a scorer with --rm-type",
     "slime.rollout.sglang_rollout": "leave it out: headrace generates so by itself",
     "slime.rollout.sft_rollout": "write --loss-type sft_loss --loss-mask-type",
-    "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: production goes on beside training",
+    "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: it goes on beside training",
 }
 _SLIME = ("slime.", "slime_plugins.")
 

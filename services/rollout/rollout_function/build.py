@@ -13,12 +13,13 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.in_flight import groups_at_once
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.ledger import ProducerLedger
+from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.sampling import job_params
 from services.rollout.rollout_function.leased_groups import LeasedGroups, ToldLedger
 from services.rollout.rollout_function.step_sampler import StepSampler
 
-_STREAM = "train"
+_ANSWER_SECONDS = 1.0
+"""A call for fewer groups than a step's begins when the ledger has had none for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,6 @@ def step_function(
     job: Job,
     args: HookArgs,
     fleet: Fleet,
-    ledger: ProducerLedger,
     buffer: Buffer,
     metrics: RolloutMetrics,
     warn: Callable[[str], None],
@@ -45,7 +45,7 @@ def step_function(
     groups_per_step = job.rollout.rollout_batch_size or 1
 
     async def next_step() -> int:
-        stats = await buffer.stats(_STREAM)
+        stats = await buffer.stats(STREAM)
         return stats.step + stats.groups["READY"] // groups_per_step
 
     groups = LeasedGroups(groups_at_once(job))
@@ -57,6 +57,7 @@ def step_function(
         warn=warn,
         ended=metrics.background_work_ended,
     )
+    ledger = BufferLedger(buffer, STREAM, wait_seconds=_ANSWER_SECONDS)
     return StepFunction(sampler, ToldLedger(ledger, groups))
 
 

@@ -67,6 +67,7 @@ class DataSourceDesk:
                 raise Unreadable("it does not say whose it is")
             self._connections[hello.secret].add(writer)
             call, reply = self._calls[hello.secret], messages.frame(messages.Done())
+            call.begin()
             while hello.secret in self._calls:
                 writer.write(reply)
                 await writer.drain()

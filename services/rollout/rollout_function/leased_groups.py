@@ -99,6 +99,14 @@ class LeasedGroups:
         self._num_taken += len(taken)
         return taken
 
+    def put_back(self, groups: Sequence[LeasedGroup]) -> None:
+        """They wait again, before all others, but for those whose lease has ended."""
+        for group in reversed([group for group in groups if not group.ended.done()]):
+            self._waiting[group.lease_number] = group
+            self._waiting.move_to_end(group.lease_number, last=False)
+            self._num_taken -= 1
+        self._tell()
+
     def _is_shut(self, answers: int) -> bool:
         return self._is_full or self._empty_answers > answers
 

@@ -87,6 +87,11 @@ class StepCall:
         """Ends the groups that are left as if they had not been leased."""
         self._end_all(GivenBack(why))
 
+    def begin(self) -> None:
+        """The function begins; or again, where its worker ended: what it had taken waits for it."""
+        self._groups.put_back(list(self._held.values()))
+        self._held.clear()
+
     def charge(self, num_groups: int) -> None:
         """A function that has taken no group ends as many as it was called for: it would be called again for ever."""
         if not self._num_taken:

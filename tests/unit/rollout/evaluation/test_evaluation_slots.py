@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.trajectory import Sample
-from services.rollout.in_flight import evaluated_beside_training
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
+from services.rollout.in_flight import evaluated_beside_training
 from services.rollout.production.sampling import SampleRequest
 
 
