@@ -35,7 +35,7 @@ from headrace.hooks.rollout import RolloutFnTrainOutput
 
 def write(sample, reward=1.0):
     sample.tokens, sample.response, sample.response_length = [1, 2, 3, 4], "hi", 2
-    sample.rollout_log_probs, sample.reward = [-0.5, -0.25], reward
+    sample.rollout_log_probs, sample.loss_mask, sample.reward = [-0.5, -0.25], None, reward
     sample.status = Sample.Status.COMPLETED
     return sample
 
