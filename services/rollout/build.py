@@ -36,6 +36,7 @@ from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.in_flight import evaluated_beside_training, groups_at_once, samples_at_once
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.production.all_samples import AllSamples
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -123,6 +124,7 @@ def rollout_service(
     steps = step_function(job, custom_args(args, router.url), fleet, buffer, metrics, warnings.append)
     by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
     group_filter = GroupFilter.of(job.rollout, args)
+    all_samples = AllSamples.of(job.rollout, args, metrics)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
     scorer = SampleScorer(
         _required(job.services.reward_address, "reward_address"),
@@ -143,6 +145,7 @@ def rollout_service(
         teacher=teacher,
         bounds=ModelBounds.of(architecture),
         failed_samples=FailedSamples.of(job.tracking, samples_dir),
+        all_samples=all_samples,
     )
     producer = Producer(
         steps.ledger if steps else BufferLedger(buffer, STREAM),
@@ -178,7 +181,7 @@ def rollout_service(
     return RolloutService(
         *(parts, router, router_client, buffer),
         custom=[
-            *(each for each in (custom, agents, steps.sampler if steps else None, by_function) if each),
+            *(each for each in (custom, agents, steps.sampler if steps else None, by_function, all_samples) if each),
             *of_data_sets.values(),
         ],
         endpoint=openai.server if openai else None,

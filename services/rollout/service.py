@@ -21,6 +21,7 @@ from services.rollout.engine.routing.router import Router
 from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.production.all_samples import AllSamples
 from services.rollout.production.custom import HookSampler
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
@@ -72,7 +73,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler | StepSampler | EvalFunction],
+        custom: Sequence[HookSampler | AgentSampler | StepSampler | EvalFunction | AllSamples],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,

@@ -39,6 +39,7 @@ _FORMS: Mapping[str, HookForm] = {
     "custom_generate_function_path": _GENERATE,
     "rollout_function_path": _ROLLOUT,
     "eval_function_path": _ROLLOUT,
+    "rollout_all_samples_process_path": HookForm((("args", "all_samples", "data_source"),)),
     "agent_function_path": HookForm((("args", "task", "base_url"),)),
     "custom_rm_path": _REWARD,
     "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),

@@ -86,6 +86,11 @@ class RolloutSection(Section):
     dynamic_sampling_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
     )
+    rollout_all_samples_process_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that is shown all samples of a step, of dropped groups too: "
+        "def f(args, all_samples, data_source).",
+    )
     partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
     mask_offpolicy_in_partial_rollout: bool = Field(
         False, description="Do not train a partial rollout's tokens of older policies."

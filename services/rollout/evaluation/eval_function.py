@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument
@@ -142,9 +143,10 @@ class EvalFunction:
         return min([*known, self._weights.policy_version])
 
 
-def _tokens(each: EvalSample) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _tokens(each: EvalSample) -> NDArray[np.int32]:
+    """A sample has at least one, which stands for those that the function left out."""
     try:
-        return np.asarray(each.tokens, np.int32)
+        return np.asarray(each.tokens or [0], np.int32)
     except OverflowError as error:
         raise InvalidArgument(f"a sample of an evaluation has tokens that are none: {error}") from error
 

@@ -14,6 +14,7 @@ from headrace.process.workers import WorkerError
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from services.rollout.engine.api import SamplingParams
+from services.rollout.production.all_samples import AllSamples
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.given import GivenBack, GivenUp
@@ -44,6 +45,7 @@ class GroupSampler:
         teacher: Teacher | None = None,
         bounds: ModelBounds | None = None,
         failed_samples: FailedSamples | None = None,
+        all_samples: AllSamples | None = None,
     ) -> None:
         self._encoder = encoder
         self._sampler = sampler
@@ -57,6 +59,7 @@ class GroupSampler:
         self._teacher = teacher
         self._bounds = bounds
         self._failed_samples = failed_samples
+        self._all_samples = all_samples
 
     @property
     def returns_partials(self) -> bool:
@@ -122,6 +125,13 @@ class GroupSampler:
             samples = await self._scorer.score(samples)
         if self._failed_samples:
             await self._failed_samples.write(samples)
+        put = await self._judged(lease, samples)
+        if self._all_samples:
+            self._all_samples.add(samples, is_kept=put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE)
+        return put
+
+    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+        """Returns the put of a scored group, as its filter wants it."""
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
         try:

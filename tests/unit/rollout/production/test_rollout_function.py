@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ async def producing(folder: Path, code: str, *, spare: int = 0, **rollout: Any) 
         sampler = service.parts.sampler
         assert isinstance(sampler, StepSampler)
         try:
-            await sampler.start()
+            for hook in service._custom:
+                await hook.start()
             service.parts.producer.start()
             yield Producing(client, sampler)
         finally:
@@ -127,7 +129,7 @@ async def producing(folder: Path, code: str, *, spare: int = 0, **rollout: Any) 
 
 
 @pytest.mark.parametrize("code", [SYNC, ASYNC, THREADED, ANEW, FAN_OUT])
-async def test_what_a_rollout_function_returns_becomes_the_batch_of_a_step(tmp_path: Path, code: str) -> None:
+async def test_rollout_function_path_makes_the_batch_of_a_step(tmp_path: Path, code: str) -> None:
     async with producing(tmp_path, code) as made:
         samples = await made.batch()
     assert len(samples) == GROUPS * (SAMPLES + (code == FAN_OUT))
@@ -168,7 +170,6 @@ def generate_rollout(args, rollout_id, data_source):
     [
         ("raise KeyError('lost')", 3, "HOOK_RAISED", "KeyError: 'lost'"),
         ("os.kill(os.getpid(), 9)", 0, "", ""),  # it runs again, alone, with the groups that it had
-        ("while True: pass", 3, "HOOK_TIMEOUT", "3 s"),
         ("return []", 3, "HOOK_INVALID", "it returned none of 3 groups"),
         ("return 7", 3, "HOOK_RAISED", "it must return a list of groups of samples"),
         ("return [[Sample(tokens=[1])], groups[0], *OTHERS]", 1, "HOOK_INCOMPLETE", "PENDING"),
@@ -182,7 +183,7 @@ async def test_what_goes_wrong_is_the_failure_of_the_groups_that_it_concerns(
 ) -> None:
     first = first.replace("OTHERS", "map(written, groups[1:])")
     code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", first)
-    async with producing(tmp_path, code, rollout_timeout_seconds=3.0) as made:
+    async with producing(tmp_path, code) as made:
         samples = await made.batch()
         stats = await made.groups("FAILED", failed)
     assert len(samples) == GROUPS * SAMPLES
@@ -193,12 +194,19 @@ async def test_what_goes_wrong_is_the_failure_of_the_groups_that_it_concerns(
         assert f"{tmp_path / 'hook.py'}:" in stats.production.failures[0].example
 
 
+async def test_after_rollout_timeout_seconds_a_call_fails(tmp_path: Path) -> None:
+    code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", "while True: pass")
+    async with producing(tmp_path, code, rollout_timeout_seconds=2.0) as made:
+        stats = await made.groups("FAILED", GROUPS)
+    assert [(each.reason, "2 s" in each.example) for each in stats.production.failures] == [("HOOK_TIMEOUT", True)]
+
+
 CHOOSES = f"""{WRITES}
 def generate_rollout(args, rollout_id, data_source):
     assert args.over_sampling_batch_size == 5
     kept = []
     while len(kept) < args.rollout_batch_size:
-        for group in data_source.get_samples(args.rollout_batch_size):
+        for group in data_source.get_samples(args.over_sampling_batch_size):
             number = int(group[0].prompt.split()[-1][:-1])
             if number < 4:
                 DROP
@@ -218,7 +226,7 @@ async def test_groups_that_the_function_leaves_out_are_dropped_and_others_take_t
     code = CHOOSES.replace("DROP", drop).replace("number < 4", f"number < {dropped}")
     async with producing(tmp_path, code, spare=2, over_sampling_batch_size=5) as made:
         samples = await made.batch()
-        stats = await made.groups("DROPPED", dropped)
+        stats = await made.groups("DROPPED", 1)
         told = await made.buffer.list_groups("train", [pb.GROUP_STATE_DROPPED])
     numbers = {int(sample.prompt.split()[-1][:-1]) for sample in samples}
     assert len(numbers) == GROUPS
@@ -283,3 +291,39 @@ async def test_a_job_whose_rollout_function_takes_other_arguments_does_not_start
     with pytest.raises(ConfigError, match="def f\\(args, rollout_id, data_source, evaluation=False\\)"):
         async with producing(tmp_path, "def generate_rollout(args, samples): pass"):
             pass
+
+
+SHOWS = """
+import json
+
+def shown(args, all_samples, data_source):
+    with open("{folder}/shown.jsonl", "a") as file:
+        file.write(json.dumps([[s.reward for s in group] for group in all_samples]) + chr(10))
+    raise KeyError("it costs no sample")
+
+def keep(args, samples, **kwargs):
+    return samples[0].reward > 0
+"""
+
+
+async def test_rollout_all_samples_process_path_sees_the_groups_of_a_step_and_those_that_were_dropped(
+    tmp_path: Path,
+) -> None:
+    code = (
+        WRITES
+        + SHOWS.replace("{folder}", str(tmp_path))
+        + SYNC.replace(WRITES, "").replace(
+            "written(group) for", "written(group, 0.0 if 'prompt 0' in group[0].prompt else 1.0) for"
+        )
+    )
+    hook = f"{tmp_path / 'hook.py'}"
+    paths = {"rollout_all_samples_process_path": f"{hook}:shown", "dynamic_sampling_filter_path": f"{hook}:keep"}
+    async with producing(tmp_path, code, **paths) as made:
+        assert len(await made.batch()) == GROUPS * SAMPLES
+        async with asyncio.timeout(40):
+            while not (tmp_path / "shown.jsonl").exists():  # another process writes it
+                await asyncio.sleep(0.02)
+            while not (text := (tmp_path / "shown.jsonl").read_text()).endswith("\n"):
+                await asyncio.sleep(0.02)
+    (groups,) = map(json.loads, text.splitlines())
+    assert sorted(groups) == [[0.0, 0.0], *[[1.0, 1.0]] * GROUPS]
