@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.rollout.data_source import LedgerDataSource
-from headrace.hooks.rollout.messages import Order, Refused, Reply
+from headrace.hooks.rollout.messages import Order, OrderRefused, Reply
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
 
@@ -34,7 +34,7 @@ async def run_all_samples(path: str, args: HookArgs, groups: Sequence[Sequence[S
 
 
 def _too_late(order: Order) -> Reply:
-    return Refused("the groups are in the ledger already, which alone gives and takes them")
+    return OrderRefused("the groups are in the ledger already, which alone gives and takes them")
 
 
 def _hook(path: str) -> Hook:

@@ -1,4 +1,4 @@
-"""How much is generated at once, for training and for evaluations beside it."""
+"""The samples that are generated at once, for training and for evaluations beside it."""
 
 from __future__ import annotations
 

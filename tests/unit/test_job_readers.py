@@ -34,6 +34,8 @@ READERS = {
     "services/rollout/__main__.py": "starts",
     "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
+    "services/rollout/in_flight.py": "builds",
+    "services/rollout/rollout_function/build.py": "builds",
     "services/rollout/evaluate_url.py": "builds",
     "services/trainer/control/build.py": "builds",
     "services/trainer/export_checkpoint.py": "builds",

@@ -22,7 +22,7 @@ from headrace.hooks.rollout.messages import (
     Groups,
     MadeGroup,
     Order,
-    Refused,
+    OrderRefused,
     Reply,
     ReturnSamples,
 )
@@ -76,8 +76,7 @@ class LedgerDataSource:
         try:
             made = self.made(group)
         except InvalidArgument as error:
-            lease_number = self._group_of(group)
-            if lease_number is not None:
+            for lease_number in self._groups_of(group):
                 self._asked(FailSamples(lease_number, error.message))
                 self._end(lease_number)
             return error.message
@@ -85,10 +84,11 @@ class LedgerDataSource:
         self._end(made.lease_number)
         return None
 
-    def drop_finished(self) -> None:
-        """Drops groups that the function has finished and not returned: a filter of its own has left them out."""
+    def drop_finished(self, returned: Sequence[Any]) -> None:
+        """Drops groups that the function has finished and does not return: a filter of its own has left them out."""
+        kept = {number for group in returned for number in self._groups_of(group)}
         for lease_number, samples in list(self._held.items()):
-            if all(sample.status in _FINISHED for sample in samples):
+            if lease_number not in kept and all(sample.status in _FINISHED for sample in samples):
                 self._drop(lease_number, "the rollout function finished it and did not return it")
 
     def made(self, group: Any) -> MadeGroup:
@@ -120,7 +120,7 @@ class LedgerDataSource:
     def _asked(self, order: Order) -> Reply:
         with self._lock:
             reply = self._ask(order)
-        if isinstance(reply, Refused):
+        if isinstance(reply, OrderRefused):
             raise FailedPrecondition(reply.why)
         return reply
 
@@ -143,16 +143,16 @@ class LedgerDataSource:
             place = sample.index if isinstance(sample.index, int) else None
         return (lease_number, place) if lease_number in self._held else (None, None)
 
-    def _group_of(self, group: Any) -> int | None:
-        """Returns the group that some of the samples belong to, if it is one alone."""
-        samples = [each for each in (group if isinstance(group, list) else [group]) if isinstance(each, Sample)]
-        leases = {self._origin(sample)[0] for sample in samples} - {None}
-        return leases.pop() if len(leases) == 1 else None
+    def _groups_of(self, group: Any) -> set[int]:
+        """Returns the groups that some of the samples belong to."""
+        items = group if isinstance(group, list | tuple) else [group]
+        flat = [one for item in items for one in (item if isinstance(item, list | tuple) else [item])]
+        return {number for one in flat if isinstance(one, Sample) and (number := self._origin(one)[0]) is not None}
 
 
 def no_data_source(order: Order) -> Reply:
     """The ledger as an evaluation has it."""
-    return Refused("an evaluation has no data source: read the files of args.eval_datasets")
+    return OrderRefused("an evaluation has no data source: read the files of args.eval_datasets")
 
 
 def whole_groups(samples: Sequence[Any]) -> list[Any]:

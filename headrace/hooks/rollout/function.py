@@ -27,7 +27,7 @@ _POSITIONAL = 3
 
 @dataclass(frozen=True)
 class Desk:
-    """Where a call's data source finds the service: a socket's path, and the name of the call."""
+    """The way from a call's data source to the service: a socket's path, and the name of the call."""
 
     path: str
     secret: str
@@ -35,7 +35,7 @@ class Desk:
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What became of a call: groups that it has ended, by returning them too, and why others cannot be used."""
+    """The end of a call: the number of groups that it has ended, by returning them too, and why others are unusable."""
 
     num_ended: int
     unusable: list[str]
@@ -90,8 +90,9 @@ async def roll_out(
         source = LedgerDataSource(args, ask, lambda sample: sendable(path, adopted(sample, call)))
         returned = hook.target(args, rollout_id, source, **options)
         output = train_output(path, await returned if inspect.isawaitable(returned) else returned)
-        unusable = [why for group in whole_groups(output.samples) if (why := source.return_group(group)) is not None]
-        source.drop_finished()
+        groups = whole_groups(output.samples)
+        source.drop_finished(groups)
+        unusable = [why for group in groups if (why := source.return_group(group)) is not None]
     return RolloutReport(source.num_ended, unusable, numbers(output.metrics))
 
 

@@ -80,17 +80,17 @@ class Groups(msgspec.Struct, tag=True):
     groups: list[LeasedGroup]
 
 
-class Done(msgspec.Struct, tag=True):
+class OrderDone(msgspec.Struct, tag=True):
     """The order was carried out."""
 
 
-class Refused(msgspec.Struct, tag=True):
+class OrderRefused(msgspec.Struct, tag=True):
     """It was not, for a reason that the user's function is told."""
 
     why: str
 
 
-Reply = Groups | Done | Refused
+Reply = Groups | OrderDone | OrderRefused
 Ask = Callable[[Order], Reply]
 """Sends an order and waits for its reply."""
 

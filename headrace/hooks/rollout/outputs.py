@@ -1,4 +1,4 @@
-"""What rollout functions return, under slime's names, and how plain lists and dicts are read as the same."""
+"""The returns of rollout functions, under slime's names; plain lists and dicts are read as the same."""
 
 from __future__ import annotations
 

@@ -151,7 +151,12 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
                 require_agent(path)
             elif candidate == "reward" or candidate == "group_reward":
                 reward_hook(path, group_rm=candidate == "group_reward")
-            elif candidate in LEDGER_KINDS:
+            elif (
+                candidate == "filter"
+                or candidate == "buffer_filter"
+                or candidate == "data_source"
+                or candidate == "all_samples"
+            ):
                 require_ledger_hook(path, candidate)
             else:
                 trainer_hook(path, candidate)

@@ -28,7 +28,7 @@ class _OneLedger:
         match order:
             case messages.GetSamples(count):
                 if not self.left:
-                    return messages.Refused(f"the trial has {_GROUPS} groups (args.rollout_batch_size), and no more")
+                    return messages.OrderRefused(f"the trial has {_GROUPS} groups, which is args.rollout_batch_size")
                 numbers = range(_GROUPS - self.left, _GROUPS - self.left + min(count, self.left))
                 self.left -= len(numbers)
                 return messages.Groups([messages.LeasedGroup(number, _prompts(number)) for number in numbers])
@@ -38,7 +38,7 @@ class _OneLedger:
                 raise InvalidArgument(why)
             case _:
                 self.others += 1
-        return messages.Done()
+        return messages.OrderDone()
 
 
 def is_rollout(hook: Hook) -> bool:

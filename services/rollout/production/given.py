@@ -1,4 +1,4 @@
-"""How a sampler ends a group without samples to train."""
+"""Exceptions by which a sampler ends a group without samples to train."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class DataSourceDesk:
             if not isinstance(hello, messages.Hello) or hello.secret not in self._calls:
                 raise Unreadable("it does not say whose it is")
             self._connections[hello.secret].add(writer)
-            call, reply = self._calls[hello.secret], messages.frame(messages.Done())
+            call, reply = self._calls[hello.secret], messages.frame(messages.OrderDone())
             call.begin()
             while hello.secret in self._calls:
                 writer.write(reply)

@@ -26,7 +26,7 @@ _WAYS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LeasedGroup:
+class StepGroup:
     """`ended` gets its samples, or the exception that says how it ends without any."""
 
     lease_number: int
@@ -40,7 +40,7 @@ class LeasedGroups:
     def __init__(self, most: int) -> None:
         self._most = most
         self._numbers = itertools.count()
-        self._waiting: OrderedDict[int, LeasedGroup] = OrderedDict()
+        self._waiting: OrderedDict[int, StepGroup] = OrderedDict()
         self._num_taken = 0
         self._empty_answers = 0
         self._reason = buffer_pb2.NO_LEASE_REASON_UNSPECIFIED
@@ -62,7 +62,7 @@ class LeasedGroups:
 
     async def samples(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """Waits until a call has ended the group. Raises what it ended with."""
-        group = LeasedGroup(next(self._numbers), requests, asyncio.get_running_loop().create_future())
+        group = StepGroup(next(self._numbers), requests, asyncio.get_running_loop().create_future())
         self._waiting[group.lease_number] = group
         self._tell()
         try:
@@ -79,7 +79,7 @@ class LeasedGroups:
             await self._wait()
         return min(len(self._waiting), count)
 
-    async def take(self, count: int, *, held: int) -> list[LeasedGroup]:
+    async def take(self, count: int, *, held: int) -> list[StepGroup]:
         """Takes `count` groups, or fewer where the ledger lets out no more.
 
         Raises FailedPrecondition where it lets out none before some of the `held` ones have ended.
@@ -93,13 +93,13 @@ class LeasedGroups:
             await self._wait()
         return self.take_now(count)
 
-    def take_now(self, count: int) -> list[LeasedGroup]:
+    def take_now(self, count: int) -> list[StepGroup]:
         """Takes at most `count` groups that wait."""
         taken = [self._waiting.popitem(last=False)[1] for _ in range(min(count, len(self._waiting)))]
         self._num_taken += len(taken)
         return taken
 
-    def put_back(self, groups: Sequence[LeasedGroup]) -> None:
+    def put_back(self, groups: Sequence[StepGroup]) -> None:
         """They wait again, before all others, but for those whose lease has ended."""
         for group in reversed([group for group in groups if not group.ended.done()]):
             self._waiting[group.lease_number] = group

@@ -21,7 +21,7 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.given import GivenBack, GivenUp
 from services.rollout.production.hook_samples import HookSamples, WeightsRefused
 from services.rollout.production.sampling import SampleRequest, failed_sample
-from services.rollout.rollout_function.leased_groups import LeasedGroup, LeasedGroups
+from services.rollout.rollout_function.leased_groups import LeasedGroups, StepGroup
 
 _MOST_ASKED = 1 << 20
 
@@ -40,13 +40,8 @@ class StepCall:
         self._requests = ExitStack()
         self._oldest = weights.policy_version
         self._refusals = weights.refusals
-        self._held: dict[int, LeasedGroup] = {}
+        self._held: dict[int, StepGroup] = {}
         self._num_taken = 0
-
-    @property
-    def samples_held(self) -> int:
-        """The number of samples that the call has to make."""
-        return sum(len(group.requests) for group in self._held.values())
 
     async def answer(self, order: messages.Order) -> messages.Reply:
         """Carries out an order of the data source; what is wrong with it is its answer."""
@@ -65,8 +60,8 @@ class StepCall:
                 case messages.Hello():
                     raise InvalidArgument("the connection has said already whose it is")
         except (InvalidArgument, FailedPrecondition) as error:
-            return messages.Refused(error.message)
-        return messages.Done()
+            return messages.OrderRefused(error.message)
+        return messages.OrderDone()
 
     def finish(self, report: RolloutReport) -> None:
         """Ends the groups that are left when the function has returned."""
@@ -97,7 +92,7 @@ class StepCall:
         if not self._num_taken:
             self._hold(self._groups.take_now(num_groups))
 
-    def _hold(self, taken: Sequence[LeasedGroup]) -> None:
+    def _hold(self, taken: Sequence[StepGroup]) -> None:
         for group in taken:
             self._held[group.lease_number] = group
             self._requests.enter_context(self._activity.requests(len(group.requests)))
@@ -109,12 +104,12 @@ class StepCall:
         given = [(group.lease_number, [self._samples.given(request) for request in group.requests]) for group in taken]
         return messages.Groups([messages.LeasedGroup(*each) for each in given])
 
-    def _group(self, lease_number: int) -> LeasedGroup:
+    def _group(self, lease_number: int) -> StepGroup:
         if lease_number not in self._held:
             raise InvalidArgument("a group is not, or not any more, one of this call")
         return self._held[lease_number]
 
-    async def _return(self, group: LeasedGroup, by_place: Sequence[Sequence[HookSample]]) -> None:
+    async def _return(self, group: StepGroup, by_place: Sequence[Sequence[HookSample]]) -> None:
         await self._weights.settled()
         if self._weights.refusals != self._refusals:
             self._end(group, WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again"))
@@ -124,7 +119,7 @@ class StepCall:
         except WeightsRefused as refused:
             self._end(group, refused)
 
-    async def _stored(self, group: LeasedGroup, by_place: Sequence[Sequence[HookSample]]) -> list[Sample]:
+    async def _stored(self, group: StepGroup, by_place: Sequence[Sequence[HookSample]]) -> list[Sample]:
         if len(by_place) != len(group.requests):
             raise InvalidArgument(f"a group has {len(group.requests)} places, {len(by_place)} came")
         oldest = min(self._oldest, self._weights.policy_version)
@@ -137,7 +132,7 @@ class StepCall:
         message = f"hook {self._path} returned the group without a sample of index {request.index}"
         return failed_sample(request, Failure("HOOK_INCOMPLETE", message))
 
-    async def _give_back(self, group: LeasedGroup, by_place: Sequence[Sequence[HookSample]]) -> None:
+    async def _give_back(self, group: StepGroup, by_place: Sequence[Sequence[HookSample]]) -> None:
         begun: list[Sample] = []
         for request, made in zip(group.requests, by_place, strict=False):
             if len(made) == 1 and made[0].response_length:
@@ -146,7 +141,7 @@ class StepCall:
                 begun += await self._samples.of_one(request, made, self._oldest)
         self._end(group, GivenBack(f"hook {self._path} gave it back", begun))
 
-    def _fail(self, group: LeasedGroup, failure: Failure) -> None:
+    def _fail(self, group: StepGroup, failure: Failure) -> None:
         log.warning("hook_failed", hook=self._path, group_id=group.requests[0].group_id, message=failure.message)
         self._end(group, [failed_sample(request, failure) for request in group.requests])
 
@@ -155,7 +150,7 @@ class StepCall:
             self._end(group, outcome)
         self._requests.close()
 
-    def _end(self, group: LeasedGroup, outcome: list[Sample] | Exception) -> None:
+    def _end(self, group: StepGroup, outcome: list[Sample] | Exception) -> None:
         """One whose lease has ended meanwhile has nobody who waits for it."""
         self._held.pop(group.lease_number, None)
         if group.ended.done():

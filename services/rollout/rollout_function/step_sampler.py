@@ -62,13 +62,8 @@ class StepSampler:
         self._samples = HookSamples(path, args, weights, warn)
         self._desk = DataSourceDesk()
         self._pool = WorkerPool(1)
-        self._call: StepCall | None = None
+        self.in_flight = 0
         self._calling: asyncio.Task[None] | None = None
-
-    @property
-    def in_flight(self) -> int:
-        """The number of samples that the running call has to make."""
-        return self._call.samples_held if self._call else 0
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
@@ -94,7 +89,11 @@ class StepSampler:
 
         Raises Unavailable when weights were refused meanwhile: none of the samples may be stored.
         """
-        return await self._groups.samples(requests)
+        self.in_flight += len(requests)
+        try:
+            return await self._groups.samples(requests)
+        finally:
+            self.in_flight -= len(requests)
 
     async def _run(self) -> None:
         while True:
@@ -102,7 +101,7 @@ class StepSampler:
 
     async def _step(self, num_groups: int) -> None:
         rollout_id = await self._rollout_id()
-        call = self._call = StepCall(self._path, self._groups, self._samples, self._weights, self._activity)
+        call = StepCall(self._path, self._groups, self._samples, self._weights, self._activity)
         work = (self._path, self._call_args(num_groups), rollout_id, self._params.for_engine())
         log.info("rollout_function_called", hook=self._path, rollout_id=rollout_id, groups=num_groups)
         try:
@@ -118,7 +117,6 @@ class StepSampler:
             call.fail(call_failure(error))
         finally:
             call.give_back("the call of the rollout function was ended")
-            self._call = None
 
     def _call_args(self, num_groups: int) -> HookArgs:
         """The job's options; the groups that the step still needs are the batch that the function is to return."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,9 @@ WHOLE = (
 class NeverAsked:
     in_flight = 0
 
-    async def sample_all(self, requests: list[SampleRequest], **_: object) -> list[Sample]:
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
+    ) -> list[Sample]:
         raise AssertionError("the function makes the samples")
 
 
