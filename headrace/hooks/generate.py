@@ -83,10 +83,11 @@ def _samples(path: str, made: Any, call: Call) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return [_plain(path, adopted(one, call)) for one in flat]
+    return [sendable(path, adopted(one, call)) for one in flat]
 
 
-def _plain(path: str, sample: Sample) -> Sample:
+def sendable(path: str, sample: Sample) -> Sample:
+    """Returns the sample as it leaves the worker. Raises InvalidArgument for a reward that is none."""
     if sample.reward is not None:
         reward = checked_reward(path, sample.reward)
         if isinstance(reward, str):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.score import ScoreItem
-from headrace.wire.limits import MAX_MATH_CPU_SECONDS, MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
+from headrace.wire.limits import MAX_CODE_SECONDS, MAX_MATH_CPU_SECONDS, MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
 from services.reward.cpu_limit import TooSlow, cpu_limit
 
 _SLOW_NICENESS = 5
@@ -21,7 +21,8 @@ _SLOW_NICENESS = 5
 class Builtin:
     """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
 
-    An answer that takes more than `cpu_seconds` of processor time, where that is set, is wrong: it scores 0.
+    One that `waits` has a coroutine as its `score`. An answer that takes more than `cpu_seconds` of processor time,
+    where that is set, is wrong: it scores 0.
     """
 
     name: str
@@ -30,9 +31,16 @@ class Builtin:
     version: str = "1"
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
+    waits: bool = False
 
 
 BUILTINS: Sequence[Builtin] = (
+    Builtin(
+        "code",
+        "1 when the response's last block of Python passes the task's tests, in a sandbox.",
+        max_seconds=MAX_CODE_SECONDS,
+        waits=True,
+    ),
     Builtin(
         "deepscaler",
         "math, but only a boxed answer after </think> counts.",
@@ -63,6 +71,12 @@ def installed() -> dict[str, str]:
 def run_builtin(name: str, item: ScoreItem) -> float:
     """Scores an item. Runs in a worker; `name` is one of `BUILTINS`."""
     value: float = importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    return value
+
+
+async def run_waiting_builtin(name: str, item: ScoreItem) -> float:
+    """The same for a scorer that waits for processes of its own."""
+    value: float = await importlib.import_module(f"services.reward.scorers.{name}").score(item)
     return value
 
 

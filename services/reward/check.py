@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
+from headrace.hooks.kit.sandbox import sandbox_said
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import hook_pool
@@ -25,6 +26,7 @@ from services.reward.service import describe, describe_each, worker_pool
 _TRIED_LABELS = 4
 _SHOWN = 60
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
+_WITHOUT_LABEL = ("reasoning_gym", "code")
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
 """The forms of answers of models that reason."""
 
@@ -44,6 +46,8 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         return report
     report.facts.append(("reward", _named(job, hook)))
     prompts = read_prompts()
+    if hook is None and "code" in (registry.default, *prompts.rm_types):
+        report.facts.append(("programs", f"of responses run in {await asyncio.to_thread(sandbox_said)}"))
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
@@ -98,7 +102,7 @@ async def _try_labels(
     labelled = [row for row in rows if row.prompt().HasField("label")]
     if hook is None and registry.default is None and rows[0].where in _unscored(prompts):
         return
-    if not labelled and hook is None and registry.default != "reasoning_gym":
+    if not labelled and hook is None and registry.default not in _WITHOUT_LABEL:
         where = "--label-key names their key" if job.data.label_key is None else "their label is empty"
         report.refusals.append(f"{rows[0].where} has no label, which the scorer compares with: {where}")
         return
@@ -155,6 +159,9 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
         whose = report.warnings if scored else report.refusals
         (report.unchecked if options.elsewhere else whose).append(sentence)
     for row, score in scored[:1]:
+        if score.scorer == "code":
+            report.facts.append(("tests", f"of {row.where} are read and run: an empty program scores {score.value:g}"))
+            continue
         answer = row.prompt().label[:_SHOWN] if row.prompt().HasField("label") else ""
         report.facts.append(("label as answer", f"{answer!r} ({row.where}) scores {score.value:g} by {score.scorer}"))
 
@@ -164,8 +171,8 @@ async def _other_forms(
 ) -> None:
     """Finds forms of the answer that score 1 where the label alone does not."""
     for row, result in zip(rows, results, strict=True):
-        if not isinstance(result, Score) or result.value >= 1:
-            continue
+        if not isinstance(result, Score) or result.value >= 1 or result.scorer == "code":
+            continue  # a label of tests is no program
         label = row.prompt().label[:_SHOWN]
         for form in _FORMS:
             other = await _scored(batch_scorer, None, row, form)

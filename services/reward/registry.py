@@ -31,6 +31,7 @@ class Scorer:
     hook: RewardHook | None = None
     max_seconds: float = math.inf
     cpu_seconds: float | None = None
+    waits: bool = False
 
 
 class Registry:
@@ -48,7 +49,7 @@ class Registry:
         """Takes the installed scorers, as the default the user's function, and those of single evaluations by path."""
         versions = installed()
         scorers = [
-            Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds, cpu_seconds=b.cpu_seconds)
+            Scorer(b.name, versions[b.name], b.description, None, b.max_seconds, b.cpu_seconds, b.waits)
             for b in BUILTINS
             if b.name in versions
         ]

@@ -24,7 +24,7 @@ from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
-from services.reward.builtin import run_builtin, run_builtin_within
+from services.reward.builtin import run_builtin, run_builtin_within, run_waiting_builtin
 from services.reward.cpu_limit import KILLED_BY
 from services.reward.custom import CustomResult, run_custom
 from services.reward.metrics import RewardMetrics
@@ -151,7 +151,7 @@ class BatchScorer:
     async def _builtin(self, scorer: Scorer, item: ScoreItem, caller: Caller) -> float:
         if scorer.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
-            work = (run_builtin, scorer.name, item)
+            work = (run_waiting_builtin if scorer.waits else run_builtin, scorer.name, item)
             return float(await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller))
         digest = hashlib.sha256(
             repr((scorer.name, item.label, item.response)).encode("utf-8", "surrogatepass")

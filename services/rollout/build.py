@@ -33,12 +33,13 @@ from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.fleet_build import capacity, slots_of
 from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
-from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import GroupSampler
-from services.rollout.production.ledger import BufferLedger
+from services.rollout.production.hooks.all_samples import AllSamples
+from services.rollout.production.hooks.custom import HookSampler, custom_args
+from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
@@ -47,10 +48,9 @@ from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
 from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
 from services.rollout.publication.receiver import Receiver
+from services.rollout.rollout_function.build import eval_function, step_function
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
-
-_STREAM = "train"
 
 
 def rollout_service(
@@ -144,7 +144,10 @@ def rollout_service(
             evaluation_priority=evaluation_priority(job.sglang),
         )
     )
+    steps = step_function(job, custom_args(args, router.url), fleet, buffer, metrics, warnings.append)
+    by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
     group_filter = GroupFilter.of(job.rollout, args)
+    all_samples = AllSamples.of(job.rollout, args, metrics)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
     scorer = SampleScorer(
         _required(job.services.reward_address, "reward_address"),
@@ -154,7 +157,7 @@ def rollout_service(
     supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
     groups = GroupSampler(
         supervised.encoder if supervised else encoder,
-        supervised.sampler if supervised else sampler,
+        supervised.sampler if supervised else steps.sampler if steps else sampler,
         None if supervised else scorer,
         params,
         rollout_seed=seed,
@@ -166,9 +169,10 @@ def rollout_service(
         bounds=ModelBounds.of(architecture),
         failed_samples=FailedSamples.of(job.tracking, samples_dir, number),
         slots=None if supervised else slots,
+        all_samples=all_samples,
     )
     producer = Producer(
-        BufferLedger(buffer, _STREAM),
+        steps.ledger if steps else BufferLedger(buffer, STREAM),
         groups,
         lambda: fleet.policy_version,
         metrics,
@@ -191,7 +195,7 @@ def rollout_service(
     parts = RolloutParts(
         encoder=encoder,
         generator=generator,
-        sampler=sampler,
+        sampler=steps.sampler if steps else sampler,
         scorer=scorer,
         evaluator=Evaluator(
             *(encoder, sampler, scorer, params),
@@ -200,6 +204,7 @@ def rollout_service(
             slots=slots,
             scores_groups=job.reward.group_rm,
             samplers=of_data_sets,
+            function=by_function,
         ),
         fleet=fleet,
         scaler=Scaler(fleet, capacity(job, has_accelerator=has_accelerator), metrics),
@@ -216,9 +221,8 @@ def rollout_service(
     return RolloutService(
         *(parts, router, router_client, buffer),
         custom=[
-            *([custom] if custom else []),
+            *(each for each in (custom, agents, steps.sampler if steps else None, by_function, all_samples) if each),
             *of_data_sets.values(),
-            *([agents] if agents else []),
             *([openai.tool_calls] if openai else []),
         ],
         endpoint=openai.server if openai else None,

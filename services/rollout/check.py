@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from headrace.errors import HeadraceError
+from headrace.hooks.all_samples import load_all_samples
 from headrace.hooks.filter import load_filter
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import eval_sets
@@ -20,6 +21,7 @@ from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
+from headrace.process.workers import WorkerPool
 from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.eval_plan import read_plan
@@ -72,6 +74,7 @@ async def _hooks(options: CheckOptions) -> Report:
             if path := each.custom_generate_function_path:
                 form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
                 report.facts.append((f"evaluation {each.name}", f"{path}, called with {form}"))
+        await _of_steps(options.job, pool, report)
         if rollout.agent_hosts:
             report.facts.append(("agent", f"{rollout.agent_function_path} is played by `headrace agent`, elsewhere"))
         elif path := rollout.agent_function_path:
@@ -81,6 +84,23 @@ async def _hooks(options: CheckOptions) -> Report:
             await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))
     return report
+
+
+async def _of_steps(job: Job, pool: WorkerPool, report: Report) -> None:
+    """Functions that are called for whole steps, or for whole evaluations."""
+    from headrace.hooks.rollout.function import load_rollout
+
+    rollout = job.rollout
+    if path := rollout.rollout_function_path:
+        evaluates = await pool.run(load_rollout, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+        report.facts.append(("rollout", f"{path} makes the groups of a step{', and evaluates' * evaluates}"))
+    if path := job.eval.eval_function_path:
+        if not await pool.run(load_rollout, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}"):
+            report.refusals.append(f"eval_function_path {path} takes no argument `evaluation`: give it one")
+        report.facts.append(("evaluations", f"{path} makes them"))
+    if path := rollout.rollout_all_samples_process_path:
+        await pool.run(load_all_samples, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+        report.facts.append(("all samples", f"{path} is shown each step's, of dropped groups too"))
 
 
 def _evaluations(job: Job, report: Report) -> None:

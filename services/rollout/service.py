@@ -26,16 +26,19 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
 from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.custom import HookSampler
-from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
+from services.rollout.production.hooks.all_samples import AllSamples
+from services.rollout.production.hooks.custom import HookSampler
+from services.rollout.production.hooks.filter import GroupFilter
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
+from services.rollout.rollout_function.step_sampler import StepSampler
 from services.rollout.scoring import SampleScorer
 
 
@@ -87,7 +90,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler | ToolCallReader],
+        custom: Sequence[HookSampler | AgentSampler | ToolCallReader | StepSampler | EvalFunction | AllSamples],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,

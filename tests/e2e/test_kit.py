@@ -15,7 +15,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.custom import HookSampler, custom_args
+from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from tests.support.documents import snippet

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from headrace.hooks.all_samples import is_all_samples, load_all_samples, run_all_samples
 from headrace.hooks.args import HookArgs
 from headrace.hooks.buffer_filter import load_buffer_filter, run_buffer_filter
 from headrace.hooks.convert import from_hook
@@ -15,11 +16,12 @@ from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature
 
-LedgerKind = Literal["filter", "buffer_filter", "data_source"]
+LedgerKind = Literal["filter", "buffer_filter", "data_source", "all_samples"]
 _LOADERS: Mapping[LedgerKind, Callable[[str], Any]] = {
     "filter": load_filter,
     "buffer_filter": load_buffer_filter,
     "data_source": load_data_source,
+    "all_samples": load_all_samples,
 }
 LEDGER_KINDS: Sequence[LedgerKind] = tuple(_LOADERS)
 _PROMPTS = 4
@@ -34,6 +36,8 @@ def ledger_kind(hook: Hook) -> LedgerKind | None:
     """A class that gives samples, or a function that is shown the buffer; None for all others, filters included."""
     if inspect.isclass(hook.target):
         return "data_source" if hasattr(hook.target, "get_samples") else None
+    if is_all_samples(hook):
+        return "all_samples"
     return "buffer_filter" if "buffer" in Signature.of(hook.target).required else None
 
 
@@ -50,6 +54,9 @@ async def try_ledger(path: str, kind: LedgerKind, args: HookArgs) -> str:
             groups = [_packed(place) for place in range(3)]
             chosen, dropped = await run_buffer_filter(path, args, 0, groups, 2)
             return f"chooses {len(chosen)} of 3 groups for a batch of 2, and drops {len(dropped)}"
+        case "all_samples":
+            await run_all_samples(path, args, [sample_answers(), sample_answers()])
+            return "takes the samples of two groups"
         case "data_source":
             return f"gives {len(try_data_source(path, args, _PROMPTS))} prompts when asked for {_PROMPTS}"
 

@@ -17,6 +17,7 @@ from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import run_generate, takes_group
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward
+from headrace.hooks.rollout.function import rollout_hook
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
@@ -28,12 +29,13 @@ from headrace.hooks.trial.attempt import (
     sample_answers,
     try_ledger,
 )
+from headrace.hooks.trial.rollout import is_rollout, try_rollout
 from headrace.hooks.trial.stand_in_engine import stand_in_engine
 from headrace.hooks.trial.whole_batch import try_whole_batch
 from headrace.process.workers import WorkerError, WorkerPool
 
-Kind = Literal["reward", "group_reward", "generate", "agent"] | LedgerKind | TrainerKind
-KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", "agent", *LEDGER_KINDS, *TRAINER_FORMS)
+Kind = Literal["reward", "group_reward", "generate", "rollout", "agent"] | LedgerKind | TrainerKind
+KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", "rollout", "agent", *LEDGER_KINDS, *TRAINER_FORMS)
 _LOAD_SECONDS = 60.0
 _TRY_SECONDS = 30.0
 
@@ -96,12 +98,17 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
                 args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
                 made: str = await pool.run(try_generate, path, args, timeout_seconds=_TRY_SECONDS, name=name)
                 return made
+        case "rollout":
+            async with stand_in_engine() as port:
+                args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
+                rolled: str = await pool.run(try_rollout, path, args, timeout_seconds=_TRY_SECONDS, name=name)
+                return rolled
         case "agent":
             async with stand_in_engine() as port:
                 played = (path, args, f"http://127.0.0.1:{port}/sessions/check")
                 said: str = await pool.run(try_agent, *played, timeout_seconds=_TRY_SECONDS, name=name)
                 return said
-        case "filter" | "buffer_filter" | "data_source" as ledger:
+        case "filter" | "buffer_filter" | "data_source" | "all_samples" as ledger:
             told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
             return told
         case "sample_filter" | "reward_post_process" | "train_data" | "rollout_log" | "eval_log" as whole:
@@ -131,18 +138,25 @@ def _article(kind: Kind | None) -> str:
 def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
     hook = load_hook(path)
-    kind = kind or ledger_kind(hook) or trainer_kind(hook) or _plays(hook) or _generates(hook)
+    kind = kind or ledger_kind(hook) or trainer_kind(hook) or _rolls_out(hook) or _plays(hook) or _generates(hook)
     kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
     reasons = []
     for candidate in kinds:
         try:
             if candidate == "generate":
                 takes_group(hook)
+            elif candidate == "rollout":
+                rollout_hook(path)
             elif candidate == "agent":
                 require_agent(path)
             elif candidate == "reward" or candidate == "group_reward":
                 reward_hook(path, group_rm=candidate == "group_reward")
-            elif candidate == "filter" or candidate == "buffer_filter" or candidate == "data_source":
+            elif (
+                candidate == "filter"
+                or candidate == "buffer_filter"
+                or candidate == "data_source"
+                or candidate == "all_samples"
+            ):
                 require_ledger_hook(path, candidate)
             else:
                 trainer_hook(path, candidate)
@@ -150,6 +164,10 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
         except ConfigError as error:
             reasons.append(error.message)
     raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def _rolls_out(hook: Hook) -> Literal["rollout"] | None:
+    return "rollout" if is_rollout(hook) else None
 
 
 def _plays(hook: Hook) -> Literal["agent"] | None:

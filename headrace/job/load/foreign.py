@@ -21,8 +21,6 @@ _CHUNKS = "log-probs are always computed in chunks, within a fixed memory"
 _MTP = "layers that predict further tokens are kept as they are and not trained"
 
 _REASONS: Mapping[str, Sequence[str]] = {
-    "groups are produced by headrace itself: generate with --custom-generate-function-path, and train conversations "
-    "with --loss-type sft_loss --loss-mask-type": ("rollout_function_path", "eval_function_path"),
     "--loss-type sft_loss computes none": ("disable_compute_advantages_and_returns",),
     _LEDGER: ("save_debug_train_data", "dump_details"),
     _RESUME: (

@@ -187,7 +187,9 @@ def _teacher(job: Job) -> None:
             field="opd_teacher_load",
         )
     if job.distillation.opd_type == "sglang" and not (
-        job.distillation.opd_teacher_url or job.rollout.custom_generate_function_path
+        job.distillation.opd_teacher_url
+        or job.rollout.custom_generate_function_path
+        or job.rollout.rollout_function_path
     ):
         raise ConfigError(
             "opd_type sglang needs a teacher: pass --opd-teacher-url http://host:port, or a custom generate function "
@@ -239,6 +241,7 @@ def _conversations(job: Job) -> None:
         )
     for name, value in (
         ("custom_generate_function_path", job.rollout.custom_generate_function_path),
+        ("rollout_function_path", job.rollout.rollout_function_path),
         ("agent_function_path", job.rollout.agent_function_path),
         ("custom_rm_path", job.reward.custom_rm_path),
         ("rm_type", job.reward.rm_type),

@@ -10,6 +10,7 @@ from headrace.job.rules.algorithm_rules import ALGORITHM_NEEDS, uses_reference
 from headrace.job.schema.job import Job
 
 _OF_EVALUATIONS = (
+    "eval_function_path",
     "eval_interval",
     "n_samples_per_eval_prompt",
     "eval_temperature",
@@ -47,6 +48,10 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
+    "rollout_timeout_seconds": (
+        "rollout_function_path",
+        lambda job: job.rollout.rollout_function_path is not None,
+    ),
     "max_turns": ("custom_generate_function_path or agent_function_path", lambda job: bool(job.rollout.user_function)),
     "agent_hosts": ("agent_function_path", lambda job: job.rollout.agent_function_path is not None),
     "agent_lease_seconds": ("agent_hosts", lambda job: job.rollout.agent_hosts),

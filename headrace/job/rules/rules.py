@@ -63,6 +63,7 @@ def _agents(job: Job) -> None:
         return
     for name, is_set, why in (
         ("custom_generate_function_path", rollout.custom_generate_function_path, "both make the samples"),
+        ("rollout_function_path", rollout.rollout_function_path, "both make the samples"),
         ("partial_rollout", rollout.partial_rollout, "an agent's run cannot be continued from its tokens"),
         (
             "use_rollout_routing_replay",

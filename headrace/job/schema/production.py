@@ -102,6 +102,11 @@ class RolloutSection(Section):
     dynamic_sampling_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
     )
+    rollout_all_samples_process_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that is shown all samples of a step, of dropped groups too: "
+        "def f(args, all_samples, data_source).",
+    )
     partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
     mask_offpolicy_in_partial_rollout: bool = Field(
         False, description="Do not train a partial rollout's tokens of older policies."
@@ -124,6 +129,14 @@ class RolloutSection(Section):
         "127.0.0.1",
         description="Address of the OpenAI-compatible endpoint, under which agents find it; one that other machines "
         "reach needs insecure.",
+    )
+    rollout_function_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that makes all groups of a step: "
+        "def f(args, rollout_id, data_source, evaluation=False).",
+    )
+    rollout_timeout_seconds: Seconds = Field(
+        3600.0, description="Limit of one call of rollout_function_path; its evaluations have eval_timeout_seconds."
     )
     openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
         None,
@@ -172,7 +185,7 @@ class RolloutSection(Section):
     @property
     def user_function(self) -> str | None:
         """The user's function that makes the samples, if one does."""
-        return self.custom_generate_function_path or self.agent_function_path
+        return self.rollout_function_path or self.custom_generate_function_path or self.agent_function_path
 
     @property
     def groups_per_step(self) -> int:
@@ -203,6 +216,11 @@ class EvalSection(Section):
         None,
         description="TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in "
         "docs/evaluation.md; beside eval_prompt_data.",
+    )
+    eval_function_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that evaluates, called as a rollout_function_path with evaluation=True; "
+        "absent: that one, if it takes `evaluation`.",
     )
     eval_interval: Positive | None = Field(
         None, description="Rollout steps between evaluations; absent: first and last."

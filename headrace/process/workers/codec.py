@@ -34,15 +34,25 @@ def encode(value: object) -> bytes:
 
 def decode(function: Callable[..., Any], data: bytes) -> Any:
     """Decodes the result of `function`. Raises Unreadable, which says where it differs from the declared type."""
+    return decode_as(_declared(function), data)
+
+
+def decode_as(kind: Any, data: bytes) -> Any:
+    """Decodes a value of the type `kind`. Raises Unreadable, which says where it differs."""
     try:
-        return _decoder(function).decode(data)
+        return _decoder(kind).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise Unreadable(str(error)) from error
 
 
 @cache
-def _decoder(function: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(get_type_hints(function)["return"], ext_hook=_array)
+def _declared(function: Callable[..., Any]) -> Any:
+    return get_type_hints(function)["return"]
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, ext_hook=_array)
 
 
 def _plain(value: Any) -> Any:

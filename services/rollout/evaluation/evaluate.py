@@ -23,6 +23,7 @@ from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalRow
+from services.rollout.evaluation.eval_function import EvalFunction, FunctionEvaluation
 from services.rollout.evaluation.eval_plan import EvalPlan, read_plan
 from services.rollout.evaluation.tally import Tally
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
@@ -56,7 +57,7 @@ class Evaluator:
     """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
 
     `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. `samplers`
-    are the generate functions of single data sets, by path.
+    are the generate functions of single data sets, by path. A `function` takes the place of all of it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Evaluator:
         slots: EngineSlots,
         scores_groups: bool = False,
         samplers: Mapping[str, Sampler] = MappingProxyType({}),
+        function: EvalFunction | None = None,
     ) -> None:
         self._encoder = encoder
         self._sampler = sampler
@@ -81,6 +83,7 @@ class Evaluator:
         self._slots = slots
         self._scores_groups = scores_groups
         self._samplers = samplers
+        self._function = function
         self._running = 0
 
     async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
@@ -110,6 +113,10 @@ class Evaluator:
             await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults, self._samplers)
             for dataset in datasets
         ]
+        if self._function and self._function.evaluates:
+            for progress in _progress(await self._function.evaluate(datasets, plans)):
+                yield progress
+            return
         total = sum(plan.total for plan in plans)
         if total > MAX_EVAL_SAMPLES:
             raise InvalidArgument(
@@ -203,6 +210,16 @@ def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:
     reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
     log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
     return failed_sample(request, Failure(reason, f"{row.where}: {error}"))
+
+
+def _progress(evaluated: FunctionEvaluation) -> Iterator[Progress]:
+    """All samples at once may be more than a message holds."""
+    total = len(evaluated.samples)
+    _require_most(evaluated.tallies, total)
+    for start in range(0, total, SAMPLES_AT_ONCE):
+        some = evaluated.samples[start : start + SAMPLES_AT_ONCE]
+        yield Progress(start + len(some), total, some)
+    yield Progress(total, total, results=tuple(tally.result() for tally in evaluated.tallies))
 
 
 def _require_most(tallies: Sequence[Tally], total: int) -> None:

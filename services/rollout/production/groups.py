@@ -17,7 +17,9 @@ from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.failed_samples import FailedSamples
-from services.rollout.production.filter import GroupFilter
+from services.rollout.production.given import GivenBack, GivenUp
+from services.rollout.production.hooks.all_samples import AllSamples
+from services.rollout.production.hooks.filter import GroupFilter
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
@@ -46,6 +48,7 @@ class GroupSampler:
         bounds: ModelBounds | None = None,
         failed_samples: FailedSamples | None = None,
         slots: EngineSlots | None = None,
+        all_samples: AllSamples | None = None,
     ) -> None:
         """`slots` count the samples that engines are asked for."""
         self._encoder = encoder
@@ -61,6 +64,7 @@ class GroupSampler:
         self._bounds = bounds
         self._failed_samples = failed_samples
         self._slots = slots
+        self._all_samples = all_samples
 
     @property
     def returns_partials(self) -> bool:
@@ -81,8 +85,14 @@ class GroupSampler:
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
             for index in range(lease.n_samples)
         ]
-        with self._slots.training(len(requests)) if self._slots else contextlib.nullcontext():
-            made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
+        try:
+            with self._slots.training(len(requests)) if self._slots else contextlib.nullcontext():
+                made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
+        except GivenUp as given_up:
+            failure = Failure("FILTERED", given_up.reason)
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=failure, rewards=given_up.rewards)
+        except GivenBack as given_back:
+            return self._given_back(lease, given_back)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
             is_interrupted = return_partial is None or return_partial.is_set()
@@ -105,6 +115,11 @@ class GroupSampler:
             return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
         return sample
 
+    def _given_back(self, lease: buffer_pb2.GroupLease, given_back: GivenBack) -> buffer_pb2.LeaseRelease:
+        if self._partial and given_back.samples:
+            return self._partial.release(lease, [_of_version(s, lease.policy_version) for s in given_back.samples])
+        return buffer_pb2.LeaseRelease(lease_id=lease.lease_id, reason=given_back.reason)
+
     def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> GroupResult:
         """Releases the group. Aborted samples, and those that fanned out with them, are never trained."""
         if self._partial:
@@ -120,6 +135,13 @@ class GroupSampler:
             samples = await self._scorer.score(samples)
         if self._failed_samples:
             await self._failed_samples.write(samples)
+        put = await self._judged(lease, samples)
+        if self._all_samples:
+            self._all_samples.add(samples, is_kept=put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE)
+        return put
+
+    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+        """Returns the put of a scored group, as its filter wants it."""
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
         try:

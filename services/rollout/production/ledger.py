@@ -9,6 +9,7 @@ from typing import Protocol
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.port import Buffer
 
+STREAM = "train"
 _WAIT_SECONDS = 5.0
 
 
@@ -31,17 +32,18 @@ class ProducerLedger(Protocol):
 class BufferLedger:
     """One stream of a buffer service."""
 
-    def __init__(self, buffer: Buffer, stream: str) -> None:
+    def __init__(self, buffer: Buffer, stream: str, *, wait_seconds: float = _WAIT_SECONDS) -> None:
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
+        self._wait_seconds = wait_seconds
         self._oldest_version = 0
 
     async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
         """Waits some seconds for the first group; may return none."""
         answer = await self._buffer.lease_groups(
             *(self._stream, self._producer_id, max_groups),
-            wait_seconds=_WAIT_SECONDS,
+            wait_seconds=self._wait_seconds,
             oldest_version=self._oldest_version,
         )
         self._oldest_version = answer.oldest_version

@@ -15,7 +15,7 @@ from headrace.trajectory import Status
 from services.rollout.build import rollout_service
 from services.rollout.engine.routing.router import command
 from services.rollout.engine.watch import FleetTiming
-from services.rollout.production.custom import custom_args
+from services.rollout.production.hooks.custom import custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest, job_params
 from tests.support.fakes.fake_engine import FakeEngine

@@ -55,6 +55,9 @@ def _of_buffer(job: Job, scope: Scope) -> None:
 def _of_rollout(job: Job, scope: Scope) -> None:
     _of_evaluations(job, scope)
     _hook("custom_generate_function_path", job.rollout.custom_generate_function_path, scope)
+    _hook("rollout_function_path", job.rollout.rollout_function_path, scope)
+    _hook("rollout_all_samples_process_path", job.rollout.rollout_all_samples_process_path, scope)
+    _hook("eval_function_path", job.eval.eval_function_path, scope)
     if not job.rollout.agent_hosts:  # else it is where they are
         _hook("agent_function_path", job.rollout.agent_function_path, scope)
     _hook("dynamic_sampling_filter_path", job.rollout.dynamic_sampling_filter_path, scope)

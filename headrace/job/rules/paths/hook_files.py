@@ -16,6 +16,9 @@ _SLIMES: Mapping[str, str] = {
         "write headrace.hooks.filter.check_reward_nonzero_std"
     ),
     "slime.rollout.rm_hub": "name a scorer with --rm-type",
+    "slime.rollout.sglang_rollout": "leave it out: headrace generates so by itself",
+    "slime.rollout.sft_rollout": "write --loss-type sft_loss --loss-mask-type",
+    "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: it goes on beside training",
 }
 _SLIME = ("slime.", "slime_plugins.")
 
@@ -29,10 +32,14 @@ class HookForm:
 
 
 _GENERATE = HookForm((("args", "samples"), ("args", "sample", "sampling_params")))
+_ROLLOUT = HookForm((("args", "rollout_id", "data_source"),))
 _REWARD = HookForm((("args", "sample"),), "compute_reward")
 _GROUP_REWARD = HookForm((("args", "samples"),), "compute_reward")
 _FORMS: Mapping[str, HookForm] = {
     "custom_generate_function_path": _GENERATE,
+    "rollout_function_path": _ROLLOUT,
+    "eval_function_path": _ROLLOUT,
+    "rollout_all_samples_process_path": HookForm((("args", "all_samples", "data_source"),)),
     "agent_function_path": HookForm((("args", "task", "base_url"),)),
     "custom_rm_path": _REWARD,
     "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),

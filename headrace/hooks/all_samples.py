@@ -1,0 +1,45 @@
+"""A user's function that is shown all samples of a step, those of groups that were filtered out too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from headrace.hooks.args import HookArgs
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.rollout.data_source import LedgerDataSource
+from headrace.hooks.rollout.messages import Order, OrderRefused, Reply
+from headrace.hooks.sample import Sample
+from headrace.hooks.signature import Signature, wrong_signature
+
+ACCEPTED = ("def f(args, all_samples, data_source) -> None",)
+_POSITIONAL = 3
+
+
+def load_all_samples(path: str) -> None:
+    """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
+    _hook(path)
+
+
+def is_all_samples(hook: Hook) -> bool:
+    """True for the argument names of slime's functions."""
+    return Signature.of(hook.target).required[:2] == ("args", "all_samples")
+
+
+async def run_all_samples(path: str, args: HookArgs, groups: Sequence[Sequence[Sample]]) -> None:
+    """Runs in a worker. What the function changes in the samples is not read."""
+    done = _hook(path).target(args, [list(group) for group in groups], LedgerDataSource(args, _too_late))
+    if inspect.isawaitable(done):
+        await done
+
+
+def _too_late(order: Order) -> Reply:
+    return OrderRefused("the groups are in the ledger already, which alone gives and takes them")
+
+
+def _hook(path: str) -> Hook:
+    hook = load_hook(path)
+    signature = Signature.of(hook.target)
+    if inspect.isclass(hook.target) or len(signature.required) != _POSITIONAL or signature.required_keywords:
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    return hook

@@ -1,0 +1,140 @@
+"""Calls a user's rollout function in its worker, and sends what it returns to the service, group by group."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import Unavailable
+from headrace.hooks.args import HookArgs
+from headrace.hooks.generate import sendable
+from headrace.hooks.kit.adopt import adopted
+from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
+from headrace.hooks.rollout.evaluation import EvalData, eval_data
+from headrace.hooks.rollout.messages import HEADER, Ask, Hello, Order, Reply, frame, read_reply
+from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
+from headrace.hooks.signature import Signature, wrong_signature
+
+ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
+_POSITIONAL = 3
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The way from a call's data source to the service: a socket's path, and the name of the call."""
+
+    path: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """The end of a call: the number of groups that it has ended, by returning them too, and why others are unusable."""
+
+    num_ended: int
+    unusable: list[str]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """An evaluation's samples by data sets."""
+
+    data: dict[str, EvalData]
+    metrics: dict[str, float]
+
+
+def load_rollout(path: str) -> bool:
+    """Runs in a worker: True for a function that evaluates too. Raises ConfigError for another signature."""
+    return takes_evaluation(rollout_hook(path))
+
+
+def rollout_hook(path: str) -> Hook:
+    """Loads it. Raises ConfigError unless it can be called as slime calls it."""
+    hook = load_hook(path)
+    signature = Signature.of(hook.target)
+    required = [name for name in signature.required if name != "evaluation"]
+    keywords = [name for name in signature.required_keywords if name != "evaluation"]
+    if inspect.isclass(hook.target) or len(required) != _POSITIONAL or keywords:
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    return hook
+
+
+def takes_evaluation(hook: Hook) -> bool:
+    """True when `evaluation` can be passed."""
+    parameters = inspect.signature(hook.target).parameters
+    return "evaluation" in parameters or Signature.of(hook.target).takes_keywords
+
+
+async def run_rollout(
+    path: str, args: HookArgs, rollout_id: int, sampling_params: Mapping[str, Any], desk: Desk
+) -> RolloutReport:
+    """Runs in a worker, and ends the groups that the function returns. Raises InvalidArgument for other returns."""
+    with connected(desk) as ask:
+        return await roll_out(path, args, rollout_id, sampling_params, ask)
+
+
+async def roll_out(
+    path: str, args: HookArgs, rollout_id: int, sampling_params: Mapping[str, Any], ask: Ask
+) -> RolloutReport:
+    """Calls the function with a data source that asks `ask`."""
+    hook = rollout_hook(path)
+    options = {"evaluation": False} if takes_evaluation(hook) else {}
+    with calling(Call(args, (), sampling_params)) as call:
+        source = LedgerDataSource(args, ask, lambda sample: sendable(path, adopted(sample, call)))
+        returned = hook.target(args, rollout_id, source, **options)
+        output = train_output(path, await returned if inspect.isawaitable(returned) else returned)
+        groups = whole_groups(output.samples)
+        source.drop_finished(groups)
+        unusable = [why for group in groups if (why := source.return_group(group)) is not None]
+    return RolloutReport(source.num_ended, unusable, numbers(output.metrics))
+
+
+async def run_eval_rollout(
+    path: str,
+    args: HookArgs,
+    rollout_id: int,
+    sampling_params: Mapping[str, Any],
+    reward_keys: Mapping[str, str],
+) -> EvalReport:
+    """Runs in a worker. Raises InvalidArgument for a return that has no rewards."""
+    hook = rollout_hook(path)
+    with calling(Call(args, (), sampling_params)):
+        returned = hook.target(args, rollout_id, LedgerDataSource(args, no_data_source), evaluation=True)
+        output: RolloutFnEvalOutput = eval_output(path, await returned if inspect.isawaitable(returned) else returned)
+    data = {str(name): eval_data(path, str(name), each, reward_keys) for name, each in output.data.items()}
+    return EvalReport(data, numbers(output.metrics))
+
+
+@contextmanager
+def connected(desk: Desk) -> Iterator[Ask]:
+    """Connects to the service for one call."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        channel.connect(desk.path)
+
+        def ask(order: Order) -> Reply:
+            try:
+                channel.sendall(frame(order))
+                (size,) = HEADER.unpack(_exactly(channel, HEADER.size))
+                return read_reply(_exactly(channel, size))
+            except OSError as error:
+                raise Unavailable("the call of the rollout function has ended: its data source is closed") from error
+
+        ask(Hello(desk.secret))
+        yield ask
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        part = channel.recv(min(size - len(received), 1 << 20))
+        if not part:
+            raise ConnectionError("the service closed the connection")
+        received += part
+    return bytes(received)

@@ -1,0 +1,125 @@
+"""Samples from a user's generate function, in worker processes.
+
+The function asks the router itself, so its samples are held back here until no verdict on weights is pending; if
+weights were refused while it ran, all its samples are generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import HookArgs, load_hook, run_generate
+from headrace.hooks.generate import takes_group
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.log import log
+from headrace.trajectory import Sample
+from services.rollout.engine.activity import Activity
+from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.hooks.hook_samples import HookSamples, WeightsRefused, call_failure
+from services.rollout.production.sampling import SampleRequest, failed_sample
+
+_WORKERS = 2
+_LOAD_SECONDS = 120.0
+
+
+class HookSampler:
+    """Calls the function with slime's arguments; an exception is its samples' failure.
+
+    At most `calls_at_once` calls run: the function is called once for each sample, all of them at the same time, unless
+    it takes a list of samples and the job does not say `per_sample`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        args: HookArgs,
+        weights: ServedWeights,
+        *,
+        seconds: float,
+        calls_at_once: int,
+        per_sample: bool = False,
+        activity: Activity | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path = path
+        self._samples = HookSamples(path, args, weights, warn)
+        self._per_sample = per_sample
+        self._warn = warn
+        self._weights = weights
+        self._activity = activity or Activity(0)
+        self._places = asyncio.Semaphore(calls_at_once)
+        self._args = args
+        self._seconds = seconds
+        self._pool = WorkerPool(_WORKERS, calls_per_worker=-(-calls_at_once // _WORKERS))
+        self._takes_group = False
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        """Raises ConfigError when the function cannot be loaded or takes other arguments."""
+        try:
+            takes_list = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
+        except WorkerError as error:
+            raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
+        self._takes_group = takes_list and not self._per_sample
+        if self._takes_group:
+            self._warn(
+                f"hook {self._path} is called with all samples of a group: if it generates one after another, add "
+                "--generate-per-sample, which calls it once for each sample, all at the same time"
+            )
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """Returns at least one sample for each request; more where one execution fans out. ABORTED ones are released.
+
+        Raises Unavailable when weights were refused meanwhile: none of the samples may be stored.
+        """
+        parts = [requests] if self._takes_group else [[request] for request in requests]
+        self.in_flight += len(requests)
+        try:
+            made = await asyncio.gather(*(self._call(part, evaluation=evaluation) for part in parts))
+        finally:
+            self.in_flight -= len(requests)
+        return [sample for samples in made for sample in samples]
+
+    async def _call(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        params = requests[0].params.for_engine()
+        work = (self._path, self._args, [self._samples.given(r) for r in requests], params, evaluation)
+        try:
+            async with self._places:
+                oldest, refusals = self._weights.policy_version, self._weights.refusals
+                with self._activity.requests(len(requests)):
+                    results = await self._pool.run(
+                        run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+                    )
+            await self._weights.settled()
+            self._require_no_refusal(refusals)
+            oldest = min(oldest, self._weights.policy_version)
+            made = [await self._samples.of_one(*pair, oldest) for pair in zip(requests, results, strict=True)]
+            return [sample for samples in made for sample in samples]
+        except WeightsRefused:
+            raise
+        except (WorkerError, HeadraceError) as error:
+            log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
+            return [failed_sample(request, call_failure(error)) for request in requests]
+
+    def _require_no_refusal(self, refusals: int) -> None:
+        if self._weights.refusals != refusals:
+            raise WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again")
+
+
+def custom_args(args: HookArgs, router_url: str) -> HookArgs:
+    """Returns the job's options, and the router's address under slime's names."""
+    router = urlsplit(router_url)
+    return HookArgs({**args, "sglang_router_ip": router.hostname, "sglang_router_port": router.port})
+
+
+def hook_takes_group(path: str) -> bool:
+    """True when the function takes a list of samples. Runs in a worker. Raises ConfigError for another signature."""
+    return takes_group(load_hook(path))

@@ -1,0 +1,206 @@
+"""Users' rollout functions: they lease from a real buffer, and what they return becomes the batch of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.errors import ConfigError
+from headrace.trajectory import Sample, Status
+from services.rollout.production.prompts import PromptEncoder
+from tests.support.models.chat_templates import make_chat_tokenizer
+from tests.support.rollout_functions import GROUPS, SAMPLES, SYNC, WRITES, producing
+
+ASYNC = f"""{WRITES}
+async def generate_rollout(args, rollout_id, data_source):
+    async def made(group):
+        await asyncio.sleep(0)
+        return [copy.deepcopy(write(sample)) for sample in group]
+    return list(await asyncio.gather(*map(made, data_source.get_samples(args.rollout_batch_size))))
+"""
+THREADED = f"""{WRITES}
+from threading import Thread
+def generate_rollout(args, rollout_id, data_source, evaluation=False):
+    groups = []
+    thread = Thread(target=lambda: groups.extend(written(g) for g in data_source.get_samples(args.rollout_batch_size)))
+    thread.start()
+    thread.join()
+    return [sample for group in groups for sample in group]  # flat, as older functions do
+"""
+ANEW = f"""{WRITES}
+def generate_rollout(args, rollout_id, data_source, **kwargs):
+    groups = data_source.get_samples(args.rollout_batch_size)
+    return [[write(Sample(group_index=s.group_index, index=s.index, prompt=s.prompt)) for s in g] for g in groups]
+"""
+FAN_OUT = f"""{WRITES}
+def generate_rollout(args, rollout_id, data_source, **kwargs):
+    groups = data_source.get_samples(args.rollout_batch_size)
+    return [[[write(s), copy.deepcopy(s)] if s.index else write(s) for s in group] for group in groups]
+"""
+
+
+@pytest.mark.parametrize("code", [SYNC, ASYNC, THREADED, ANEW, FAN_OUT])
+async def test_rollout_function_path_makes_the_batch_of_a_step(tmp_path: Path, code: str) -> None:
+    async with producing(tmp_path, code) as made:
+        samples = await made.batch()
+    assert len(samples) == GROUPS * (SAMPLES + (code == FAN_OUT))
+    assert {(s.status, s.reward, s.response) for s in samples} == {(Status.COMPLETED, 1.0, "hi")}
+    assert len({(s.group_id, s.index) for s in samples}) == GROUPS * SAMPLES
+    if code == SYNC:
+        assert [s.metadata["called"] for s in samples if s.index == 0] == [[0, GROUPS, GROUPS, False]] * GROUPS
+
+
+async def test_the_next_step_is_another_call_with_its_number(tmp_path: Path) -> None:
+    async with producing(tmp_path, SYNC) as made:
+        reply = await made.batch()
+        epoch = (await made.buffer.stats("train")).epoch
+        leased = await made.buffer.try_lease_batch("train", epoch, 0)
+        await made.buffer.consume("train", epoch, 0, leased.digest)
+        made.sampler._weights.switch_to(1)
+        await made.buffer.set_policy_version("train", epoch, 1)
+        following = await made.buffer.lease_batch("train", epoch, 1, timeout_seconds=40)
+        names = [envelope.sample_id for group in following.groups for envelope in group.samples]
+        packed = await made.buffer.fetch_samples("train", names)
+    calls = [Sample.unpack(each).metadata["called"][0] for each in packed if Sample.unpack(each).index == 0]
+    assert len(reply) == GROUPS * SAMPLES
+    assert calls == [1] * GROUPS
+
+
+FAILS_ONCE = f"""{WRITES}
+def generate_rollout(args, rollout_id, data_source):
+    groups = data_source.get_samples(args.rollout_batch_size)
+    if not os.path.exists("{{folder}}/called"):
+        open("{{folder}}/called", "w").close()
+        FIRST
+    return [written(group) for group in groups]
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "failed", "reason", "message"),
+    [
+        ("raise KeyError('lost')", 3, "HOOK_RAISED", "KeyError: 'lost'"),
+        ("os.kill(os.getpid(), 9)", 0, "", ""),  # it runs again, alone, with the groups that it had
+        ("return []", 3, "HOOK_INVALID", "it returned none of 3 groups"),
+        ("return 7", 3, "HOOK_RAISED", "it must return a list of groups of samples"),
+        ("return [[Sample(tokens=[1])], groups[0], *OTHERS]", 1, "HOOK_INCOMPLETE", "PENDING"),
+        ("return [*OTHERS, [*groups[0], 'x']]", 1, "HOOK_INVALID", "['str']"),
+        ("return [*OTHERS, [*groups[0], *groups[1]]]", 1, "HOOK_INVALID", "group_index"),
+        ("groups[0][0].reward = 'good'; return [groups[0], *OTHERS]", 1, "HOOK_INVALID", "reward"),
+    ],
+)
+async def test_what_goes_wrong_is_the_failure_of_the_groups_that_it_concerns(
+    tmp_path: Path, first: str, failed: int, reason: str, message: str
+) -> None:
+    first = first.replace("OTHERS", "map(written, groups[1:])")
+    code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", first)
+    async with producing(tmp_path, code) as made:
+        samples = await made.batch()
+        stats = await made.groups("FAILED", failed)
+    assert len(samples) == GROUPS * SAMPLES
+    assert stats.groups["FAILED"] == failed
+    told = [(each.reason, message in each.example) for each in stats.production.failures]
+    assert told == [(reason, True)] * (failed > 0)
+    if "KeyError" in first:
+        assert f"{tmp_path / 'hook.py'}:" in stats.production.failures[0].example
+
+
+async def test_after_rollout_timeout_seconds_a_call_fails(tmp_path: Path) -> None:
+    code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", "while True: pass")
+    async with producing(tmp_path, code, rollout_timeout_seconds=2.0) as made:
+        stats = await made.groups("FAILED", GROUPS)
+    assert [(each.reason, "2 s" in each.example) for each in stats.production.failures] == [("HOOK_TIMEOUT", True)]
+
+
+CHOOSES = f"""{WRITES}
+def generate_rollout(args, rollout_id, data_source):
+    assert args.over_sampling_batch_size == 5
+    kept = []
+    while len(kept) < args.rollout_batch_size:
+        for group in data_source.get_samples(args.over_sampling_batch_size):
+            number = int(group[0].prompt.split()[-1][:-1])
+            if number < 4:
+                DROP
+            else:
+                kept.append(written(group))
+    return kept[: args.rollout_batch_size]
+"""
+
+
+@pytest.mark.parametrize(
+    ("drop", "dropped"),
+    [("data_source.drop_samples([written(group, 0.5)], 'too easy')", 4), ("written(group, 0.0)", 2)],
+)
+async def test_groups_that_the_function_leaves_out_are_dropped_and_others_take_their_place(
+    tmp_path: Path, drop: str, dropped: int
+) -> None:
+    code = CHOOSES.replace("DROP", drop).replace("number < 4", f"number < {dropped}")
+    async with producing(tmp_path, code, spare=2, over_sampling_batch_size=5) as made:
+        samples = await made.batch()
+        stats = await made.groups("DROPPED", 1)
+        told = await made.buffer.list_groups("train", [pb.GROUP_STATE_DROPPED])
+    numbers = {int(sample.prompt.split()[-1][:-1]) for sample in samples}
+    assert len(numbers) == GROUPS
+    assert min(numbers) >= dropped
+    assert {group.failure.reason for group in told.groups} == {"FILTERED"}
+    assert any(("too easy" if "easy" in drop else "did not return") in group.failure.message for group in told.groups)
+    assert stats.production.num_failed == 0
+
+
+async def test_a_function_that_asks_for_more_than_the_ledger_lets_out_is_told_the_ways_out(tmp_path: Path) -> None:
+    code = CHOOSES.replace("assert args.over_sampling_batch_size == 5", "").replace("DROP", "written(group)")
+    async with producing(tmp_path, code) as made:
+        stats = await made.groups("FAILED", GROUPS)
+    told = stats.production.failures[0].example
+    assert "the ledger lets out no more groups while this call has 3" in told
+    assert "data_source.drop_samples(groups)" in told
+    assert "--over-sampling-batch-size" in told
+
+
+GIVES_BACK = f"""{WRITES}
+def generate_rollout(args, rollout_id, data_source):
+    groups = sorted(data_source.get_samples(args.rollout_batch_size), key=lambda group: group[0].prompt)
+    begun = groups[0]
+    if begun[0].response_length:
+        for sample in begun:
+            assert (sample.tokens, sample.status) == (BEGUN, Sample.Status.ABORTED)
+        return [written(group) for group in groups]
+    for sample in begun:
+        sample.tokens, sample.response, sample.response_length = BEGUN, "h", 1
+        sample.rollout_log_probs, sample.weight_versions, sample.status = [-0.5], ["0"], Sample.Status.ABORTED
+    data_source.add_samples([begun])
+    return [written(group) for group in groups[1:]]
+"""
+
+
+async def test_groups_that_are_given_back_with_tokens_are_continued_by_a_later_call(tmp_path: Path) -> None:
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    encoder = PromptEncoder(tmp_path, apply_chat_template=False)
+    encoder.load()
+    begun = [*encoder.encode_text("What is prompt 0?").tokens, 5]
+    encoder.close()
+    code = GIVES_BACK.replace("BEGUN", str(begun))
+    async with producing(tmp_path, code, partial_rollout=True) as made:
+        samples = await made.batch()
+        stats = await made.buffer.stats("train")
+    assert len(samples) == GROUPS * SAMPLES
+    assert "interrupted with 2 tokens of 2 samples" in stats.production.last_return
+    assert stats.production.num_failed == 0
+
+
+async def test_groups_that_were_neither_finished_nor_returned_are_released(tmp_path: Path) -> None:
+    code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", "return [written(groups[2])]")
+    async with producing(tmp_path, code) as made:
+        samples = await made.batch()
+        stats = await made.buffer.stats("train")
+    assert {sample.prompt for sample in samples} == {f"What is prompt {number}?" for number in range(GROUPS)}
+    assert (stats.production.num_failed, stats.production.num_dropped) == (0, 0)
+    assert "did not return it" in stats.production.last_return
+
+
+async def test_a_job_whose_rollout_function_takes_other_arguments_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="def f\\(args, rollout_id, data_source, evaluation=False\\)"):
+        async with producing(tmp_path, "def generate_rollout(args, samples): pass"):
+            pass
