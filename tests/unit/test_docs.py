@@ -34,7 +34,8 @@ _VARIABLE = re.compile(r"\bHEADRACE_[A-Z_]+\b")
 _OTHERS_FLAGS = {
     *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
-    *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write"),
+    *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
+    "--require-hashes",
 }
 """Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
 _OF_A_JOB = ("train", "check", "up")
