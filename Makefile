@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +12,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -89,6 +89,13 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_rollout_services.py -k killed
 	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
+
+# The images of deploy/Containerfile, for CPUs; IMAGES="buffer reward" builds fewer, BUILD_FLAGS are for podman.
+IMAGES ?= buffer reward rollout trainer
+images:
+	@for image in $(IMAGES); do echo "── headrace-$$image"; \
+	    podman build --format docker --quiet $(BUILD_FLAGS) -f deploy/Containerfile --target $$image -t headrace-$$image . || exit 1; done
+	@podman images --filter reference=headrace-*
 
 mutants: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.mutants.run
