@@ -116,7 +116,7 @@ async def _try_labels(
         await pool.start()
         results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
         _say(labelled or rows, results, options, report)
-        if hook is None:
+        if hook is None and labelled:
             await _other_forms(batch_scorer, labelled, results, report)
 
 

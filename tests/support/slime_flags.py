@@ -102,6 +102,9 @@ TAKEN: Sequence[tuple[str, str, object]] = (
     ("--rollout-stop-token-ids 151329 151336 151338", "rollout.rollout_stop_token_ids", (151329, 151336, 151338)),
     ("--over-sampling-batch-size 256", "rollout.over_sampling_batch_size", 256),
     ("--custom-generate-function-path a.generate", "rollout.custom_generate_function_path", "a.generate"),
+    ("--rollout-function-path a.generate_rollout", "rollout.rollout_function_path", "a.generate_rollout"),
+    ("--rollout-all-samples-process-path a.f", "rollout.rollout_all_samples_process_path", "a.f"),
+    ("--eval-function-path a.generate_rollout", "eval.eval_function_path", "a.generate_rollout"),
     ("--global-batch-size 256", "train.global_batch_size", 256),
     ("--num-steps-per-rollout 4", "train.num_steps_per_rollout", 4),
     ("--balance-data", "train.balance_data", True),
@@ -186,7 +189,6 @@ TAKEN: Sequence[tuple[str, str, object]] = (
 """(flag and value, the option that it sets, to what)."""
 
 REFUSED: Sequence[tuple[str, str]] = (
-    ("--rollout-function-path slime.rollout.sft_rollout.generate_rollout", "--custom-generate-function-path"),
     ("--disable-compute-advantages-and-returns", "sft_loss computes none"),
     ("--wandb-key abc", "WANDB_API_KEY"),
     ("--wandb-run-id x", "named after --run-name"),

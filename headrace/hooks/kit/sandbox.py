@@ -38,6 +38,7 @@ _PROCESSES = 64
 _READ_BYTES = 64 << 10
 _MARK = "HEADRACE_SANDBOX"
 _TRIAL_SECONDS = 10.0
+_EMPTY_SECONDS = 5.0
 _TMP = "/tmp"  # noqa: S108  # the sandbox's own
 _UNPRIVILEGED = ("--unshare-all",)
 _OF_ROOT = (
@@ -133,7 +134,7 @@ async def run_python(
                 return Ran(f"error: it ran longer than {seconds:g} s", None, _has_begun(begun))
             finally:
                 await asyncio.shield(asyncio.to_thread(_end, process.pid, mark))
-                await process.wait()
+                await _emptied(process)
             return Ran(_cut(written.decode(errors="replace"), max_characters), exit_code, _has_begun(begun))
         finally:
             os.close(begun)
@@ -219,6 +220,16 @@ async def _spoken(process: asyncio.subprocess.Process, stdin: str, most_bytes: i
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
     return bytes(written)
+
+
+async def _emptied(process: asyncio.subprocess.Process) -> None:
+    """Reads what an ended program has left, without which it is not waited for. One that escaped may hold its pipe."""
+    assert process.stdout is not None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_EMPTY_SECONDS):
+            while await process.stdout.read(_READ_BYTES):
+                pass
+            await process.wait()
 
 
 async def _send(to: asyncio.StreamWriter, text: str) -> None:

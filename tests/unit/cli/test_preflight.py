@@ -209,6 +209,20 @@ def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) 
     assert any(what == "answers in form" and "boxed{4}" in how for what, how in report.facts), report
 
 
+def test_a_job_whose_programs_are_run_is_told_in_which_sandbox_and_that_its_tests_can_be_read(
+    load_with, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "add", "metadata": {"tests": ["assert add(1, 2) == 3"]}}]
+    report = found(load_with, tmp_path, rows, "--rm-type", "code")
+    facts = dict(report.facts)
+    assert report.refusals == []
+    assert facts["programs"].startswith(("of responses run in bubblewrap", "of responses run in a process"))
+    assert "are read and run" in facts["tests"]
+    rows = [{"prompt": "add", "metadata": {"tests": ["add(1, 2)"]}}]
+    (refusal,) = found(load_with, tmp_path, rows, "--rm-type", "code").refusals
+    assert "a test cannot be read" in refusal
+
+
 def test_each_rows_scorer_is_counted(load_with, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "exact_match"}}]
     report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "exact_match")

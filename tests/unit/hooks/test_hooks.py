@@ -57,6 +57,23 @@ class Sums:
     def get_samples(self, n): return [[Sample(prompt=f"{i} + 1?", label=str(i + 1))] for i in range(n)]
     def save(self, number): raise AssertionError("a check saves nothing")
     def load(self, number): pass
+def all_seen(args, all_samples, data_source):
+    assert [len(group) for group in all_samples] == [4, 4]
+
+def rolls_out(args, rollout_id, data_source, evaluation=False):
+    first, second = data_source.get_samples(args.rollout_batch_size)
+    data_source.add_samples([second])
+    for sample in first:
+        sample.tokens, sample.response_length, sample.rollout_log_probs = [1, 2], 1, [-0.5]
+        sample.reward, sample.status = 1.0, sample.Status.COMPLETED
+    return [first]
+
+def rolls_nothing(args, rollout_id, data_source):
+    return []
+
+def rolls_more(args, rollout_id, data_source):
+    return data_source.get_samples(2) + data_source.get_samples(1)
+
 class Texts:
     def __init__(self, args): pass
     def get_samples(self, n): return ["text"] * n
@@ -215,6 +232,8 @@ def test_a_generate_function_that_makes_nothing_is_recognised_and_refused(source
         ("newest", None, "chooses 2 of 3 groups for a batch of 2, and drops 0"),
         ("newest_of_step", None, "chooses 2 of 3 groups"),
         ("Sums", None, "gives 4 prompts when asked for 4"),
+        ("all_seen", None, "takes the samples of two groups"),
+        ("rolls_out", None, "returns 1 of 2 groups with their rewards: 2 samples, 2 response tokens"),
     ],
 )
 def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None, told: str) -> None:
@@ -230,6 +249,8 @@ def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None
         ("three", "filter", "cannot be called; accepted are:"),
         ("too_many", None, "samples; it must return a list of at most 8 samples"),
         ("three", "buffer_filter", "returned NoneType; it must return a list"),
+        ("rolls_nothing", None, "returned none of 2 groups"),
+        ("rolls_more", None, "the trial has 2 groups"),
         ("Texts", None, "returned a list of ['str']; it must hold Samples"),
         ("Endless", None, "returned 5 groups for get_samples(4)"),
         ("Judge", "data_source", "has no get_samples(n)"),

@@ -200,6 +200,30 @@ async def test_groups_that_were_neither_finished_nor_returned_are_released(tmp_p
     assert "did not return it" in stats.production.last_return
 
 
+SPEAKS = """
+import socket, struct
+def generate_rollout(args, rollout_id, data_source):
+    ask = data_source._ask
+    desk = next(cell.cell_contents for cell in ask.__closure__ if isinstance(cell.cell_contents, socket.socket))
+    for said in (b"", struct.pack("<Q", 1 << 62), struct.pack("<Q", 3) + b"abc"):
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(desk.getpeername())
+            other.sendall(said)
+            other.shutdown(socket.SHUT_WR)
+            other.recv(1)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    data_source._by_number[7] = 77
+    data_source._held[77] = groups[0]
+    return [written(group) for group in groups] + [[Sample(group_index=7, index=n) for n in range(len(groups[0]))]]
+"""
+
+
+async def test_a_function_that_speaks_to_the_service_itself_gets_no_further(tmp_path: Path) -> None:
+    async with producing(tmp_path, WRITES + SPEAKS) as made:
+        stats = await made.groups("READY", GROUPS)
+    assert stats.production.num_failed == 0
+
+
 async def test_a_job_whose_rollout_function_takes_other_arguments_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="def f\\(args, rollout_id, data_source, evaluation=False\\)"):
         async with producing(tmp_path, "def generate_rollout(args, samples): pass"):
