@@ -12,7 +12,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -70,6 +70,10 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetens
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
+
+# Simulated, on no GPU: what one run on thousands of them would wait for.
+bench-scaling: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m tests.bench.scaling
 
 bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)
