@@ -138,8 +138,8 @@ class ServicesSection(Section):
     )
     metrics_port: Annotated[Positive, Field(le=65_535)] | None = Field(
         None,
-        description="Port of /metrics, for Prometheus, where `headrace up` starts one process: on the host on which that "
-        "listens. Absent: a free port that only this machine reaches, which services.json in the run's folder names.",
+        description="Port of /metrics, for Prometheus, where `headrace up` starts one process: on the host on which "
+        "that listens. Absent: a free port that only this machine reaches, named in services.json of the run's folder.",
     )
     tls_dir: Path | None = Field(
         None,
