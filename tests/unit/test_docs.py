@@ -35,8 +35,9 @@ _OTHERS_FLAGS = {
     *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write"),
+    *("--set-file", "--values"),
 }
-"""Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
+"""Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 
