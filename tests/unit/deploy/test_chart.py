@@ -96,6 +96,13 @@ def test_a_pod_gets_a_job_that_can_be_loaded(service: str, values: dict[str, Any
     assert mounted == {each["name"] for each in pod["spec"]["volumes"]} | claimed
 
 
+def test_a_release_without_certificates_says_so_to_every_service(job_file: Path) -> None:
+    for service, pod in pods(rendered({**PLAIN, "tls": {"secretName": ""}, "insecure": True})).items():
+        job = job_of(pod["spec"]["containers"][0]["args"], dict(variables(pod)), job_file)
+        assert job.services.insecure, service
+        assert job.services.tls_dir is None
+
+
 def test_addresses_are_names_of_the_charts_services_and_pods() -> None:
     objects = rendered(FULL)
     services, env = of_kind(objects, "Service"), dict(variables(pods(objects)["trainer"]))
