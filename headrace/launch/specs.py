@@ -107,10 +107,11 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
         address_of(job, needed)
-    address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
+    address = address_of(job, service)
     if number is not None:
         address = address.split(",")[number]
     listens_at = _listens_at(job, address)
+    metrics_address = _metrics_at(job, listens_at)
     arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
     arguments += ["--insecure"] if job.services.insecure else []
     extra = {
@@ -144,6 +145,11 @@ def _listens_at(job: Job, address: str) -> Address:
     if host is None:
         return own_place(address)
     return Address(host.strip("[]"), Address.parse(address.partition("|")[0]).port)
+
+
+def _metrics_at(job: Job, listens_at: Address) -> str:
+    port = job.services.metrics_port
+    return f"127.0.0.1:{free_port()}" if port is None else str(Address(listens_at.host, port))
 
 
 def _flag(name: str, number: int | None) -> list[str]:

@@ -26,7 +26,7 @@ from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.service_rules import addresses_of, check_services
+from headrace.job.rules.service_rules import addresses_of, check_metrics_port, check_services
 from headrace.job.schema.job import Job
 from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
@@ -41,6 +41,7 @@ def check(job: Job, scope: Scope) -> None:
     """Raises ConfigError for the first rule that a resolved job breaks: the job's own rules first, then the scope's."""
     for rule in _RULES:
         rule(job)
+    check_metrics_port(job, scope)
     check_files(job, scope)
     check_remote_code(job, scope)
     check_folders(job, scope)

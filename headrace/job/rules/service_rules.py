@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import ConfigError
+from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.rpc.net import Address
 
@@ -45,3 +46,23 @@ def check_services(job: Job) -> None:
             f"there is none above {_LAST_PORT}: choose a lower one",
             field="openai_port",
         )
+
+
+def check_metrics_port(job: Job, scope: Scope) -> None:
+    """Raises ConfigError where several processes, started here, would show their metrics at one port."""
+    port = job.services.metrics_port
+    if port is None or _starts_one(job, scope):
+        return
+    raise ConfigError(
+        f"metrics_port {port} is one process's, and several are started here ({', '.join(scope.services)}): start each "
+        "by `headrace up SERVICE`, of shards and rollout services by its number, or leave --metrics-port out",
+        field="metrics_port",
+    )
+
+
+def _starts_one(job: Job, scope: Scope) -> bool:
+    if len(scope.services) > 1:
+        return False
+    shards = "buffer" in scope.services and job.buffer.buffer_shard is None and job.buffer.buffer_shards > 1
+    rollouts = "rollout" in scope.services and job.services.rollout_service is None
+    return not shards and not (rollouts and job.services.num_rollout_services > 1)

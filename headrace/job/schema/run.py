@@ -136,6 +136,11 @@ class ServicesSection(Section):
         description="Host on which services started here listen, where it is not that of their addresses: 0.0.0.0 or "
         ":: in a container, whose address is a name that others know.",
     )
+    metrics_port: Annotated[Positive, Field(le=65_535)] | None = Field(
+        None,
+        description="Port of /metrics, for Prometheus, where `headrace up` starts one process: on the host on which "
+        "that listens. Absent: a free port that only this machine reaches, named in services.json of the run's folder.",
+    )
     tls_dir: Path | None = Field(
         None,
         description="Folder of ca.pem, cert.pem and key.pem (`headrace certs`): calls between services, and metrics, "

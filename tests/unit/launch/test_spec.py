@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.job.rules.scope import Scope
+from headrace.job.rules.service_rules import check_metrics_port
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
 from headrace.run_folder import RunFolder
@@ -43,6 +45,31 @@ def test_a_service_listens_at_listen_host_and_is_known_by_its_address(tmp_path: 
     assert found.command[list(found.command).index("--address") + 1] == "0.0.0.0:7010"
     assert found.address == "buffer.example:7010"
     assert str(found.listens_at.from_here) == "127.0.0.1:7010"
+
+
+def test_metrics_port_is_on_the_host_on_which_the_service_listens(tmp_path: Path) -> None:
+    services = {**ADDRESSES, "listen_host": "0.0.0.0", "metrics_port": 9464}  # noqa: S104
+    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "run": {"run_dir": str(tmp_path)}, "services": services})
+    found = spec(job, "reward", RunFolder(tmp_path))
+    assert found.metrics_address == "0.0.0.0:9464"
+    assert found.command[list(found.command).index("--metrics-address") + 1] == "0.0.0.0:9464"
+    assert spec(job_of(tmp_path), "reward", RunFolder(tmp_path)).metrics_address.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("services", "sections"),
+    [
+        (["buffer", "reward"], {}),
+        (["buffer"], {"buffer": {"buffer_shards": 2}}),
+        (["rollout"], {"services": {"rollout_services": 2}}),
+    ],
+)
+def test_metrics_port_of_several_processes_is_refused(services: list[str], sections: dict[str, dict[str, int]]) -> None:
+    of_services = {"metrics_port": 9464, **sections.get("services", {})}
+    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, **sections, "services": of_services})
+    with pytest.raises(ConfigError, match="metrics_port 9464 is one process's"):
+        check_metrics_port(job, Scope(services))
+    check_metrics_port(job, Scope(["trainer"]))
 
 
 @pytest.mark.parametrize("service", ["buffer", "reward", "rollout", "trainer"])

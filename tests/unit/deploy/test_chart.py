@@ -1,0 +1,171 @@
+"""The chart, rendered by Helm's own library, is what Kubernetes takes, and its variables are options of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart, lint
+from helm_python.errors import HelmError
+
+from tests.support.deployments import DEPLOY, PORTS, PROBE, SERVICES, job_of, targets
+
+CHART = DEPLOY / "helm" / "headrace"
+OLDEST, NEWEST = "1.28", kubernetes_validate.latest_version()
+PLAIN: dict[str, Any] = {"job": '[run]\nrun_name = "r"\n', "tls": {"secretName": "headrace-tls"}}
+FULL: dict[str, Any] = {
+    **PLAIN,
+    "image": {"registry": "registry.example/team", "pullSecrets": [{"name": "pull"}]},
+    "env": [{"name": "HEADRACE_NUM_ROLLOUT", "value": "7"}],
+    "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+    "volumeMounts": [{"name": "models", "mountPath": "/job/models", "readOnly": True}],
+    "wandb": {"secretName": "wandb"},
+    "postgres": {"secretName": "postgres"},
+    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "networkPolicy": {
+        "clients": [{"podSelector": {"matchLabels": {"app": "notebook"}}}],
+        "monitoring": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+    },
+    "rollout": {"replicas": 2, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
+    "buffer": {"storage": {"storageClassName": "fast"}, "nodeSelector": {"disk": "nvme"}},
+}
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with Chart.load(CHART) as chart:
+        files = chart.render(values, name="headrace", namespace="rl")
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each is not None]
+
+
+def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pod templates by service."""
+    found = [each["spec"]["template"] for each in objects if "template" in each.get("spec", {})]
+    return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in found}
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"].removeprefix("headrace-"): each for each in objects if each["kind"] == kind}
+
+
+def variables(pod: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A field of the pod is read as 1, and a secret as `secret`."""
+    for each in pod["spec"]["containers"][0]["env"]:
+        yield each["name"], each.get("value") or ("1" if "fieldRef" in each["valueFrom"] else "secret")
+
+
+@pytest.mark.parametrize("values", [PLAIN, FULL, {**PLAIN, "tls": {"secretName": ""}, "insecure": True}])
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kubernetes_takes_what_the_chart_makes(values: dict[str, Any], version: str) -> None:
+    objects = rendered(values)
+    assert set(pods(objects)) == set(SERVICES)
+    for each in objects:
+        if each["kind"] != "ServiceMonitor":  # the Prometheus operator's: there is no schema here
+            kubernetes_validate.validate(each, version, strict=True)
+    wrong = of_kind(objects, "StatefulSet")["buffer"]
+    wrong["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRoot"] = True
+    with pytest.raises(kubernetes_validate.utils.ValidationError):
+        kubernetes_validate.validate(wrong, version, strict=True)
+
+
+def test_helm_has_no_complaint() -> None:
+    report = lint(CHART, FULL, strict=True)
+    assert report["errors"] == []
+    assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("values", [PLAIN, FULL])
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_pod_gets_a_job_that_can_be_loaded(service: str, values: dict[str, Any], job_file: Path) -> None:
+    pod = pods(rendered(values))[service]
+    (container,) = pod["spec"]["containers"]
+    job = job_of(container["args"], dict(variables(pod)), job_file)
+    assert job.services.listen_host == "0.0.0.0"  # noqa: S104
+    assert str(job.services.tls_dir) == "/tls"
+    assert job.services.buffer_address == "headrace-buffer:7001"
+    assert job.services.num_rollout_services == values.get("rollout", {}).get("replicas", 1)
+    assert container["image"].rpartition("/")[2].partition(":")[0].removeprefix("headrace-") in targets()
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["exec"]["command"] == [*PROBE, f"127.0.0.1:{PORTS[service]}"]
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    claimed = {"run"} if service in ("buffer", "rollout") else set()
+    assert mounted == {each["name"] for each in pod["spec"]["volumes"]} | claimed
+
+
+def test_a_release_without_certificates_says_so_to_every_service(job_file: Path) -> None:
+    for service, pod in pods(rendered({**PLAIN, "tls": {"secretName": ""}, "insecure": True})).items():
+        job = job_of(pod["spec"]["containers"][0]["args"], dict(variables(pod)), job_file)
+        assert job.services.insecure, service
+        assert job.services.tls_dir is None
+
+
+def test_addresses_are_names_of_the_charts_services_and_pods() -> None:
+    objects = rendered(FULL)
+    services, env = of_kind(objects, "Service"), dict(variables(pods(objects)["trainer"]))
+    for service in SERVICES:
+        for place in env[f"HEADRACE_{service.upper()}_ADDRESS"].split(","):
+            host, port = place.split(":")
+            assert host.split(".")[-1].removeprefix("headrace-") == service
+            assert int(port) == PORTS[service] == services[service]["spec"]["ports"][0]["port"]
+            assert services[service]["spec"]["selector"].items() <= pods(objects)[service]["metadata"]["labels"].items()
+    assert of_kind(objects, "StatefulSet")["rollout"]["spec"]["serviceName"] == "headrace-rollout"
+
+
+def test_pods_have_no_rights_and_no_variables_of_kubernetes() -> None:
+    for pod in pods(rendered(PLAIN)).values():
+        (container,) = pod["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["spec"]["enableServiceLinks"] is False
+        assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_weights_may_pass_between_trainer_and_rollout_at_any_port_and_nobody_else_may() -> None:
+    policies = of_kind(rendered(FULL), "NetworkPolicy")
+    for service in SERVICES:
+        wide = [rule for rule in policies[service]["spec"]["ingress"] if "endPort" in rule["ports"][0]]
+        from_whom = [
+            peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for rule in wide for peer in rule["from"]
+        ]
+        assert from_whom == {"rollout": ["trainer"], "trainer": ["rollout"]}.get(service, [])
+        assert policies[service]["spec"]["ingress"], service
+    assert of_kind(rendered({**PLAIN, "networkPolicy": {"enabled": False}}), "NetworkPolicy") == {}
+
+
+def test_prometheus_shows_a_certificate_and_asks_for_the_services_name() -> None:
+    (monitor,) = of_kind(rendered(FULL), "ServiceMonitor").values()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in of_kind(rendered(FULL), "Service")["buffer"]["spec"]["ports"]]
+    assert endpoint["tlsConfig"]["serverName"] == "headrace"
+    assert endpoint["tlsConfig"]["keySecret"] == {"name": "headrace-tls", "key": "key.pem"}
+    assert of_kind(rendered(PLAIN), "ServiceMonitor") == {}
+
+
+def test_other_values_make_another_job_of_the_trainer_and_the_same_ones_do_not() -> None:
+    names = [list(of_kind(rendered(values), "Job")) for values in (PLAIN, PLAIN, FULL)]
+    assert names[0] == names[1] != names[2]
+    gpus = pods(rendered(FULL))["trainer"]["spec"]["containers"][0]["resources"]["limits"]
+    assert gpus["nvidia.com/gpu"] == 1
+    on_cpu = {**PLAIN, "trainer": {"gpus": 0}}
+    assert "nvidia.com/gpu" not in pods(rendered(on_cpu))["trainer"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**PLAIN, "tls": {"secretName": ""}}, "headrace certs"),
+        ({**PLAIN, "job": ""}, "set-file job"),
+        ({**PLAIN, "rollout": {"replica": 2}}, "replica"),
+        ({**PLAIN, "env": [{"name": "HEADRACE_X", "value": 1}]}, "string"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(HelmError, match=message):
+        rendered(values)
