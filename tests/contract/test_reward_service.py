@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -104,14 +103,6 @@ async def test_each_item_may_choose_its_scorer() -> None:
     assert (exact.scorer, default.scorer) == ("exact_match", "regex")
     assert unknown.reason == "SCORER_UNKNOWN"
     assert f"There are {', '.join(builtin.installed())}" in unknown.message
-
-
-async def test_programs_are_scored_beside_each_other_and_tests_that_nobody_can_read_are_no_reward() -> None:
-    programs = ["```python\nprint(int(input()) + 1)\n```", "```python\nwhile True: pass\n```", "no program"]
-    asked = items(*programs, tests={"inputs": ["6"], "outputs": ["7"]}, time_limit=1) + items("8", tests="odd")
-    async with serving(rm_type="code") as client:
-        judged = await client.score([replace(a, item_id=str(i)) for i, a in enumerate(asked)], deadline_seconds=120)
-    assert values(judged) == [1.0, 0.0, 0.0, "SCORER_RAISED"]
 
 
 async def test_no_scorer_is_an_error_not_a_zero() -> None:

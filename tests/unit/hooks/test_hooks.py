@@ -68,9 +68,7 @@ def rolls_out(args, rollout_id, data_source, evaluation=False):
         sample.reward, sample.status = 1.0, sample.Status.COMPLETED
     return [first]
 
-def rolls_nothing(args, rollout_id, data_source):
-    return []
-
+def rolls_nothing(args, rollout_id, data_source): return []
 def rolls_more(args, rollout_id, data_source):
     return data_source.get_samples(2) + data_source.get_samples(1)
 
