@@ -36,7 +36,6 @@ READERS = {
     "services/rollout/agents/build.py": "builds",
     "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
-    "services/rollout/in_flight.py": "builds",
     "services/rollout/rollout_function/build.py": "builds",
     "services/rollout/evaluate_url.py": "builds",
     "services/rollout/one_of_several.py": "it derives the job of one of several services",

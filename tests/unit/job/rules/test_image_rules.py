@@ -14,6 +14,7 @@ from headrace.job.rules.image_rules import check_images
 from headrace.job.schema.job import Job
 from headrace.models.families.qwen2 import FAMILY as TEXT
 from headrace.models.families.qwen2_5_vl import FAMILY
+from headrace.models.presets import find
 from headrace.models.registry import architecture, read_architecture, table
 
 VISION = FAMILY.presets[0].config | {"vision_config": {}}
@@ -63,7 +64,7 @@ def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None
     assert found.vision is not None
     assert (found.vision.patch_values, found.vision.rotary_sections) == (1176, (16, 24, 24))
     assert {tensor.name for tensor in table(found).tensors()} == {
-        tensor.name for tensor in table(architecture(TEXT.presets[2].config)).tensors()
+        tensor.name for tensor in table(architecture(find("qwen2.5-3B").config)).tensors()
     }
 
 
