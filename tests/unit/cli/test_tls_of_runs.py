@@ -12,6 +12,7 @@ import pytest
 from headrace.cli.authority import issue_client, issue_service
 from headrace.cli.main import main
 from headrace.launch.health import is_serving
+from headrace.rpc.access.role import Role
 from headrace.rpc.net import free_port
 from headrace.rpc.tls import VARIABLE
 
@@ -58,7 +59,7 @@ async def test_a_run_with_tls_dir_is_reached_by_its_own_commands_and_by_named_cl
     job_file: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     issue_service(tmp_path / "tls", (), 30)
-    client = issue_client(tmp_path / "tls", "alice", 30).folder
+    client = issue_client(tmp_path / "tls", "alice", Role.PRODUCER, 30).folder
     address = f"127.0.0.1:{free_port()}"
     async with Up(tmp_path, job_file, "--tls-dir", str(tmp_path / "tls"), "--buffer-address", address) as process:
         monkeypatch.setenv(VARIABLE, str(client))
