@@ -1,4 +1,4 @@
-"""How the services of a run with tokens, and without certificates, show each other that they are its services."""
+"""The token with which services of a run without certificates show each other that they are its services."""
 
 from __future__ import annotations
 

@@ -87,10 +87,10 @@ async def code_of_call(channel: grpc.aio.Channel, rpc: Rpc, request: bytes = b""
     """Calls with these bytes; the status, and its message."""
     try:
         if rpc.streams:
-            async for _ in channel.unary_stream(rpc.path)(request, timeout=60.0):
+            async for _ in channel.unary_stream(rpc.path, None, None)(request, timeout=60.0):
                 pass
         else:
-            await channel.unary_unary(rpc.path)(request, timeout=60.0)
+            await channel.unary_unary(rpc.path, None, None)(request, timeout=60.0)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""

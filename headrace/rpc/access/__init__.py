@@ -1,1 +1,1 @@
-"""Who calls, and what they may call: roles, the table of RPCs, and where a caller's role is read."""
+"""Callers and what they may call: roles, the table of RPCs, certificates and tokens."""

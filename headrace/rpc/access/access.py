@@ -44,7 +44,7 @@ class Access:
     def require(self, caller: Caller, service: str, method: str) -> None:
         """Raises Unauthenticated, or PermissionDenied with the roles that may."""
         if not caller.roles:
-            raise Unauthenticated(f"{method}: {self._way_out(caller)}", reason="NO_ROLE")
+            raise Unauthenticated(f"{method}: {self._way_out(caller)}")
         allowed = roles_of(service, method)
         if not allowed.issuperset(caller.roles):
             raise _denied(caller, f"{service.rpartition('.')[2]}.{method}", allowed)

@@ -23,7 +23,10 @@ _MAX_TOKEN_BYTES = 4096
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> Callable[[], str] | None:
-    """How to get this process's token at a call; None where it has none. Raises ConfigError for an unusable one."""
+    """Returns what gives this process's token at each call; None where it has none.
+
+    Raises ConfigError for an unusable one.
+    """
     if path := environment.get(FILE_VARIABLE):
         return WatchedFile(Path(path), _read).content
     if text := environment.get(VARIABLE):
@@ -32,7 +35,7 @@ def token_of(environment: Mapping[str, str] = os.environ) -> Callable[[], str] |
     return None
 
 
-def interceptors(token: Callable[[], str]) -> Sequence[grpc.aio.ClientInterceptor]:
+def interceptors(token: Callable[[], str]) -> Sequence[Any]:
     """For a channel that is encrypted, or of one machine."""
     return [_UnaryUnary(token), _UnaryStream(token)]
 

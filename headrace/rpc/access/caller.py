@@ -34,7 +34,7 @@ class Caller:
 
 
 def urn_of(role: Role) -> str:
-    """What a certificate of that role has among its alternative names."""
+    """The alternative name that a certificate of that role has."""
     return f"{_URN}{role}"
 
 

@@ -8,7 +8,10 @@ from headrace.errors import ConfigError
 
 
 class Role(StrEnum):
-    """What a caller is. `SERVICE` is a run's own services, which the services' certificate shows."""
+    """A caller has one, or two of which each must allow a call.
+
+    `SERVICE` is a run's own services, which the services' certificate shows.
+    """
 
     VIEWER = "viewer"
     CONSUMER = "consumer"

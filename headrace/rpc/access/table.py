@@ -1,4 +1,4 @@
-"""Which role may call which RPC, as data: docs/security.md shows it, and a test calls each of its cells."""
+"""The RPCs that each role may call, as data: docs/security.md shows it, and a test calls each of its cells."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _File(BaseModel):
 
 
 def digest_of(token: str) -> str:
-    """What the file has of a token."""
+    """The file has this in place of a token."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 

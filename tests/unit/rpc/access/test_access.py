@@ -218,6 +218,8 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path, capsys) -> None:
         (["revoke", file, "bob"], "has no token bob"),
         (["add", file, "a b", "--role", "viewer"], "cannot be named"),
         (["add", file, "bob", "--role", "root"], "use one of viewer"),
+        (["add", file, "bob"], "needs a --role"),
+        (["add", file], "needs the NAME"),
     ):
         assert main(["tokens", *words]) == 2
         assert said in capsys.readouterr().err
