@@ -85,7 +85,8 @@ async def test_a_run_with_tls_dir_is_reached_by_its_own_commands_and_by_named_cl
         assert await asyncio.to_thread(main, words) == 0
         assert await asyncio.to_thread(main, [*words, "--stream", "absent"]) == 1
     monkeypatch.delenv(VARIABLE)
-    assert await asyncio.to_thread(main, ["audit", str(run)]) == 0, "its ledger is served with its own certificate"
+    words = ["buffer", "drop", str(run), "--group", "train/1", "--reason", "wrong"]
+    assert await asyncio.to_thread(main, words) == 0, "its ledger is served with its own certificate"
     refused = callers_in(run / "logs/buffer.log")
     assert refused == [("operator", "admin"), ("alice", "producer")], "commands about a run are its operator's"
 
