@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,13 @@ async def test_without_a_token_nothing_is_reached_but_health(tmp_path: Path) -> 
             assert "HEADRACE_TOKEN_FILE" in message
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60.0)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_each_service_gives_its_server_what_callers_are_known_by() -> None:
+    found = {}
+    for path in (roles.PAGE.parents[1] / "services").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "RpcServer":
+                found[path.parts[-3:]] = {each.arg for each in node.keywords}
+    assert len(found) == 4
+    assert [path for path, given in found.items() if not given >= {"tls", "tokens", "insecure"}] == []
