@@ -43,6 +43,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
+	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
 
 format: $(STAMPS)/dev

@@ -12,6 +12,8 @@ HeadraceError
 │   ├── Fenced             reason FENCED        a newer trainer owns the ledger
 │   └── PublicationAborted reason PUBLICATION_ABORTED
 ├── OutOfRange             OUT_OF_RANGE
+├── Unauthenticated        UNAUTHENTICATED      the server does not know who calls
+├── PermissionDenied       PERMISSION_DENIED    it does, and the caller's role may not call this
 ├── ResourceExhausted      RESOURCE_EXHAUSTED   a limit; RetryInfo says when to come back
 │   └── DiskFull           reason DISK_FULL     what was asked for is kept as soon as there is space
 ├── Unavailable            UNAVAILABLE          not now; RetryInfo says when to come back
@@ -101,6 +103,18 @@ class OutOfRange(HeadraceError):
     """The position is outside of what the server keeps."""
 
     status = "OUT_OF_RANGE"
+
+
+class Unauthenticated(HeadraceError):
+    """The caller has not shown who it is."""
+
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(HeadraceError):
+    """The caller's role may not call the method."""
+
+    status = "PERMISSION_DENIED"
 
 
 class RetryableError(HeadraceError):

@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.errors import ConfigError
+from headrace.rpc.access.caller import urn_of
+from headrace.rpc.access.role import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 from headrace.whole_file import replacing
 
@@ -52,14 +54,23 @@ def issue_service(folder: Path, hosts: Sequence[str], days: int) -> Issued:
     return _issue(folder, TlsFolder(folder), SERVICE_NAME, usage, [alternatives], days)
 
 
-def issue_client(folder: Path, name: str, days: int) -> Issued:
-    """Makes, or renews, a client's folder, below the authority's. Raises ConfigError."""
+def issue_client(folder: Path, name: str, role: Role | None, days: int) -> Issued:
+    """Makes, or renews, a client's folder, below the authority's. Raises ConfigError.
+
+    Without a role it opens connections on which a token has to say who calls.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name) or len(name) > _LONGEST_NAME or name == SERVICE_NAME:
         raise ConfigError(
             f"a client cannot be named {name!r}: use up to {_LONGEST_NAME} letters, digits, '.', '_', '-' and '@', and "
             f"not {SERVICE_NAME!r}, which is the services'"
         )
-    issued = _issue(folder, TlsFolder(folder / "clients" / name), name, [ExtendedKeyUsageOID.CLIENT_AUTH], [], days)
+    if role is Role.SERVICE:
+        raise ConfigError(
+            f"a client's role is not {role}: that is the services' certificate, `headrace certs {folder}`"
+        )
+    roles = [x509.SubjectAlternativeName([x509.UniformResourceIdentifier(urn_of(role))])] if role else []
+    usage = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    issued = _issue(folder, TlsFolder(folder / "clients" / name), name, usage, roles, days)
     _write(TlsFolder(issued.folder).authority, TlsFolder(folder).authority.read_bytes(), secret=False)
     return issued
 

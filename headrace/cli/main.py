@@ -28,13 +28,11 @@ class Command:
     help: str
 
 
-def _imported(name: str) -> Callable[[Sequence[str]], int]:
-    """The function `name` of the module headrace.cli.commands.`name`, which is imported when it is called."""
+def _imported(name: str, room: str = "headrace.cli.commands") -> Callable[[Sequence[str]], int]:
+    """The function `name` of the module `name` in `room`, which is imported when it is called."""
 
     def run(argv: Sequence[str]) -> int:
-        function: Callable[[Sequence[str]], int] = getattr(
-            importlib.import_module(f"headrace.cli.commands.{name}"), name
-        )
+        function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"{room}.{name}"), name)
         return function(argv)
 
     return run
@@ -73,7 +71,12 @@ _COMMANDS: Mapping[str, Command] = {
     "submit": Command(_imported("submit"), "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
     "generate": Command(_imported("generate"), "generate TEXT [RUN]", "ask the current policy"),
     "eval": Command(_imported("evaluate"), "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
-    "certs": Command(_imported("certs"), "certs FOLDER [--client NAME]", "make or renew certificates for TLS"),
+    "certs": Command(
+        _imported("certs"), "certs FOLDER [--client NAME --role ROLE]", "make or renew certificates for TLS"
+    ),
+    "tokens": Command(
+        _imported("tokens", "headrace.cli"), "tokens add | list | revoke FILE", "tokens of callers, and their roles"
+    ),
     "export": Command(_imported("export"), "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
 

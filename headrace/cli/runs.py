@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.rpc.channel import connect
-from headrace.rpc.tls import VARIABLE, speaks_tls, tls_of, use_tls
+from headrace.rpc.tls import OPERATOR, VARIABLE, speaks_tls, tls_of, use_tls
 from headrace.run_folder import ROLLOUT, RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
@@ -50,8 +50,15 @@ def find_run(text: str | None) -> RunFolder:
     """
     run = _found(text)
     if VARIABLE not in os.environ and run.job_file.is_file():
-        use_tls(run.job().services.tls_dir)
+        use_tls(_of_operator(run.job().services.tls_dir))
     return run
+
+
+def _of_operator(tls_dir: Path | None) -> Path | None:
+    """The folder that `headrace certs` made for commands; where it is not, the services' own, which may do less."""
+    if tls_dir is None or not (operator := tls_dir / "clients" / OPERATOR).is_dir():
+        return tls_dir
+    return operator
 
 
 def _found(text: str | None) -> RunFolder:

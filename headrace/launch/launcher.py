@@ -15,6 +15,7 @@ from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.gpus import gpu_environments
 from headrace.launch.grace import grace_seconds
+from headrace.launch.own_token import require_services_token
 from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, specs
@@ -42,6 +43,7 @@ class Launcher:
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
     ) -> None:
         use_tls(job.services.tls_dir)
+        require_services_token(job.services)
         self.folder = RunFolder(job.run.run_dir / job.run.run_name)
         self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -114,6 +115,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     metrics_address = _metrics_at(job, listens_at)
     arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
     arguments += ["--insecure"] if job.services.insecure else []
+    arguments += [*_path("--tls-dir", job.services.tls_dir), *_path("--tokens-file", job.services.tokens_file)]
     extra = {
         "buffer": ["--data-dir", str(folder.ledger_of(number)), *_flag("--shard", number)],
         "reward": [],
@@ -154,6 +156,10 @@ def _metrics_at(job: Job, listens_at: Address) -> str:
 
 def _flag(name: str, number: int | None) -> list[str]:
     return [] if number is None else [name, str(number)]
+
+
+def _path(name: str, path: Path | None) -> list[str]:
+    return [] if path is None else [name, str(path.absolute())]
 
 
 def _restarts(job: Job, service: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import socket
 
 import grpc
 
+from headrace.rpc.access.bearer import interceptors, token_of
 from headrace.rpc.net import Address, resolved
 from headrace.rpc.tls import SERVICE_NAME, channel_credentials, tls_of
 from headrace.wire.limits import MAX_MESSAGE_BYTES
@@ -14,7 +15,8 @@ from headrace.wire.limits import MAX_MESSAGE_BYTES
 def connect(address: str) -> grpc.aio.Channel:
     """A lazy channel to `host:port`, or to whichever of `host:port|host:port` answers.
 
-    Encrypted where HEADRACE_TLS_DIR names a folder; raises ConfigError for one without certificates. Retries are
+    Encrypted where HEADRACE_TLS_DIR names a folder; raises ConfigError for one without certificates. Calls have the
+    token of HEADRACE_TOKEN or HEADRACE_TOKEN_FILE, but never unencrypted to another machine. Retries are
     `headrace.rpc.call`'s: gRPC's own end after five tries.
     """
     target = _target(address)
@@ -33,10 +35,16 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if (folder := tls_of()) is None:
-        return grpc.aio.insecure_channel(target, options=options)
+    folder, token = tls_of(), token_of()
+    with_token = interceptors(token) if token and (folder or _is_of_this_machine(address)) else None
+    if folder is None:
+        return grpc.aio.insecure_channel(target, options=options, interceptors=with_token)
     options += [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.default_authority", SERVICE_NAME)]
-    return grpc.aio.secure_channel(target, channel_credentials(folder), options=options)
+    return grpc.aio.secure_channel(target, channel_credentials(folder), options=options, interceptors=with_token)
+
+
+def _is_of_this_machine(address: str) -> bool:
+    return all(Address.parse(place).is_loopback for place in address.split("|"))
 
 
 def _target(address: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import BuiltinMethodType
 from typing import Any
 
@@ -16,6 +16,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
+from headrace.rpc.access.access import Access
+from headrace.rpc.access.caller import Caller
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers import PeerCalls
@@ -39,16 +41,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         peers: PeerCalls,
         request_limits: RequestLimits,
         gate: Callable[[], None],
-        *,
-        names_callers: bool = False,
+        access: Access,
     ) -> None:
-        """`gate` raises what every call is to be answered now. `names_callers`: the log has the certificate's name."""
+        """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
         self._metrics = metrics
         self._peers = peers
         self._limits = request_limits
         self._gate = gate
-        self._names_callers = names_callers
+        self._access = access
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -66,15 +67,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if service not in self._services or handler.request_streaming:
             return handler
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(handler, method), None, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(self._streaming(handler, service, method), None, None)
+        behavior = self._unary(handler, service, method)
+        return grpc.unary_unary_rpc_method_handler(behavior, None, handler.response_serializer)
 
-    def _unary(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
+    def _unary(self, handler: Any, service: str, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
         decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> Any:
-            with self._call(method, context) as call:
+            caller = self._caller(context)
+            with self._call(method, context, caller) as call:
                 try:
+                    if caller is not None:
+                        self._access.require(caller, service, method)
                     self._gate()
                     async with asyncio.timeout(call.seconds_left()):
                         with self._peers.one_of(context.peer()):
@@ -84,13 +89,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return behavior
 
-    def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
+    def _streaming(self, handler: Any, service: str, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
         """Writes the replies: gRPC keeps the last one of a generator until the next, for which a watch waits long."""
         decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> None:
-            with self._call(method, context) as call:
+            caller = self._caller(context)
+            with self._call(method, context, caller) as call:
                 try:
+                    if caller is not None:
+                        self._access.require(caller, service, method)
                     self._gate()
                     with self._peers.one_of(context.peer()):
                         async for reply in handler.unary_stream(await decode(data), context):
@@ -101,9 +109,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return behavior
 
-    def _call(self, method: str, context: Context) -> _Call:
-        caller = {"caller": _common_name(context)} if self._names_callers else {}
-        return _Call(method, context, self._metrics, {"rpc": method, **caller})
+    def _caller(self, context: Context) -> Caller | None:
+        """None where everybody may call everything."""
+        if self._access.is_open:
+            return None
+        return self._access.caller(context.auth_context(), context.invocation_metadata() or ())
+
+    def _call(self, method: str, context: Context, caller: Caller | None) -> _Call:
+        named = {"caller": caller.name, "role": caller.role} if caller else {}
+        return _Call(method, context, self._metrics, {"rpc": method, **named})
 
     def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Awaitable[Any]]:
         """Generated classes parse a request as a whole; a function of a service's own bounds what it reads."""
@@ -185,9 +199,3 @@ class _Call:
             await self._context.abort(self._code, status.message, trailer)
         except grpc.aio.InternalError as gone:
             raise asyncio.CancelledError from gone
-
-
-def _common_name(context: Context) -> str:
-    """The name in the caller's certificate, which the authority vouches for."""
-    names: Iterable[bytes] = context.auth_context().get("x509_common_name", ())
-    return b", ".join(names).decode(errors="replace")

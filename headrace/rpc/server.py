@@ -17,6 +17,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.rpc.access.access import Access
+from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
@@ -66,11 +68,12 @@ class RpcServer:
         metrics_address: str | None = None,
         insecure: bool = False,
         tls: TlsFolder | None = None,
+        tokens: Tokens | None = None,
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
     ) -> None:
-        """`request_limits`: what a request may have, by its method.
+        """`request_limits`: what a request may have, by its method. With `tls` or `tokens` callers have roles.
 
         `gate` raises what every call of the services is to be answered now; health and reflection go on.
         """
@@ -87,14 +90,18 @@ class RpcServer:
                     "`headrace certs FOLDER` and pass --tls-dir FOLDER, listen on 127.0.0.1, or pass --insecure on a "
                     "network that nobody else is in"
                 )
+        if tokens and not tls and not self._address.is_loopback:
+            raise ConfigError(
+                f"tokens would travel unencrypted to {self._address}: pass --tls-dir FOLDER too (`headrace certs "
+                "FOLDER` makes it), listen on 127.0.0.1, or leave --tokens-file out"
+            )
         self._tls = tls
         self._health = HealthServicer()
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        interceptor = CallInterceptor(
-            names, self.metrics, self.peers, request_limits, gate, names_callers=tls is not None
-        )
+        access = Access(has_certificates=tls is not None, tokens=tokens)
+        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property

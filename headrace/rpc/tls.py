@@ -24,6 +24,9 @@ from headrace.rpc.net import Address
 SERVICE_NAME = "headrace"
 """The name in each service's certificate."""
 
+OPERATOR = "operator"
+"""The client that `headrace certs` makes beside the services' certificate: commands about a run are its."""
+
 _HANDSHAKE_SECONDS = 2.0
 
 VARIABLE = "HEADRACE_TLS_DIR"

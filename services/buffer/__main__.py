@@ -89,6 +89,7 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         metrics_address=listen.metrics_address,
         insecure=listen.insecure,
         tls=listen.tls,
+        tokens=listen.tokens,
         max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,

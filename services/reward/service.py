@@ -66,6 +66,7 @@ class RewardServer:
             metrics_address=listen.metrics_address,
             insecure=listen.insecure,
             tls=listen.tls,
+            tokens=listen.tokens,
             request_limits=RequestLimits(num_bytes={"Score": MAX_SCORE_REQUEST_BYTES}),
         )
         metrics.show(rpc.metrics.registry, pool)

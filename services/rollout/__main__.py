@@ -63,6 +63,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
         metrics_address=listen.metrics_address,
         insecure=listen.insecure,
         tls=listen.tls,
+        tokens=listen.tokens,
         request_limits=REQUEST_LIMITS,
     )
     server.metrics.registry.register(registry)

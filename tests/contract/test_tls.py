@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError
 from headrace.launch.health import is_serving
+from headrace.rpc.access.role import Role
 from headrace.rpc.channel import connect
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
@@ -58,7 +59,7 @@ async def test_services_and_named_clients_of_one_authority_reach_a_service_and_n
 ) -> None:
     stranger = tmp_path / "stranger"
     issue_service(stranger, (), 30)
-    client = issue_client(authority, "producer-7", 30).folder
+    client = issue_client(authority, "producer-7", Role.PRODUCER, 30).folder
     mixed = tmp_path / "mixed"  # trusts the service, and shows a stranger's certificate
     mixed.mkdir()
     for name, source in (("ca.pem", authority), ("cert.pem", stranger), ("key.pem", stranger)):
@@ -73,7 +74,7 @@ async def test_services_and_named_clients_of_one_authority_reach_a_service_and_n
 
 
 async def test_a_clients_certificate_cannot_be_used_as_a_services(authority: Path, monkeypatch) -> None:
-    client = issue_client(authority, "producer", 30).folder
+    client = issue_client(authority, "producer", Role.PRODUCER, 30).folder
     monkeypatch.setenv(VARIABLE, str(authority))
     async with serving(client) as server:
         assert not await answers(server.address)

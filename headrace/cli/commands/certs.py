@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.rpc.access.role import OF_CLIENTS, Role, role_named
+from headrace.rpc.tls import OPERATOR
 
 _DAYS = 365
 _MOST_DAYS = 3650
 
 
 def certs(argv: Sequence[str]) -> int:
-    """Makes an authority in the folder where there is none, then the services' certificate, or a client's."""
+    """Makes an authority in the folder where there is none, then the services' and the operator's, or a client's."""
     try:
         from headrace.cli.authority import issue_client, issue_service
     except ModuleNotFoundError as error:
@@ -24,13 +26,17 @@ def certs(argv: Sequence[str]) -> int:
     if not 0 < args.days <= _MOST_DAYS:
         raise ConfigError(f"--days {args.days}: should be 1 to {_MOST_DAYS}")
     if args.client is None:
+        if args.role:
+            raise ConfigError("--role is of a client: name it with --client NAME")
         issued = issue_service(args.folder, args.hosts, args.days)
-        who, then = "the services", f"--tls-dir {args.folder}, or HEADRACE_TLS_DIR={args.folder} for commands"
+        operator = issue_client(args.folder, OPERATOR, Role.ADMIN, args.days).folder
+        who, then = "the services", f"--tls-dir {args.folder}, and HEADRACE_TLS_DIR={operator} for commands"
     else:
         if args.hosts:
             raise ConfigError("--host is for the services' certificate: a client's has no host")
-        issued = issue_client(args.folder, args.client, args.days)
-        who, then = f"client {args.client}", f"HEADRACE_TLS_DIR={issued.folder} where that client runs"
+        issued = issue_client(args.folder, args.client, role_named(args.role) if args.role else None, args.days)
+        who = f"client {args.client} ({args.role or 'without a role: it needs a token'})"
+        then = f"HEADRACE_TLS_DIR={issued.folder} where that client runs"
     print(f"{issued.folder}: ca.pem, cert.pem and key.pem of {who}, until {_day(issued.ends)}")
     print(f"use them with {then}; {args.folder}/ca-key.pem signs for all of them: leave it here")
     return 0
@@ -39,11 +45,16 @@ def certs(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "headrace certs",
-        description="Makes or renews certificates: of the services, or with --client of a client. Services that run "
+        description="Makes or renews certificates: of the services and of client operator, who is an admin; or with "
+        "--client of a client. Services that run "
         "take a renewed certificate without a restart.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the authority's folder")
     parser.add_argument("--client", metavar="NAME", help="a client's certificate, in FOLDER/clients/NAME")
+    parser.add_argument(
+        "--role",
+        help=f"what the client may call: {', '.join(OF_CLIENTS)} (docs/security.md); without one it needs a token",
+    )
     parser.add_argument(
         "--host",
         dest="hosts",

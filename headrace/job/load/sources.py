@@ -16,6 +16,7 @@ from headrace.job.load.foreign import FOREIGN
 from headrace.job.option import ALIASES, Arity, Option, Setting
 from headrace.job.schema.job import Job
 from headrace.job.schema.literal import literal
+from headrace.rpc.access.bearer import VARIABLES as TOKENS
 from headrace.suggest import did_you_mean
 
 PREFIX = "HEADRACE_"
@@ -37,11 +38,11 @@ def read_file(path: Path, known: Mapping[str, Option]) -> list[Setting]:
 
 
 def read_environment(environment: Mapping[str, str], known: Mapping[str, Option]) -> list[Setting]:
-    """Settings of HEADRACE_<OPTION> variables. Raises ConfigError for an unknown one."""
+    """Settings of HEADRACE_<OPTION> variables. Raises ConfigError for an unknown one. Tokens are no settings."""
     return [
         _of_environment(variable, text, known)
         for variable, text in sorted(environment.items())
-        if variable.startswith(PREFIX)
+        if variable.startswith(PREFIX) and variable not in TOKENS
     ]
 
 

@@ -147,6 +147,12 @@ class ServicesSection(Section):
         "are encrypted, and both sides show a certificate. Absent: neither, on addresses that only this machine "
         "reaches.",
     )
+    tokens_file: Path | None = Field(
+        None,
+        description="Tokens of callers, and their roles (`headrace tokens`): a caller sends one with each call. With "
+        "tls_dir for those whose certificate names no role, or beside one that does; without it on addresses that "
+        "only this machine reaches.",
+    )
     insecure: bool = Field(
         False,
         description="Listen on addresses that other machines can reach without tls_dir: for a network that nobody "

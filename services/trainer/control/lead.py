@@ -78,4 +78,5 @@ def _server(listen: Listen, desk: TrainerServicer) -> RpcServer:
         metrics_address=listen.metrics_address,
         insecure=listen.insecure,
         tls=listen.tls,
+        tokens=listen.tokens,
     )

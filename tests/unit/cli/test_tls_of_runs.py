@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.authority import issue_client, issue_service
+from headrace.cli.authority import issue_client
 from headrace.cli.main import main
 from headrace.launch.health import is_serving
+from headrace.rpc.access.role import Role
 from headrace.rpc.net import free_port
 from headrace.rpc.tls import VARIABLE
 
@@ -54,11 +56,17 @@ async def until_serving(address: str, process: asyncio.subprocess.Process) -> No
             await asyncio.sleep(0.2)
 
 
+def callers_in(log: Path) -> list[tuple[str, str]]:
+    """Name and role of each caller that was refused something."""
+    events = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [(each["caller"], each["role"]) for each in events if each["event"] == "call_refused"]
+
+
 async def test_a_run_with_tls_dir_is_reached_by_its_own_commands_and_by_named_clients(
     job_file: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    issue_service(tmp_path / "tls", (), 30)
-    client = issue_client(tmp_path / "tls", "alice", 30).folder
+    assert main(["certs", str(tmp_path / "tls")]) == 0
+    client = issue_client(tmp_path / "tls", "alice", Role.PRODUCER, 30).folder
     address = f"127.0.0.1:{free_port()}"
     async with Up(tmp_path, job_file, "--tls-dir", str(tmp_path / "tls"), "--buffer-address", address) as process:
         monkeypatch.setenv(VARIABLE, str(client))
@@ -70,11 +78,17 @@ async def test_a_run_with_tls_dir_is_reached_by_its_own_commands_and_by_named_cl
             monkeypatch.delenv(VARIABLE, raising=False)
             assert code == (0 if str(run) in words else 1), words
         assert f"set {VARIABLE} to a folder that `headrace certs` made" in capsys.readouterr().err
+        words = ["submit", str(run), "--prompt", "1 + 1 =", "--label", "2", "--stream", "absent"]
+        assert await asyncio.to_thread(main, words) == 1
         monkeypatch.setenv(VARIABLE, str(client))
         words = ["submit", "--buffer-address", address, "--prompt", "1 + 2 =", "--label", "3"]
         assert await asyncio.to_thread(main, words) == 0
         assert await asyncio.to_thread(main, [*words, "--stream", "absent"]) == 1
-    assert '"caller": "alice"' in (run / "logs/buffer.log").read_text()
+    monkeypatch.delenv(VARIABLE)
+    words = ["buffer", "drop", str(run), "--group", "train/1", "--reason", "wrong"]
+    assert await asyncio.to_thread(main, words) == 0, "its ledger is served with its own certificate"
+    refused = callers_in(run / "logs/buffer.log")
+    assert refused == [("operator", "admin"), ("alice", "producer")], "commands about a run are its operator's"
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -16,6 +16,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.rpc.access.bearer import VARIABLES as TOKENS
 from headrace.rpc.log import log
 from services.rollout.engine.process import EngineProcess
 
@@ -75,7 +76,11 @@ class RayEngine:
 
         Raises Unavailable (ENGINE_START_FAILED) when it does not, or when no machine has room in time.
         """
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        passed_on = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_PASSED_ON) and name not in TOKENS  # Ray's dashboard shows them, and engines need none
+        }
         options = {**self._share, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": passed_on}}
         self._actor = ray.remote(EngineActor).options(**options).remote()
         try:

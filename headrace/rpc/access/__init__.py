@@ -1,0 +1,1 @@
+"""Callers and what they may call: roles, the table of RPCs, certificates and tokens."""

@@ -1,0 +1,72 @@
+"""Decides a call before its request is read: who calls, and whether that caller's roles may call this.
+
+Certificate with a role    its role; with a token beside it both roles must allow the call
+Certificate without one    the token's role; without a token nothing is allowed
+The services' certificate  the role `service`; a token beside it is not looked at
+No certificates (loopback) the token's role
+"""
+
+from __future__ import annotations
+
+from headrace.errors import HeadraceError, PermissionDenied, Unauthenticated
+from headrace.rpc.access.caller import Caller, Peer, of_certificate
+from headrace.rpc.access.role import Role
+from headrace.rpc.access.table import roles_of
+from headrace.rpc.access.tokens import Metadata, Tokens, token_in
+
+_NOBODY = Caller("", ())
+
+
+class Access:
+    """Open, as on loopback, where a server has neither certificates nor tokens."""
+
+    def __init__(self, *, has_certificates: bool, tokens: Tokens | None) -> None:
+        self._has_certificates = has_certificates
+        self._tokens = tokens
+
+    @property
+    def is_open(self) -> bool:
+        """True where whoever connects may call everything."""
+        return not self._has_certificates and self._tokens is None
+
+    def caller(self, peer: Peer, metadata: Metadata) -> Caller:
+        """Without roles where the caller has not shown any. Nothing is raised, so that a refusal is logged with it."""
+        shown = of_certificate(peer) if self._has_certificates else _NOBODY
+        token = token_in(metadata)
+        if self._tokens is None or token is None or Role.SERVICE in shown.roles:
+            return shown
+        found = self._tokens.caller_of(token)
+        if found is None:
+            return Caller(shown.name, (), has_unknown_token=True)
+        names = [name for name in dict.fromkeys((shown.name, found.name)) if name]
+        return Caller("+".join(names), tuple(dict.fromkeys((*shown.roles, *found.roles))))
+
+    def require(self, caller: Caller, service: str, method: str) -> None:
+        """Raises Unauthenticated, or PermissionDenied with the roles that may."""
+        if not caller.roles:
+            raise Unauthenticated(f"{method}: {self._way_out(caller)}")
+        allowed = roles_of(service, method)
+        if not allowed.issuperset(caller.roles):
+            raise _denied(caller, f"{service.rpartition('.')[2]}.{method}", allowed)
+
+    def _way_out(self, caller: Caller) -> str:
+        if caller.has_unknown_token:
+            return (
+                "the token is none of the job's tokens_file: it was revoked, or is another job's: ask for one that "
+                "`headrace tokens add` made"
+            )
+        send = "set HEADRACE_TOKEN_FILE to a file with a token that `headrace tokens add` made"
+        if not self._has_certificates:
+            return f"it came without a token: {send}"
+        renew = f"renew it with `headrace certs FOLDER --client {caller.name} --role ROLE`"
+        return f"the certificate of {caller.name} names no role: {renew}" + (f", or {send}" if self._tokens else "")
+
+
+def _denied(caller: Caller, method: str, allowed: frozenset[Role]) -> HeadraceError:
+    may = ", ".join(role for role in Role if role in allowed) or "nobody"
+    return PermissionDenied(
+        f"{caller.name} has the role {caller.role}, which may not call {method}: {may} may: use a certificate or token "
+        "of such a role (`headrace certs`, `headrace tokens`)",
+        method=method,
+        role=caller.role,
+    )
