@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ async def test_a_run_trains_over_addresses_with_certificates_and_goes_on_after_e
                 print(f"{'–'.join(pair):18} {phase:12} next step {seconds:5.1f} s after the cable is back")
             said = await run.audited()
     assert "lost, doubled, unaccounted: 0 0 0" in said
+    assert all(row["grad_norm"] > 0 for row in run.metrics())
     assert "leases_expired" in run.log_of("buffer")
 
 
@@ -69,3 +71,14 @@ async def pulled(hosts: Network, run: RunOnHosts, pair: tuple[str, str], phase: 
     healed, last = time.monotonic(), run.last_step()
     await run.until_step(last + 2)
     return time.monotonic() - healed
+
+
+async def test_engines_meet_the_trainer_at_the_interface_of_their_services_address() -> None:
+    program = (
+        "from headrace.rpc.net import Address as A; from services.rollout.engine.arguments import "
+        "listening_for_weights as f; "
+        "print(f(A('10.77.0.1', 7), {}), f(A('127.0.0.1', 7), {}), f(A('10.77.0.1', 7), {'GLOO_SOCKET_IFNAME': 'ib0'}))"
+    )
+    with network(["rollout"]) as hosts:
+        said = await hosts.hosts["rollout"].said(sys.executable, "-c", program)
+    assert said.splitlines()[-1] == "{'GLOO_SOCKET_IFNAME': 'eth0'} {} {}"

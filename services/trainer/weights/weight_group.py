@@ -144,9 +144,9 @@ class WeightGroup:
 def _gloo_group(
     name: str, host: str, store: dist.Store, world_size: int, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """What torch's helper makes of a store, but listening on `host`.
+    """Builds what torch's helper would, but listening on `host`.
 
-    The helper's listens where the machine's own name points: on many machines that is loopback, which no other reaches.
+    The helper's would listen where the machine's own name points: on many that is loopback, which no other reaches.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs have other names than the module
     options = gloo._Options()

@@ -1,4 +1,4 @@
-"""A reward that differs from sample to sample, so that there is something to learn."""
+"""A reward that differs among the samples of a group, so that there is something to learn."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from headrace.trajectory import Sample
 
 
 async def judge(args: Any, sample: Sample, **kwargs: Any) -> float:
-    return float(sum(sample.tokens) % 3)
+    return float(sample.index)
