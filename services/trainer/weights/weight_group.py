@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
+from headrace.rpc.net import Address
 from services.trainer.megatron.rendezvous import listening_store
 
 T = TypeVar("T")
@@ -82,7 +83,10 @@ class WeightGroup:
         """As SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
         store = dist.PrefixStore(self.name, self._store)
         if self._backend == "gloo":
-            self._group = _gloo_group(self.name, self._host, store, world_size, self._timeout)
+            try:
+                self._group = _gloo_group(self.name, self._host, store, world_size, self._timeout)
+            except RuntimeError as error:
+                raise unreached(self.name, self._host, error) from error
         else:
             self._group = self._nccl_group(store, world_size)
         self.joined = True
@@ -139,6 +143,16 @@ class WeightGroup:
         if running.exception() is not None:
             self.drop()
         return running.result()
+
+
+def unreached(name: str, host: str, error: RuntimeError) -> Exception:
+    """What is wrong where an engine of another machine says that it is at loopback; otherwise the error as it is."""
+    if "remote=[127." not in str(error) or Address(host, 0).is_loopback:
+        return error
+    return PublicationAborted(
+        f"group {name}: an engine listens for weights on loopback, where {host} does not reach it, because its "
+        f"machine's name points there: start it with GLOO_SOCKET_IFNAME=INTERFACE, e.g. eth0 ({error})"
+    )
 
 
 def _gloo_group(

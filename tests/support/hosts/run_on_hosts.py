@@ -39,6 +39,8 @@ class RunOnHosts:
             *("--rollout-external-engine-addrs", f"127.0.0.1:{self._engine_port}", "--tls-dir", str(self._tls)),
             *("--custom-rm-path", f"{Path(reward.__file__)}:judge", "--lease-seconds", "3"),
             *("--rollout-health-check-interval", "0.5"),
+            # The engine gives a group's samples the same tokens: advantages that sum to 0 in it would teach nothing.
+            *("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"),
             *(word for name in NAMES for word in (f"--{name}-address", f"{self._at(name)}:{_PORTS[name]}")),
             *flags,
         )
