@@ -146,7 +146,7 @@ class WeightGroup:
 
 
 def unreached(name: str, host: str, error: RuntimeError) -> Exception:
-    """Returns the way out where an engine of another machine says that it is at loopback; otherwise the error as it is."""
+    """Returns the way out where an engine elsewhere says that it is at loopback; otherwise the error as it is."""
     if "remote=[127." not in str(error) or Address(host, 0).is_loopback:
         return error
     return PublicationAborted(
