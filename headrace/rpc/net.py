@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import secrets
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from headrace.errors import ConfigError, Unavailable
 _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
 _TRIES = 50
+_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,17 @@ def host_towards(peer: Address) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     raise Unavailable(f"there is no way from this machine to {peer}: see its routes")
+
+
+def interface_of(host: str) -> str | None:
+    """The name of this machine's interface that has the IPv4 address; None where none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return None
 
 
 def free_port(host: str = "127.0.0.1") -> int:

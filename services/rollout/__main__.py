@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service
+from services.rollout.engine.arguments import listening_for_weights
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.one_of_several import job_of_service
@@ -49,6 +51,8 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     on_gpus = await has_accelerator()
+    if not on_gpus:  # NCCL leaves loopback out by itself
+        os.environ.update(listening_for_weights(Address.parse(listen.address), os.environ))  # its engines inherit it
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=on_gpus, service=arguments.number or 0)
     registry, samples = CollectorRegistry(), arguments.samples_dir
     service = rollout_service(

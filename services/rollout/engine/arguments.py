@@ -12,6 +12,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import OURS
 from headrace.process.openmp import openmp
+from headrace.rpc.net import Address, interface_of
 from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
@@ -37,6 +38,7 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_N
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
 _DUMPS: Mapping[str, str] = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _DEFAULT_PRIORITY = 0  # SGLang would put requests that name none last
 
 
@@ -112,6 +114,16 @@ def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, s
     if has_accelerator:
         return ours
     return {**ours, **_CPU_ENVIRONMENT, **openmp(options.threads)}
+
+
+def listening_for_weights(address: Address, named: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which gloo listens where a trainer elsewhere reaches it: at the service's own host.
+
+    gloo would listen where the machine's own name points, which is loopback on many. What is `named` already wins.
+    """
+    if _GLOO_INTERFACE in named or address.is_loopback or (interface := interface_of(address.host)) is None:
+        return {}
+    return {_GLOO_INTERFACE: interface}
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:

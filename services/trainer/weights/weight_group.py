@@ -6,7 +6,7 @@ import datetime
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
+from headrace.rpc.net import Address
 from services.trainer.megatron.rendezvous import listening_store
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class WeightGroup:
         self.name = name
         self.joined = False
         self._is_dropped = False
+        self._host = host
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -79,24 +81,33 @@ class WeightGroup:
 
     def _build(self, world_size: int) -> None:
         """As SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
+        store = dist.PrefixStore(self.name, self._store)
+        if self._backend == "gloo":
+            try:
+                self._group = _gloo_group(self.name, self._host, store, world_size, self._timeout)
+            except RuntimeError as error:
+                raise unreached(self.name, self._host, error) from error
+        else:
+            self._group = self._nccl_group(store, world_size)
+        self.joined = True
+        if self._is_dropped:
+            self.drop()
+            raise PublicationAborted(f"group {self.name}: it was dropped before all engines had joined")
+
+    def _nccl_group(self, store: dist.Store, world_size: int) -> dist.ProcessGroup:
         group, _ = _new_process_group_helper(
             world_size,
             0,
             [],
             Backend(self._backend),
-            dist.PrefixStore(self.name, self._store),
+            store,
             group_name=GroupName(self.name),
             backend_options=None,
             timeout=self._timeout,
         )
         assert isinstance(group, dist.ProcessGroup)
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # the helper leaves it out
-        self._group = group
-        del group
-        self.joined = True
-        if self._is_dropped:
-            self.drop()
-            raise PublicationAborted(f"group {self.name}: it was dropped before all engines had joined")
+        return group
 
     def _joined_group(self) -> dist.ProcessGroup:
         """Never keep it in a variable: an error's traceback would hold it open."""
@@ -134,10 +145,42 @@ class WeightGroup:
         return running.result()
 
 
+def unreached(name: str, host: str, error: RuntimeError) -> Exception:
+    """Returns the way out where an engine elsewhere says that it is at loopback; otherwise the error as it is."""
+    if "remote=[127." not in str(error) or Address(host, 0).is_loopback:
+        return error
+    return PublicationAborted(
+        f"group {name}: an engine listens for weights on loopback, where {host} does not reach it, because its "
+        f"machine's name points there: start it with GLOO_SOCKET_IFNAME=INTERFACE, e.g. eth0 ({error})"
+    )
+
+
+def _gloo_group(
+    name: str, host: str, store: dist.Store, world_size: int, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Builds what torch's helper would, but listening on `host`.
+
+    The helper's would listen where the machine's own name points: on many that is loopback, which no other reaches.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # the stubs have other names than the module
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timeout
+    named = dist.PrefixStore(f"{name}/", store)
+    backend = gloo(dist.PrefixStore("cpu/", named), 0, world_size, options)
+    group = dist.ProcessGroup(named, 0, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def _close(last: list[dist.ProcessGroup]) -> None:
-    """Lets go of a group, which closes gloo's connections: an abort leaves them open, and torch's registries hold it.
+    """Lets go of a group, which closes its connections: gloo's abort leaves them open, and torch registers NCCL's.
 
     `last` holds the last reference. This may last as long as the group's own time limit: the end of a group waits for
     a collective that still runs in it.
     """
-    _abort_process_group(last.pop())
+    if last[0] in _world.pg_map:
+        _abort_process_group(last.pop())
+    else:
+        last.pop().abort()

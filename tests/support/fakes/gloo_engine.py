@@ -1,6 +1,7 @@
 """A fake engine that takes part in real weight broadcasts: it joins the trainer's group and keeps what it receives.
 
-`python -m tests.support.fakes.gloo_engine PORT [FAILPOINT]` is one in a process of its own. Its failpoints: the name of
+`python -m tests.support.fakes.gloo_engine PORT [FAILPOINT [SECONDS]]` is one in a process of its own, whose tokens take
+so many seconds each. Its failpoints: the name of
 a call, passed before it is answered, and two in every broadcast: `bucket` before anything is received, so that the
 sender waits, `bytes` when the first have come.
 """
@@ -30,8 +31,10 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 class GlooEngine(FakeEngine):
     """Answers /weights_checker as SGLang does, from the tensors that came over the wire."""
 
-    def __init__(self, port: int | None = None, failpoint: Failpoint | None = None) -> None:
-        super().__init__(port=port)
+    def __init__(
+        self, port: int | None = None, failpoint: Failpoint | None = None, *, token_seconds: float = 0.0
+    ) -> None:
+        super().__init__(port=port, token_seconds=token_seconds)
         self._failpoint = failpoint
         self.tensors: dict[str, torch.Tensor] = {}
         self._joined: dict[str, dist.ProcessGroup] = {}
@@ -96,8 +99,9 @@ class GlooEngine(FakeEngine):
         return {"success": True, "ranks": [{"checksums": checksums}]}
 
 
-async def main(port: str, failpoint: str = "") -> None:
-    await GlooEngine(int(port), Failpoint(failpoint) if failpoint else None).start(seconds=60)
+async def main(port: str, failpoint: str = "", seconds: str = "0") -> None:
+    point = Failpoint(failpoint) if failpoint else None
+    await GlooEngine(int(port), point, token_seconds=float(seconds)).start(seconds=60)
     await asyncio.Event().wait()
 
 

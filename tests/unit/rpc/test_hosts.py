@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.channel import _target
-from headrace.rpc.net import Address, host_towards, own_place
+from headrace.rpc.net import Address, host_towards, interface_of, own_place
 
 ELSEWHERE = "203.0.113.7"  # of a documentation network (RFC 5737): no machine's
 
@@ -40,3 +40,8 @@ def test_places_of_one_address_are_of_the_first_ones_family() -> None:
     if socket.has_ipv6:
         assert _target("[::1]:1|[::1]:2") == "ipv6:[::1]:1,[::1]:2"
     assert _target("buffer:7001") == "buffer:7001"
+
+
+def test_an_address_has_an_interface_where_it_is_this_machines() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(ELSEWHERE) is None

@@ -20,7 +20,7 @@ from headrace.errors import DeadlineExceeded, PublicationAborted
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.weights.buckets import cut
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name, flat_bytes
-from services.trainer.weights.weight_group import WeightGroup
+from services.trainer.weights.weight_group import WeightGroup, unreached
 
 
 def test_buckets_keep_the_order_and_the_limit() -> None:
@@ -161,3 +161,11 @@ def outlive_thread_of(group: WeightGroup) -> None:
         if thread.name == f"weights-{group.name}":
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_an_engine_that_says_it_is_at_loopback_is_named_with_the_way_out() -> None:
+    refused = RuntimeError("Gloo connectFullMesh failed: SO_ERROR: Connection refused, remote=[127.0.0.1]:5014")
+    assert "start it with GLOO_SOCKET_IFNAME=INTERFACE" in str(unreached("weights", "10.77.0.4", refused))
+    assert unreached("weights", "127.0.0.1", refused) is refused
+    other = RuntimeError("Connection closed by peer [10.77.0.2]:5014")
+    assert unreached("weights", "10.77.0.4", other) is other

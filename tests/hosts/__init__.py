@@ -1,0 +1,1 @@
+"""Services on hosts of their own, at addresses that are not loopback."""

@@ -1,0 +1,118 @@
+"""A run whose four services have a host each: `headrace up SERVICE` as a person starts it, in folders of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder
+from tests.support.hosts import reward
+from tests.support.hosts.hosts import NAMES, Host, Network
+from tests.support.processes.training_run import SUMS
+
+_PORTS = {"buffer": 7001, "rollout": 7002, "reward": 7003, "trainer": 7004}
+_SECONDS_OF_A_TOKEN = 0.05  # so that a cable can be pulled while groups are leased
+_HEADRACE = (sys.executable, "-m", "headrace.cli.main")
+
+
+class RunOnHosts:
+    """Engines have no model and no process of SGLang; all else is real. Services meet with certificates."""
+
+    def __init__(self, network: Network, folder: Path, checkpoint: Path, *flags: str) -> None:
+        self._network = network
+        self._folder = folder
+        self._engine_port = free_port()
+        self._tls = folder / "tls"
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+        self._flags = (
+            *("--run-name", "run", "--hf-checkpoint", str(checkpoint), "--prompt-data", str(prompts)),
+            *("--label-key", "label", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"),
+            *("--rollout-max-response-len", "8", "--micro-batch-size", "2", "--actor-num-gpus-per-node", "1"),
+            *("--rollout-num-gpus", "1", "--lr", "1e-6", "--update-weight-probe-tolerance", "1e6"),
+            *("--rollout-external-engine-addrs", f"127.0.0.1:{self._engine_port}", "--tls-dir", str(self._tls)),
+            *("--custom-rm-path", f"{Path(reward.__file__)}:judge", "--lease-seconds", "3"),
+            *("--rollout-health-check-interval", "0.5"),
+            # The engine gives a group's samples the same tokens: advantages that sum to 0 in it would teach nothing.
+            *("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"),
+            *(word for name in NAMES for word in (f"--{name}-address", f"{self._at(name)}:{_PORTS[name]}")),
+            *flags,
+        )
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[RunOnHosts]:
+        """Makes the certificates, and starts an engine and the services in their order."""
+        await self._host("trainer").said(*_HEADRACE, "certs", str(self._tls))
+        async with AsyncExitStack() as stack:
+            engine = ("-m", "tests.support.fakes.gloo_engine", str(self._engine_port), "", str(_SECONDS_OF_A_TOKEN))
+            rollout = self._host("rollout")
+            listens = {"GLOO_SOCKET_IFNAME": "eth0"}  # as docs/placement.md says of engines on machines of their own
+            engine_log = self._folder / "engine.log"
+            await stack.enter_async_context(rollout.running(engine_log, sys.executable, *engine, environment=listens))
+            for name in ("buffer", "reward", "rollout", "trainer"):
+                log = self._folder / f"up-{name}.log"
+                words = (*_HEADRACE, "up", name, *self._flags, "--run-dir", str(self._folder / name))
+                self._processes[name] = await stack.enter_async_context(self._host(name).running(log, *words))
+            yield self
+
+    def folder_of(self, name: str) -> RunFolder:
+        """The run's folder on that host."""
+        return RunFolder(self._folder / name / "run")
+
+    async def until_step(self, step: int) -> None:
+        """Waits until a step is reported. Raises AssertionError when a service ends before it."""
+        while self.last_step() < step:
+            self._require_running()
+            await asyncio.sleep(0.05)
+
+    async def until_sent(self, sender: str, receiver: str, num_bytes: int) -> None:
+        """Waits until that much more has passed from one host to the other."""
+        before = self._network.num_bytes(sender, receiver)
+        while self._network.num_bytes(sender, receiver) < before + num_bytes:
+            self._require_running()
+            await asyncio.sleep(0.001)
+
+    async def finished(self) -> None:
+        """Waits for the trainer's end. Raises AssertionError with the logs' last lines unless it is a good one."""
+        assert await self._processes["trainer"].wait() == 0, self.last_words()
+
+    async def audited(self) -> str:
+        """What `headrace audit` says on the trainer's host, which asks the buffer on its own."""
+        return await self._host("trainer").said(*_HEADRACE, "audit", str(self.folder_of("trainer").path), "--deep")
+
+    def last_step(self) -> int:
+        """0 before the first."""
+        return max((row["step"] for row in self.metrics()), default=0)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl so far."""
+        path = self.folder_of("trainer").metrics
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def log_of(self, name: str) -> str:
+        """What the service has logged so far."""
+        path = self.folder_of(name).logs / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def last_words(self) -> str:
+        """The end of every log, for a failed assertion."""
+        logs = [*sorted(self._folder.glob("*.log")), *sorted(self._folder.glob("*/run/logs/*.log"))]
+        return "\n".join(f"── {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+
+    def _require_running(self) -> None:
+        ended = [name for name, process in self._processes.items() if process.returncode is not None]
+        assert not ended, f"{ended} ended\n{self.last_words()}"
+
+    def _host(self, name: str) -> Host:
+        return self._network.hosts[name]
+
+    def _at(self, name: str) -> str:
+        return self._host(name).address
