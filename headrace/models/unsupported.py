@@ -25,7 +25,6 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
     "qwen2_vl": (_IMAGES, ("qwen2",)),
-    "qwen2_5_vl": (_IMAGES, ("qwen2",)),
     "qwen3_vl": (_IMAGES, ("qwen3",)),
     "qwen3_vl_moe": (_IMAGES, ("qwen3_moe",)),
     "glm4v": (_IMAGES, ("glm4",)),

@@ -21,7 +21,7 @@ from headrace.job.load.resolved import read_job
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.service_main import run_service
-from headrace.rpc.listen import add_listen_arguments, listen_of
+from headrace.rpc.listen import Listen, add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = read_job(args.config)
         configure_logging(name, run=job.run.run_name)
         try:
-            asyncio.run(run_rank(TrainerBuild(job, args.run_dir), args))
+            asyncio.run(run_rank(TrainerBuild(job, args.run_dir), listen_of(vars(args))))
         except PeerLost as error:
             log.error("trainer_failed", reason=error.reason, error=error.message)
             os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
@@ -63,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service("trainer", body, peers_errors=_PEERS_ERRORS, ended=ended)
 
 
-async def run_rank(build: TrainerBuild, args: argparse.Namespace) -> None:
+async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    listen = listen_of(vars(args))
     buffer = build.buffer()
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:

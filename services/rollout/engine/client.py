@@ -12,7 +12,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
 from services.rollout.engine.answers.load import EngineLoad, read_load
-from services.rollout.engine.answers.others import read_checksums, read_num_requests, read_scores, read_weights_name
+from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name
 from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, PromptImages, SamplingParams
 from services.rollout.engine.http import Http
@@ -135,7 +135,8 @@ class EngineClient:
 
     async def num_requests(self, *, seconds: float = 5.0) -> int:
         """Returns the number of requests that run or wait, as the engine noted it a moment ago."""
-        return read_num_requests((await self._http.request("GET", "/v1/loads", None, seconds=seconds)).json())
+        found = await self.load(seconds=seconds)
+        return found.running + found.waiting
 
     async def tensor_parallel_size(self, *, seconds: float) -> int:
         """Returns the number of its ranks. Raises BadAnswer when it says something else."""

@@ -148,8 +148,6 @@ class FakeEngine:
         match path:
             case "/model_info":
                 return web.json_response({"weight_version": self._version})
-            case "/v1/loads":
-                return web.json_response({"loads": [{"num_running_reqs": self.num_in_flight, "num_waiting_reqs": 0}]})
             case "/server_info":
                 return web.json_response({"tp_size": 1, "internal_states": []})
             case "/v1/loads":

@@ -5,7 +5,6 @@ In each case's folder is what a run leaves there, and the exported model.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -99,12 +98,12 @@ def run_case(case: TrainerCase) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from headrace.rpc.listen import Listen
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 
-    place = argparse.Namespace(address="127.0.0.1:0", metrics_address=None, run_dir=case.out, insecure=False)
     try:
-        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), place))
+        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():

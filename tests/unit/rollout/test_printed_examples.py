@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(("document", "turns"), [("README.md", 1), ("docs/hooks.md", 2)])
 async def test_a_printed_generate_function_makes_samples(tmp_path: Path, document: str, turns: int) -> None:
-    (code,) = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / document).read_text(), re.S)
+    code, *_ = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / document).read_text(), re.S)
     (tmp_path / "agent.py").write_text(code)
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")

@@ -14,8 +14,6 @@ from services.rollout.engine.answers.bad_answer import (
     shown,
 )
 
-_REQUESTS = ("num_running_reqs", "num_waiting_reqs")
-
 
 def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
     """Returns log-probs of all of `tokens` but the first. Raises BadAnswer for scores of other tokens."""
@@ -37,21 +35,6 @@ def read_weights_name(reply: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise BadAnswer("model_info", f"weight_version is {shown(name)}")
     return name
-
-
-def read_num_requests(reply: Mapping[str, Any]) -> int:
-    """Adds up running and waiting requests of all ranks of /v1/loads. Raises BadAnswer."""
-    loads = reply.get("loads")
-    if not isinstance(loads, list):
-        raise BadAnswer("loads", f"loads are {shown(loads)}")
-    return sum(_count(require_object(load, "a load"), name) for load in loads for name in _REQUESTS)
-
-
-def _count(load: Mapping[str, Any], name: str) -> int:
-    count = load.get(name)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise BadAnswer("loads", f"{name} of a load is {shown(count)}")
-    return count
 
 
 def read_checksums(reply: Mapping[str, Any], *, may_be_empty: bool = False) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 _STARTS = """
 import json, sys
 from pathlib import Path
-from services.rollout.engine import launch
+from services.rollout.engine.server import launch
 from services.rollout.engine.cpu import startup
 
 checkpoint = sys.argv[1]

@@ -13,11 +13,12 @@ from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator, Progress
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.rollout_function.build import eval_function
@@ -70,7 +71,7 @@ async def evaluated(folder: Path, body: str, *, evaluates: bool = True, **args: 
         SamplingParams(max_new_tokens=5),
         seed=1,
         files=EvalFiles([], folder),
-        slots=EvaluationSlots(sampler, beside=1, alone=1),
+        slots=EngineSlots(Shares({Kind.EVALUATION: 1}), max_waiting=0),
         function=function,
     )
     dataset = pb.EvalDataset(name="d", path=str(folder / "data.jsonl"), n_samples_per_prompt=2, input_key="q")
