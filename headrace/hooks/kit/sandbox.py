@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import secrets
 import shutil
@@ -97,7 +98,7 @@ async def run_python(
 ) -> Ran:
     """Runs the code as a program, in a sandbox of its own; nothing of it is left when it returns.
 
-    `seconds` bounds the time it takes, `cpu_seconds` the processor time of each of its processes (absent: the same).
+    `seconds` bounds the time it takes, `cpu_seconds` the processor time of each of its processes (absent: more).
     What it writes beyond `max_characters` is cut, and its output says so; its standard errors are part of it
     `with_errors`. Raises InvalidArgument for code of more than 1 MiB.
     """
@@ -110,7 +111,7 @@ async def run_python(
         is_apart = sandbox_of() == "bubblewrap"
         # A user namespace counts its own processes; without one, all that the user runs is counted.
         processes = _PROCESSES + (0 if is_apart else await asyncio.to_thread(threads_of_user))
-        limits = (max(1, round(cpu_seconds or seconds)), memory_bytes, _FILE_BYTES, processes, 0)
+        limits = (math.ceil(cpu_seconds or seconds + 1.0), memory_bytes, _FILE_BYTES, processes, 0)
         begun, begins = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
