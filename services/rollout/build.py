@@ -39,6 +39,7 @@ from services.rollout.production.groups import GroupSampler
 from services.rollout.production.hooks.all_samples import AllSamples
 from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.production.hooks.sample_hooks import HookedSampler, SampleHooks
 from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
@@ -144,6 +145,8 @@ def rollout_service(
             evaluation_priority=evaluation_priority(job.sglang),
         )
     )
+    sample_hooks = SampleHooks.of(job.rollout, args)
+    sampler = _hooked(sampler, sample_hooks)
     steps = step_function(job, custom_args(args, router.url), fleet, buffer, metrics, warnings.append)
     by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
     group_filter = GroupFilter.of(job.rollout, args)
@@ -203,7 +206,7 @@ def rollout_service(
             files=_eval_files(job),
             slots=slots,
             scores_groups=job.reward.group_rm,
-            samplers=of_data_sets,
+            samplers={path: _hooked(each, sample_hooks) for path, each in of_data_sets.items()},
             function=by_function,
         ),
         fleet=fleet,
@@ -221,7 +224,7 @@ def rollout_service(
     return RolloutService(
         *(parts, router, router_client, buffer),
         custom=[
-            *(each for each in (custom, agents, steps.sampler if steps else None, by_function, all_samples) if each),
+            *filter(None, (custom, agents, steps and steps.sampler, by_function, all_samples, sample_hooks)),
             *of_data_sets.values(),
             *([openai.tool_calls] if openai else []),
         ],
@@ -231,6 +234,10 @@ def rollout_service(
         conversations=supervised.encoder if supervised else None,
         load_watch=load_watch if job.rollout.adapt_groups_in_flight and not supervised else None,
     )
+
+
+def _hooked(sampler: Sampler, hooks: SampleHooks | None) -> Sampler:
+    return HookedSampler(sampler, hooks) if hooks else sampler
 
 
 def _eval_files(job: Job) -> EvalFiles:

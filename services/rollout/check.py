@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from headrace.errors import HeadraceError
 from headrace.hooks.all_samples import load_all_samples
 from headrace.hooks.filter import load_filter
+from headrace.hooks.sample_hook import load_sample_hook
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
@@ -80,6 +81,9 @@ async def _hooks(options: CheckOptions) -> Report:
         elif path := rollout.agent_function_path:
             await pool.run(require_agent, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("agent", f"{path} plays each sample in a session of its own"))
+        for path in rollout.rollout_sample_hook_path:
+            await pool.run(load_sample_hook, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+            report.facts.append(("sample hook", f"{path} sees each sample before it is scored"))
         if path := rollout.dynamic_sampling_filter_path:
             await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
@@ -33,6 +33,7 @@ from services.rollout.production.generator import Generator
 from services.rollout.production.hooks.all_samples import AllSamples
 from services.rollout.production.hooks.custom import HookSampler
 from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.production.hooks.sample_hooks import SampleHooks
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
@@ -80,6 +81,16 @@ class RolloutParts:
                     yield piece
 
 
+class UserCode(Protocol):
+    """A part that runs the user's functions in processes of their own."""
+
+    async def start(self) -> None:
+        """Raises ConfigError for a function that cannot be loaded."""
+
+    async def close(self) -> None:
+        """Ends the processes."""
+
+
 class RolloutService:
     """States: built → started → stopped."""
 
@@ -90,7 +101,9 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler | ToolCallReader | StepSampler | EvalFunction | AllSamples],
+        custom: Sequence[
+            HookSampler | AgentSampler | ToolCallReader | StepSampler | EvalFunction | AllSamples | SampleHooks
+        ],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,

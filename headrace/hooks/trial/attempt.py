@@ -14,14 +14,16 @@ from headrace.hooks.data_source.worker import load_data_source, try_data_source
 from headrace.hooks.filter import load_filter, run_filter
 from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample
+from headrace.hooks.sample_hook import load_sample_hook, run_sample_hooks
 from headrace.hooks.signature import Signature
 
-LedgerKind = Literal["filter", "buffer_filter", "data_source", "all_samples"]
+LedgerKind = Literal["filter", "buffer_filter", "data_source", "all_samples", "sample_hook"]
 _LOADERS: Mapping[LedgerKind, Callable[[str], Any]] = {
     "filter": load_filter,
     "buffer_filter": load_buffer_filter,
     "data_source": load_data_source,
     "all_samples": load_all_samples,
+    "sample_hook": load_sample_hook,
 }
 LEDGER_KINDS: Sequence[LedgerKind] = tuple(_LOADERS)
 _PROMPTS = 4
@@ -57,6 +59,11 @@ async def try_ledger(path: str, kind: LedgerKind, args: HookArgs) -> str:
         case "all_samples":
             await run_all_samples(path, args, [sample_answers(), sample_answers()])
             return "takes the samples of two groups"
+        case "sample_hook":
+            changed = [await run_sample_hooks((path,), args, sample, False) for sample in sample_answers()]
+            for sample in changed:
+                from_hook(sample, sample_id="check", group_id="check", index=0)
+            return f"keeps or changes {len(changed)} samples"
         case "data_source":
             return f"gives {len(try_data_source(path, args, _PROMPTS))} prompts when asked for {_PROMPTS}"
 

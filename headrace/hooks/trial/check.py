@@ -108,7 +108,7 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
                 played = (path, args, f"http://127.0.0.1:{port}/sessions/check")
                 said: str = await pool.run(try_agent, *played, timeout_seconds=_TRY_SECONDS, name=name)
                 return said
-        case "filter" | "buffer_filter" | "data_source" | "all_samples" as ledger:
+        case "filter" | "buffer_filter" | "data_source" | "all_samples" | "sample_hook" as ledger:
             told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
             return told
         case "sample_filter" | "reward_post_process" | "train_data" | "rollout_log" | "eval_log" as whole:
@@ -156,6 +156,7 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
                 or candidate == "buffer_filter"
                 or candidate == "data_source"
                 or candidate == "all_samples"
+                or candidate == "sample_hook"
             ):
                 require_ledger_hook(path, candidate)
             else:

@@ -53,9 +53,15 @@ def _hooks(job: Job) -> Job:
     for section in ("rollout", "reward", "hooks", "buffer", "data"):
         values = getattr(job, section)
         paths = {name: value for name, value in values if name in HOOK_LEAVES and value is not None}
-        whole = {name: completed(name, path, group_rm=job.reward.group_rm) for name, path in paths.items()}
+        whole = {name: _completed(name, path, job) for name, path in paths.items()}
         update[section] = values.model_copy(update=whole)
     return job.model_copy(update=update)
+
+
+def _completed(option: str, value: str | tuple[str, ...], job: Job) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        return completed(option, value, group_rm=job.reward.group_rm)
+    return tuple(completed(option, path, group_rm=job.reward.group_rm) for path in value)
 
 
 def _layout(job: Job) -> Job:
@@ -96,6 +102,8 @@ def _made_absolute(name: str, value: Any) -> Any:
         return str(Path(value).expanduser().absolute())
     if name in HOOK_LEAVES and isinstance(value, str):
         return _absolute_hook(value)
+    if name in HOOK_LEAVES and isinstance(value, list | tuple):
+        return tuple(_absolute_hook(path) if isinstance(path, str) else path for path in value)
     return value
 
 

@@ -243,6 +243,7 @@ def _conversations(job: Job) -> None:
         ("custom_generate_function_path", job.rollout.custom_generate_function_path),
         ("rollout_function_path", job.rollout.rollout_function_path),
         ("agent_function_path", job.rollout.agent_function_path),
+        ("rollout_sample_hook_path", job.rollout.rollout_sample_hook_path or None),
         ("custom_rm_path", job.reward.custom_rm_path),
         ("rm_type", job.reward.rm_type),
     ):

@@ -92,7 +92,13 @@ def check_needs(job: Job) -> None:
     for name, (needed, has_it) in _NEEDS.items():
         section = getattr(job, known[name].section)
         if getattr(section, name) != known[name].default and not has_it(job):
+            flags = " or ".join(known[each].flag for each in needed.split(" or "))
             raise ConfigError(
-                f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
-                field=name,
+                f"{name} has no effect without {needed}: add {flags} or leave {known[name].flag} out", field=name
             )
+    if job.rollout.rollout_sample_hook_path and job.rollout.rollout_function_path:
+        raise ConfigError(
+            "rollout_sample_hook_path has no effect with rollout_function_path, which returns finished samples: call "
+            "the hook there, or leave one of them out",
+            field="rollout_sample_hook_path",
+        )

@@ -102,6 +102,11 @@ class RolloutSection(Section):
     dynamic_sampling_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
     )
+    rollout_sample_hook_path: tuple[str, ...] = Field(
+        (),
+        description="pkg.mod.fn or file.py:fn, one or several, that see each generated sample before it is scored, and "
+        "may change it: def f(args, sample, evaluation=False).",
+    )
     rollout_all_samples_process_path: str | None = Field(
         None,
         description="pkg.mod.fn or file.py:fn that is shown all samples of a step, of dropped groups too: "

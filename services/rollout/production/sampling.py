@@ -123,7 +123,9 @@ _STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finis
 class Sampler(Protocol):
     """Generates samples, with the engines or with a user's function."""
 
-    in_flight: int
+    @property
+    def in_flight(self) -> int:
+        """Samples that are being generated."""
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None

@@ -56,6 +56,8 @@ def _of_rollout(job: Job, scope: Scope) -> None:
     _of_evaluations(job, scope)
     _hook("custom_generate_function_path", job.rollout.custom_generate_function_path, scope)
     _hook("rollout_function_path", job.rollout.rollout_function_path, scope)
+    for path in job.rollout.rollout_sample_hook_path:
+        _hook("rollout_sample_hook_path", path, scope)
     _hook("rollout_all_samples_process_path", job.rollout.rollout_all_samples_process_path, scope)
     _hook("eval_function_path", job.eval.eval_function_path, scope)
     if not job.rollout.agent_hosts:  # else it is where they are

@@ -42,6 +42,7 @@ _FORMS: Mapping[str, HookForm] = {
     "rollout_all_samples_process_path": HookForm((("args", "all_samples", "data_source"),)),
     "agent_function_path": HookForm((("args", "task", "base_url"),)),
     "custom_rm_path": _REWARD,
+    "rollout_sample_hook_path": HookForm((("args", "sample"),)),
     "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),
     "buffer_filter_path": HookForm(
         (("args", "buffer", "num_samples"), ("args", "rollout_id", "buffer", "num_samples"))

@@ -1,0 +1,50 @@
+"""A user's functions that see each generated sample before it is scored, and may change it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from headrace.errors import InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.sample import Sample
+from headrace.hooks.signature import Signature, wrong_signature
+
+ACCEPTED = ("def f(args, sample, *, evaluation=False, **kwargs) -> Sample | None",)
+_EVALUATION = "evaluation"
+
+
+def load_sample_hook(path: str) -> None:
+    """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
+    _hook(path)
+
+
+async def run_sample_hooks(paths: Sequence[str], args: HookArgs, sample: Sample, evaluation: bool) -> Sample:
+    """Calls the functions one after the other; None keeps the sample, which may have been changed in place.
+
+    Runs in a worker. Raises InvalidArgument for any other return.
+    """
+    for path in paths:
+        hook = _hook(path)
+        taken = inspect.signature(hook.target).parameters
+        takes_all = Signature.of(hook.target).takes_keywords
+        made = hook.target(args, sample, **({_EVALUATION: evaluation} if takes_all or _EVALUATION in taken else {}))
+        if inspect.isawaitable(made):
+            made = await made
+        if made is None:
+            continue
+        if not isinstance(made, Sample):
+            raise InvalidArgument(f"hook {path} returned {type(made).__name__}; it must return the sample, or None")
+        sample = made
+    return sample
+
+
+def _hook(path: str) -> Hook:
+    hook = load_hook(path)
+    if inspect.isclass(hook.target):
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    signature = Signature.of(hook.target)
+    if len(signature.required) != 2 or set(signature.required_keywords) - {_EVALUATION}:
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    return hook
