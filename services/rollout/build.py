@@ -221,13 +221,11 @@ def rollout_service(
         agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
         warnings=warnings,
     )
+    of_steps, tool_calls = steps.sampler if steps else None, openai.tool_calls if openai else None
+    functions = (custom, agents, of_steps, by_function, all_samples, sample_hooks, tool_calls)
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[
-            *filter(None, (custom, agents, steps and steps.sampler, by_function, all_samples, sample_hooks)),
-            *of_data_sets.values(),
-            *([openai.tool_calls] if openai else []),
-        ],
+        custom=[*(each for each in functions if each), *of_data_sets.values()],
         endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,

@@ -18,28 +18,21 @@ from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
-from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
 from services.rollout.engine.scaling.scaler import Scaler
-from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
-from services.rollout.production.hooks.all_samples import AllSamples
-from services.rollout.production.hooks.custom import HookSampler
 from services.rollout.production.hooks.filter import GroupFilter
-from services.rollout.production.hooks.sample_hooks import SampleHooks
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
-from services.rollout.rollout_function.step_sampler import StepSampler
 from services.rollout.scoring import SampleScorer
 
 
@@ -81,7 +74,7 @@ class RolloutParts:
                     yield piece
 
 
-class UserCode(Protocol):
+class StartedFunctions(Protocol):
     """A part that runs the user's functions in processes of their own."""
 
     async def start(self) -> None:
@@ -101,9 +94,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[
-            HookSampler | AgentSampler | ToolCallReader | StepSampler | EvalFunction | AllSamples | SampleHooks
-        ],
+        custom: Sequence[StartedFunctions],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
