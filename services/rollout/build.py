@@ -222,10 +222,10 @@ def rollout_service(
         warnings=warnings,
     )
     of_steps, tool_calls = steps.sampler if steps else None, openai.tool_calls if openai else None
-    functions = (custom, agents, of_steps, by_function, all_samples, sample_hooks, tool_calls)
+    started = (custom, agents, of_steps, by_function, all_samples, sample_hooks, tool_calls)
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[*(each for each in functions if each), *of_data_sets.values()],
+        custom=[*(each for each in started if each), *of_data_sets.values()],
         endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,
