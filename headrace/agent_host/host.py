@@ -20,8 +20,9 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, HeadraceError, Unavailable
-from headrace.hooks.agent import Task, failure_reason, require_agent, run_agent
+from headrace.hooks.agent import Task, require_agent, run_agent
 from headrace.hooks.args import HookArgs
+from headrace.hooks.failure import call_failure
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.wire.json_text import from_json
@@ -120,7 +121,7 @@ class AgentHost:
         try:
             reward = await self._pool.run(run_agent, *work, timeout_seconds=task.seconds, name=f"agent {path}")
         except WorkerError as error:
-            failure = sample_pb2.Failure(reason=failure_reason(error), message=error.message)
+            failure = sample_pb2.Failure(reason=call_failure(error).reason, message=error.message)
             return pb.FinishTaskRequest(lease_id=task.lease_id, failure=failure)
         if isinstance(reward, Mapping):
             return pb.FinishTaskRequest(lease_id=task.lease_id, reward_parts_json=json.dumps(reward))

@@ -7,7 +7,7 @@ taken together, and an engine lies in one node wherever a node has room for it. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace.devices.host import Device, Host, named
 from headrace.errors import ConfigError
@@ -122,8 +122,3 @@ def _too_few(machines: Sequence[Host], wanted: Wanted, why: str, name: str) -> C
         "machine of its own",
         field=name,
     )
-
-
-def engines_alone(machine: Host, engine_sizes: Sequence[int]) -> DevicePlan:
-    """The plan of a machine that has engines and no rank of the trainer."""
-    return replace(plan_devices([machine], Wanted(0, 0, engine_sizes)), trainer=[])

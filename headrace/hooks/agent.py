@@ -12,7 +12,6 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.signature import Signature, wrong_signature
-from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerTimeout
 
 ACCEPTED = ("async def run(args, task, base_url) -> reward | None",)
 
@@ -52,13 +51,6 @@ async def run_agent(path: str, args: HookArgs, task: Task, session_url: str) -> 
     if isinstance(checked, str):
         raise InvalidArgument(f"agent {path} returned what is no reward: {checked}")
     return checked
-
-
-def failure_reason(error: WorkerError) -> str:
-    """Why a sample failed whose agent ended so, for programs."""
-    if isinstance(error, WorkerTimeout):
-        return "HOOK_TIMEOUT"
-    return "HOOK_CRASHED" if isinstance(error, WorkerCrashed | WorkerBroken) else "HOOK_RAISED"
 
 
 def is_agent(hook: Hook) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
-from headrace.hooks.agent import Task, failure_reason
+from headrace.hooks.agent import Task
+from headrace.hooks.failure import call_failure
 from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
@@ -79,8 +80,7 @@ class AgentSampler:
             await self._sessions.close(session)
             if session.is_cut and session.record.num_answers:
                 return self._samples(request, session, None)  # a limit of the session ended it
-            reason = error.reason if isinstance(error, HeadraceError) else failure_reason(error)
-            return [self._failed(request, Failure(reason, error.message))]
+            return [self._failed(request, call_failure(error))]
         finally:
             await self._sessions.close(session)
 

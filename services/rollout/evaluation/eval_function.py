@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks import HookArgs
+from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout.evaluation import EvalData, EvalDataset, EvalSample
 from headrace.hooks.rollout.function import ACCEPTED, EvalReport, load_rollout, run_eval_rollout
 from headrace.process.workers import WorkerError, WorkerPool
@@ -23,7 +24,6 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_plan import EvalPlan
 from services.rollout.evaluation.tally import Tally
-from services.rollout.production.hooks.hook_samples import call_failure
 
 _LOAD_SECONDS = 120.0
 

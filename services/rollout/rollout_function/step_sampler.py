@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from headrace.background import kept_running
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import HookArgs
+from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout.function import load_rollout, run_rollout
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
@@ -19,7 +20,7 @@ from headrace.trajectory import Sample
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks.hook_samples import HookSamples, call_failure
+from services.rollout.production.hooks.hook_samples import HookSamples
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.rollout_function.desk import DataSourceDesk
 from services.rollout.rollout_function.leased_groups import LeasedGroups

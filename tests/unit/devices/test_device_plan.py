@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from headrace.devices.host import Device, Host, machine_of, named
-from headrace.devices.plan import DevicePlan, Wanted, engines_alone, plan_devices
+from headrace.devices.plan import DevicePlan, Wanted, plan_devices
 from headrace.errors import ConfigError
 
 
@@ -149,7 +149,7 @@ def test_too_few_devices_are_refused_with_what_is_there_and_the_way_out() -> Non
 
 
 def test_a_machine_of_engines_alone_gives_them_all_devices() -> None:
-    assert shown(engines_alone(TWO_SOCKETS[0], [4, 4])) == ([], ["a 0,1,2,3", "a 4,5,6,7"])
+    assert shown(plan_devices(TWO_SOCKETS, Wanted(0, 0, [4, 4]))) == ([], ["a 0,1,2,3", "a 4,5,6,7"])
 
 
 def test_names_of_devices_are_short() -> None:

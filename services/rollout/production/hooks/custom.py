@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import HookArgs, load_hook, run_generate
+from headrace.hooks.failure import call_failure
 from headrace.hooks.generate import takes_group
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Sample
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks.hook_samples import HookSamples, WeightsRefused, call_failure
+from services.rollout.production.hooks.hook_samples import HookSamples, WeightsRefused
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 _WORKERS = 2

@@ -14,7 +14,6 @@ from headrace.hooks import HookArgs, from_hook, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.finished import require_finished
 from headrace.images.columns import processed_of, raw_of
-from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_ID_CHARACTERS
@@ -22,19 +21,6 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 _MOST_DIGITS = 16  # of 2^53
-
-
-_REASONS = {
-    "WorkerTimeout": "HOOK_TIMEOUT",
-    "WorkerCrashed": "HOOK_CRASHED",
-    "WorkerBroken": "HOOK_CRASHED",
-}
-
-
-def call_failure(error: WorkerError | HeadraceError) -> Failure:
-    """Returns the failure of all samples of a call that ended so."""
-    reason = error.reason if isinstance(error, HeadraceError) else _REASONS.get(type(error).__name__, "HOOK_RAISED")
-    return Failure(reason, error.message)
 
 
 class WeightsRefused(Unavailable):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import HookArgs, from_hook, to_hook
 from headrace.hooks import Sample as HookSample
+from headrace.hooks.failure import call_failure
 from headrace.hooks.finished import require_finished
 from headrace.hooks.sample_hook import load_sample_hook, run_sample_hooks
 from headrace.job.schema.production import RolloutSection
@@ -20,7 +21,6 @@ from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_ID_CHARACTERS
-from services.rollout.production.hooks.hook_samples import call_failure
 from services.rollout.production.sampling import Sampler, SampleRequest
 
 _WORKERS = 2
