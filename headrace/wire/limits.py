@@ -213,5 +213,7 @@ MAX_REGEX_SECONDS: Final = 5.0
 """One item in scorer regex: patterns come with the items, and some take for ever."""
 MAX_CODE_SECONDS: Final = 600.0
 """One item in scorer code, unless reward_timeout_seconds is less: a program may have many tests."""
+MAX_REMOTE_SECONDS: Final = 600.0
+"""One item in scorers remote_rm and judge, unless reward_timeout_seconds is less."""
 MAX_HOOK_ANSWER_BYTES: Final = 256 << 20
 """What one call of a user's function returns."""

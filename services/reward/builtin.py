@@ -10,10 +10,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.hooks import HookArgs, Reward
 from headrace.score import ScoreItem
-from headrace.wire.limits import MAX_CODE_SECONDS, MAX_MATH_CPU_SECONDS, MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
+from headrace.wire.limits import (
+    MAX_CODE_SECONDS,
+    MAX_MATH_CPU_SECONDS,
+    MAX_REGEX_SECONDS,
+    MAX_REMOTE_SECONDS,
+    MAX_SCORER_SECONDS,
+)
 from services.reward.cpu_limit import TooSlow, cpu_limit
 
+BOXED = "boxed_"
+"""Before a scorer's name: of the response, only the content of its last box is scored."""
 _SLOW_NICENESS = 5
 
 
@@ -21,8 +30,9 @@ _SLOW_NICENESS = 5
 class Builtin:
     """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
 
-    One that `waits` has a coroutine as its `score`. An answer that takes more than `cpu_seconds` of processor time,
-    where that is set, is wrong: it scores 0.
+    One that `waits` has a coroutine as its `score`, and one that asks a `remote` server is given the job's options. An
+    answer that takes more than `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the
+    `part` counts, unless --reward-key names another.
     """
 
     name: str
@@ -32,6 +42,9 @@ class Builtin:
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
     waits: bool = False
+    remote: bool = False
+    wrong: Reward = 0.0
+    part: str | None = None
 
 
 BUILTINS: Sequence[Builtin] = (
@@ -42,18 +55,41 @@ BUILTINS: Sequence[Builtin] = (
         waits=True,
     ),
     Builtin(
+        *("dapo", "1 when what follows the last `Answer:` equals the label, as math compares; else -1.", "math-verify"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+        wrong={"score": -1.0, "acc": 0.0},
+        part="score",
+    ),
+    Builtin(
         "deepscaler",
         "math, but only a boxed answer after </think> counts.",
         "math-verify",
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
     Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
+    Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
+    Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
+    Builtin(
+        "judge",
+        "A language model's grade, from 0 to 1: --judge-url.",
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+    ),
     Builtin(
         *("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
+    Builtin("random", "1 or 0 by chance."),
     Builtin("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
     Builtin("regex", "1 when metadata.pattern, or the label, is found in the response.", max_seconds=MAX_REGEX_SECONDS),
+    Builtin(
+        "remote_rm",
+        "What the server at --rm-url answers.",
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+    ),
 )
 
 
@@ -68,19 +104,25 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def run_builtin(name: str, item: ScoreItem) -> float:
+def run_builtin(name: str, item: ScoreItem) -> Reward:
     """Scores an item. Runs in a worker; `name` is one of `BUILTINS`."""
-    value: float = importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    value: Reward = importlib.import_module(f"services.reward.scorers.{name}").score(item)
     return value
 
 
-async def run_waiting_builtin(name: str, item: ScoreItem) -> float:
+async def run_waiting_builtin(name: str, item: ScoreItem) -> Reward:
     """The same for a scorer that waits for processes of its own."""
-    value: float = await importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item)
     return value
 
 
-def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
+async def run_remote_builtin(name: str, item: ScoreItem, args: HookArgs) -> Reward:
+    """The same for a scorer that asks another server, which the job's options name."""
+    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item, args)
+    return value
+
+
+def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> Reward | None:
     """Scores an item, or returns None when that takes more than `cpu_seconds` of processor time."""
     try:
         with cpu_limit(cpu_seconds):
@@ -99,4 +141,4 @@ def prepare_builtin(default: str | None) -> None:
     """Imports what the default scorer needs. Its warning about timeouts is silenced: the pool has its own."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if default is not None:
-        importlib.import_module(f"services.reward.scorers.{default}")
+        importlib.import_module(f"services.reward.scorers.{default.removeprefix(BOXED)}")

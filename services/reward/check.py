@@ -26,8 +26,10 @@ from services.reward.service import describe, describe_each, worker_pool
 _TRIED_LABELS = 4
 _SHOWN = 60
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
-_WITHOUT_LABEL = ("reasoning_gym", "code")
-_FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
+_WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm")
+_TRIES_NO_ANSWER = ("code", "random")
+"""A label of tests is no program, and chance knows no answer."""
+_FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")
 """The forms of answers of models that reason."""
 
 
@@ -171,8 +173,8 @@ async def _other_forms(
 ) -> None:
     """Finds forms of the answer that score 1 where the label alone does not."""
     for row, result in zip(rows, results, strict=True):
-        if not isinstance(result, Score) or result.value >= 1 or result.scorer == "code":
-            continue  # a label of tests is no program
+        if not isinstance(result, Score) or result.value >= 1 or result.scorer in _TRIES_NO_ANSWER:
+            continue
         label = row.prompt().label[:_SHOWN]
         for form in _FORMS:
             other = await _scored(batch_scorer, None, row, form)

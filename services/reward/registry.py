@@ -7,31 +7,29 @@ apart themselves. Otherwise the item's `metadata.rm_type` decides, then the requ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.errors import ConfigError, NotFound
 from headrace.hooks import RewardHook
 from headrace.score import ScoreError, ScoreItem
 from headrace.suggest import nearest
 from headrace.wire.checks import shown
-from services.reward.builtin import BUILTINS, installed
+from services.reward.builtin import BOXED, BUILTINS, Builtin, installed
 
 CUSTOM = "custom"
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to score. `hook` is set for a user's function; the limits of an item apply to all others."""
+    """One way to score: a user's function, or one of headrace's own. A `boxed` one sees what a response has boxed."""
 
     name: str
     version: str
     description: str
     hook: RewardHook | None = None
-    max_seconds: float = math.inf
-    cpu_seconds: float | None = None
-    waits: bool = False
+    builtin: Builtin | None = None
+    boxed: bool = False
 
 
 class Registry:
@@ -40,7 +38,7 @@ class Registry:
     def __init__(self, scorers: Iterable[Scorer], default: str | None, of_evaluations: Iterable[Scorer] = ()) -> None:
         self._scorers = {scorer.name: scorer for scorer in scorers}
         self._of_evaluations = {scorer.name: scorer for scorer in of_evaluations}
-        if default is not None and default not in self._scorers:
+        if default is not None and self._find(default) is None:
             raise ConfigError(f"rm_type is {self._unknown(default)}")
         self.default = default
 
@@ -49,9 +47,9 @@ class Registry:
         """Takes the installed scorers, as the default the user's function, and those of single evaluations by path."""
         versions = installed()
         scorers = [
-            Scorer(b.name, versions[b.name], b.description, None, b.max_seconds, b.cpu_seconds, b.waits)
-            for b in BUILTINS
-            if b.name in versions
+            Scorer(each.name, versions[each.name], each.description, builtin=each)
+            for each in BUILTINS
+            if each.name in versions
         ]
         if custom:
             scorers.append(_users(CUSTOM, custom))
@@ -62,9 +60,10 @@ class Registry:
 
     def require(self, name: str) -> Scorer:
         """Raises NotFound, listing the scorers that exist."""
-        if name not in self._scorers:
+        found = self._find(name)
+        if found is None:
             raise NotFound(f"there is no scorer {self._unknown(name)}", reason="SCORER_UNKNOWN")
-        return self._scorers[name]
+        return found
 
     def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
         """Returns the item's scorer, or the error SCORER_UNKNOWN."""
@@ -80,9 +79,14 @@ class Registry:
             return ScoreError(
                 "SCORER_UNKNOWN", "no scorer is named: set metadata.rm_type, the request's scorer or --rm-type"
             )
-        if not isinstance(name, str) or name not in self._scorers:
-            return ScoreError("SCORER_UNKNOWN", f"metadata.rm_type is {self._unknown(name)}")
-        return self._scorers[name]
+        found = self._find(name) if isinstance(name, str) else None
+        return found or ScoreError("SCORER_UNKNOWN", f"metadata.rm_type is {self._unknown(name)}")
+
+    def _find(self, name: str) -> Scorer | None:
+        if name in self._scorers:
+            return self._scorers[name]
+        inner = self._scorers.get(name.removeprefix(BOXED))
+        return replace(inner, name=name, boxed=True) if inner and inner.builtin else None
 
     def _unknown(self, name: object) -> str:
         if not isinstance(name, str):

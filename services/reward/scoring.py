@@ -13,9 +13,10 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
-from headrace.hooks import HookArgs, RewardForm, RewardHook
+from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
@@ -24,11 +25,18 @@ from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
-from services.reward.builtin import run_builtin, run_builtin_within, run_waiting_builtin
+from services.reward.builtin import (
+    Builtin,
+    run_builtin,
+    run_builtin_within,
+    run_remote_builtin,
+    run_waiting_builtin,
+)
 from services.reward.cpu_limit import KILLED_BY
 from services.reward.custom import CustomResult, run_custom
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry, Scorer
+from services.reward.scorers.answers import after_thinking, boxed
 
 _BATCH_ITEMS = 64
 # Most answers take milliseconds. One that takes longer goes on where it holds up only its like.
@@ -136,8 +144,10 @@ class BatchScorer:
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[CustomResult]:
+        if scorer.builtin is not None:
+            return [CustomResult(await self._builtin(scorer, scorer.builtin, _seen_by(scorer, batch[0]), caller))]
         if scorer.hook is None:
-            return [CustomResult(await self._builtin(scorer, replace(batch[0], columns={}), caller))]
+            raise Internal(f"scorer {scorer.name} has nothing that scores")
         rewards: list[CustomResult] = await self._pool.run(
             *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
             timeout_seconds=self._timeout_seconds * len(batch),
@@ -148,35 +158,38 @@ class BatchScorer:
             raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
 
-    async def _builtin(self, scorer: Scorer, item: ScoreItem, caller: Caller) -> float:
-        if scorer.cpu_seconds is None:
-            seconds, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
-            work = (run_waiting_builtin if scorer.waits else run_builtin, scorer.name, item)
-            return float(await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller))
+    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: Caller) -> Reward:
+        if builtin.cpu_seconds is None:
+            seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
+            work: tuple[Any, ...] = (run_waiting_builtin if builtin.waits else run_builtin, builtin.name, item)
+            if builtin.remote:
+                work = (run_remote_builtin, builtin.name, item, self._args)
+            reward: Reward = await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller)
+            return reward
         digest = hashlib.sha256(
             repr((scorer.name, item.label, item.response)).encode("utf-8", "surrogatepass")
         ).digest()
         if digest in self._too_slow:
-            return 0.0
-        for pool, cpu_seconds in ((self._pool, _QUICK_CPU_SECONDS), (self._slow_pool, scorer.cpu_seconds)):
-            in_time = await self._in_time(pool, scorer, item, cpu_seconds, caller)
+            return builtin.wrong
+        for pool, cpu_seconds in ((self._pool, _QUICK_CPU_SECONDS), (self._slow_pool, builtin.cpu_seconds)):
+            in_time = await self._in_time(pool, builtin, item, cpu_seconds, caller)
             if in_time is not None:
                 return in_time
-        log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=scorer.cpu_seconds)
+        log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=builtin.cpu_seconds)
         self._too_slow[digest] = None
         if len(self._too_slow) > _REMEMBERED_SLOW:
             self._too_slow.popitem(last=False)
-        return 0.0
+        return builtin.wrong
 
     async def _in_time(
-        self, pool: WorkerPool, scorer: Scorer, item: ScoreItem, cpu_seconds: float, caller: Caller
-    ) -> float | None:
+        self, pool: WorkerPool, builtin: Builtin, item: ScoreItem, cpu_seconds: float, caller: Caller
+    ) -> Reward | None:
         """Returns None when the item takes more processor time."""
         seconds = max(self._timeout_seconds, _WALL_PER_CPU * cpu_seconds)
-        work = (run_builtin_within, scorer.name, item, cpu_seconds)
+        work = (run_builtin_within, builtin.name, item, cpu_seconds)
         try:
-            reward: float | None = await pool.run(
-                *work, timeout_seconds=seconds, name=f"scorer {scorer.name}", caller=caller
+            reward: Reward | None = await pool.run(
+                *work, timeout_seconds=seconds, name=f"scorer {builtin.name}", caller=caller
             )
         except WorkerCrashed as error:
             if error.returncode != -KILLED_BY:
@@ -190,11 +203,12 @@ class BatchScorer:
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
         if isinstance(reward, dict):
-            if self._reward_key not in reward:
+            part = self._reward_key or (scorer.builtin and scorer.builtin.part)
+            if part not in reward:
                 names = f"gave the parts {shown(sorted(reward))}"
                 way = f"--reward-key {self._reward_key} is not one of them" if self._reward_key else "set --reward-key"
                 return ScoreError("SCORER_RAISED", f"scorer {scorer.name} {names}: {way}")
-            reward = reward[self._reward_key]
+            reward = reward[part]
         try:
             for value in (reward, *parts.values()):
                 check_reward(f"a reward of scorer {scorer.name}", value)
@@ -202,6 +216,12 @@ class BatchScorer:
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
         return Score(reward, scorer.name, scorer.version, parts, result.metadata)
+
+
+def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
+    """Leaves what headrace's own scorers read of an item: text; for a `boxed` one the response's last box."""
+    response = (boxed(after_thinking(item.response)) or "") if scorer.boxed else item.response
+    return replace(item, response=response, columns={})
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:

@@ -10,13 +10,13 @@ from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.listen import Listen
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
-from services.reward.builtin import prepare_builtin, prepare_slow
+from services.reward.builtin import BOXED, prepare_builtin, prepare_slow
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry
 from services.reward.scoring import BatchScorer
@@ -117,6 +117,8 @@ async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
 
 
 async def describe(reward: RewardSection) -> RewardHook | None:
+    """The user's function, if there is one. Raises ConfigError for a wrong one, and for a server that is not named."""
+    _check_remote(reward)
     if reward.custom_rm_path is None:
         if reward.group_rm:
             raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
@@ -135,14 +137,28 @@ async def describe(reward: RewardSection) -> RewardHook | None:
     return hook
 
 
+def _check_remote(reward: RewardSection) -> None:
+    default = (reward.rm_type or "").removeprefix(BOXED)
+    if default == "remote_rm" and reward.rm_url is None:
+        raise ConfigError("rm_type remote_rm asks a server: set --rm-url to it", field="rm_url")
+    if default == "judge" and reward.judge_url is None:
+        raise ConfigError("rm_type judge asks a model: set --judge-url and --judge-model", field="judge_url")
+    if reward.judge_url is not None and reward.judge_model is None:
+        raise ConfigError(
+            f"judge_url {reward.judge_url}: set --judge-model to the model it serves", field="judge_model"
+        )
+
+
 def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
     prepare: Callable[[], None] = partial(prepare_builtin, registry.default)
+    of_default = registry.require(registry.default).builtin if registry.default else None
+    waits = (hook and hook.is_async) or (of_default and of_default.remote)
     if hook:
         model_path = str(reward.reward_model_path) if reward.reward_model_path else None
         prepare = partial(prepare_reward, hook.path, hook.form, model_path)
     return WorkerPool(
         reward.reward_workers,
-        calls_per_worker=_ASYNC_CALLS_PER_WORKER if hook and hook.is_async else 1,
+        calls_per_worker=_ASYNC_CALLS_PER_WORKER if waits else 1,
         max_waiting=MAX_SCORE_ITEMS,
         prepare=prepare,
         prepare_seconds=_LOAD_SECONDS,

@@ -18,7 +18,7 @@ from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.rpc import interceptor, listen
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from headrace.trajectory import PolicyRange, Sample, Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.hooks import section_args
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from services.reward.service import RewardServer
 

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreItem
 from services.reward import scoring

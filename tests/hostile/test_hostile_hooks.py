@@ -17,7 +17,7 @@ from headrace.hooks import HookArgs, Sample, from_hook, run_generate, section_ar
 from headrace.hooks.buffer_filter import run_buffer_filter
 from headrace.hooks.data_source.worker import read_data_source
 from headrace.hooks.filter import run_filter
-from headrace.job.schema.production import RewardSection
+from headrace.job.schema.reward import RewardSection
 from headrace.process.linux import descendants
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.call import call

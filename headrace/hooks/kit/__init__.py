@@ -1,12 +1,13 @@
 """For users' generate functions: conversations with the policy whose tokens are trained exactly as they were sampled.
 
 In: messages, and the call that a function serves (its `args` and sampling parameters). Out: completions, and samples
-with tokens, masks and log-probs.
+with tokens, masks and log-probs. Beside it a reward model, for those who need no function of their own.
 """
 
 from headrace.hooks.kit.chat import AssistantMessage, chat
 from headrace.hooks.kit.completion import Completion, build_loss_mask
 from headrace.hooks.kit.generate import generate_single
+from headrace.hooks.kit.reward_model import SequenceClassifier
 from headrace.hooks.kit.sandbox import Ran, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
@@ -16,6 +17,7 @@ __all__ = [
     "AssistantMessage",
     "Completion",
     "Ran",
+    "SequenceClassifier",
     "ToolCall",
     "Tools",
     "Trajectory",

@@ -38,7 +38,6 @@ _REASONS: Mapping[str, Sequence[str]] = {
     _FSDP: ("gradient_checkpointing", "attn_implementation", "fsdp_cpu_offload"),
     "weights are converted by headrace's own tables": ("megatron_to_hf_mode", "model_name"),
     _MTP: ("enable_mtp_training",),
-    "call your server from a function and name it with --custom-rm-path": ("rm_url",),
     "give the values as flags of their own": ("custom_config_path",),
     _KEY: ("wandb_key",),
     _RUN: (

@@ -48,6 +48,9 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
+    "judge_model": ("judge_url", lambda job: job.reward.judge_url is not None),
+    "judge_prompt": ("judge_url", lambda job: job.reward.judge_url is not None),
+    "judge_scale": ("judge_url", lambda job: job.reward.judge_url is not None),
     "rollout_timeout_seconds": (
         "rollout_function_path",
         lambda job: job.rollout.rollout_function_path is not None,

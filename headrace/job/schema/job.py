@@ -13,7 +13,8 @@ from pydantic import AfterValidator, Field
 
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.debug import DebugSection
-from headrace.job.schema.production import DataSection, EvalSection, RewardSection, RolloutSection
+from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+from headrace.job.schema.reward import RewardSection
 from headrace.job.schema.run import (
     CheckpointSection,
     ModelSection,

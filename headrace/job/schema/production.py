@@ -203,18 +203,6 @@ class RolloutSection(Section):
         return _resolved("n_samples_per_prompt", self.n_samples_per_prompt)
 
 
-class RewardSection(Section):
-    rm_type: str | None = Field(None, description="Scorer of samples whose metadata names none.")
-    custom_rm_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that scores samples.")
-    group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
-    reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
-    reward_key: str | None = Field(None, description="The part of a dict reward that is trained on.")
-    reward_timeout_seconds: Seconds = Field(30.0, description="Limit of scoring one sample.")
-    reward_workers: Annotated[Positive, Field(le=1024)] = Field(
-        2, description="Worker processes of the reward service."
-    )
-
-
 class EvalSection(Section):
     eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH of an evaluation; repeatable.")
     eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = Field(

@@ -16,10 +16,10 @@ from sympy import FiniteSet, Interval, Tuple
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking
-from services.reward.scorers.math_number import is_same, number
-from services.reward.scorers.math_size import is_too_large
-from services.reward.scorers.math_solutions import solutions
-from services.reward.scorers.math_text import final, normalized, plain, unit, word
+from services.reward.scorers.mathematics.number import is_same, number
+from services.reward.scorers.mathematics.size import is_too_large
+from services.reward.scorers.mathematics.solutions import solutions
+from services.reward.scorers.mathematics.text import final, normalized, plain, unit, word
 
 # An answer further from the end is not the final one, and math-verify's patterns are slow on megabytes.
 _TAIL_CHARACTERS = 4000

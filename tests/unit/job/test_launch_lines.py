@@ -174,7 +174,7 @@ def test_check_says_what_it_was_given_twice(job_file: Path, capsys: pytest.Captu
     assert "headrace: seed is given twice, --seed 1 and --seed 2: the last one counts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["wandb_key", "rm_url"])
+@pytest.mark.parametrize("key", ["wandb_key"])
 def test_files_and_variables_say_what_to_do_instead_too(tmp_path: Path, key: str) -> None:
     (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n{key} = "x"\n')
     for source in ((tmp_path / "job.toml", {}), (None, {f"HEADRACE_{key.upper()}": "x"})):

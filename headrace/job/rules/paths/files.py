@@ -82,6 +82,11 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
 
 def _of_reward(job: Job, scope: Scope) -> None:
     _hook("custom_rm_path", job.reward.custom_rm_path, scope)
+    prompt = job.reward.judge_prompt
+    if prompt is not None and not prompt.is_file():
+        scope.missing(
+            ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out", field="judge_prompt")
+        )
     folder = job.reward.reward_model_path
     if folder is not None and not folder.is_dir():
         scope.missing(

@@ -1,0 +1,1 @@
+"""Parts of scorer `math`: how answers are found, read, and compared."""

@@ -1,0 +1,196 @@
+"""Scorers that ask another server, against real HTTP servers: what is away is retried, what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.client.reward import RewardClient
+from headrace.errors import ConfigError
+from headrace.hooks import section_args
+from headrace.job.schema.reward import RewardSection
+from headrace.rpc.listen import Listen
+from headrace.rpc.net import free_port
+from headrace.score import Score, ScoreError, ScoreItem
+from services.reward.service import RewardServer
+
+Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
+
+
+class AnsweringServer:
+    """Answers each POST by a function, and keeps what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                outer.asked.append({"path": self.path, **body})
+                outer.keys.append(self.headers.get("authorization"))
+                status, text = answer(body)
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Answer], AnsweringServer]]:
+    servers: list[AnsweringServer] = []
+
+    def start(answer: Answer) -> AnsweringServer:
+        servers.append(AnsweringServer(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@asynccontextmanager
+async def serving(**leaves: Any) -> AsyncIterator[RewardClient]:
+    section = RewardSection.model_validate({"reward_workers": 1, **leaves})
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
+    try:
+        async with RewardClient(server.rpc.address) as client:
+            yield client
+    finally:
+        await server.stop(1)
+
+
+def item(response: str, **metadata: object) -> ScoreItem:
+    return ScoreItem(response or "empty", "2 + 5 =", response, "7", metadata)
+
+
+async def test_a_server_of_the_users_own_gives_rewards_and_each_failure_is_its_own_items(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        match body["response"]:
+            case "busy":
+                return 503, b"later"
+            case "refused":
+                return 400, b"no such task"
+            case "no number":
+                return 200, b'"good"'
+            case "no json":
+                return 200, b"<html>"
+            case "nan":
+                return 200, b"NaN"
+            case "parts":
+                return 200, b'{"right": 1.0, "short": 0.25}'
+            case "wrapped":
+                return 200, b'{"reward": 0.5}'
+        return 200, json.dumps(float(body["response"] == body["label"])).encode()
+
+    remote = answering(answer)
+    names = ("7", "8", "wrapped", "parts", "busy", "refused", "no number", "no json", "nan")
+    async with serving(rm_type="remote_rm", rm_url=f"{remote.url}/score", reward_key="short") as client:
+        results = dict(
+            zip(names, await client.score([item(name, level=3) for name in names], deadline_seconds=120), strict=True)
+        )
+    values = {name: result.value for name, result in results.items() if isinstance(result, Score)}
+    assert values == {"7": 1.0, "8": 0.0, "wrapped": 0.5, "parts": 0.25}
+    errors = {name: result for name, result in results.items() if isinstance(result, ScoreError)}
+    assert {name: error.retryable for name, error in errors.items()} == {
+        "busy": True, "refused": False, "no number": False, "no json": False, "nan": False,
+    }  # fmt: skip
+    assert "answered 503: later" in errors["busy"].message
+    assert "no such task" in errors["refused"].message
+    assert all(remote.url in error.message for error in errors.values())
+    assert {
+        "path": "/score",
+        "prompt": "2 + 5 =",
+        "response": "7",
+        "label": "7",
+        "metadata": {"level": 3},
+    } in remote.asked
+
+
+async def test_a_server_that_is_away_or_silent_is_a_failure_that_may_pass(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    over = threading.Event()
+
+    def silent(_: dict[str, Any]) -> tuple[int, bytes]:
+        over.wait(60)
+        return 200, b"1"
+
+    for url in (f"http://127.0.0.1:{free_port()}", answering(silent).url):
+        async with serving(rm_type="remote_rm", rm_url=url, reward_timeout_seconds=1.0) as client:
+            (result,) = await client.score([item("7")], deadline_seconds=120)
+        assert isinstance(result, ScoreError)
+        assert result.retryable
+    over.set()
+
+
+async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
+    answering: Callable[[Answer], AnsweringServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_JUDGE_KEY", "secret")
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        said = "No idea." if "silence" in body["messages"][0]["content"] else r"Fine. \boxed{4}"
+        return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+
+    judge, prompt = answering(answer), tmp_path / "prompt.txt"
+    prompt.write_text('Q {prompt} A {response} L {label}. Answer as {{"grade": n}}.')
+    flags = {"judge_url": f"{judge.url}/v1", "judge_model": "big", "judge_prompt": prompt, "judge_scale": 5.0}
+    async with serving(rm_type="judge", **flags) as client:
+        good, bad = await client.score([item("seven"), item("silence")], deadline_seconds=120)
+    assert isinstance(good, Score)
+    assert good.value == pytest.approx(0.8)
+    assert isinstance(bad, ScoreError)
+    assert "without a grade" in bad.message
+    assert judge.keys == ["Bearer secret"] * 2
+    asked = judge.asked[0]
+    assert (asked["path"], asked["model"]) == ("/v1/chat/completions", "big")
+    assert {call["messages"][0]["content"] for call in judge.asked} == {
+        f'Q 2 + 5 = A {response} L 7. Answer as {{"grade": n}}.' for response in ("seven", "silence")
+    }
+
+
+@pytest.mark.parametrize(
+    ("leaves", "way_out"),
+    [
+        ({"rm_type": "remote_rm"}, "--rm-url"),
+        ({"rm_type": "boxed_remote_rm"}, "--rm-url"),
+        ({"rm_type": "judge"}, "--judge-url"),
+        ({"rm_type": "judge", "judge_url": "http://h:1/v1"}, "--judge-model"),
+    ],
+)
+async def test_a_server_that_nobody_named_is_said_before_the_first_item(leaves: dict[str, str], way_out: str) -> None:
+    with pytest.raises(ConfigError, match=way_out):
+        async with serving(**leaves):
+            pass
+
+
+async def test_a_boxed_scorer_sees_the_box_alone_and_parts_have_their_own_default() -> None:
+    async with serving(rm_type="boxed_exact_match") as client:
+        results = await client.score(
+            [item(r"it is \boxed{7}"), item("7"), item("Answer: 7", rm_type="dapo"), item("Answer: 8", rm_type="dapo")],
+            deadline_seconds=120,
+        )
+    assert [result.value for result in results if isinstance(result, Score)] == [1.0, 0.0, 1.0, -1.0]
+    assert isinstance(results[2], Score)
+    assert results[2].parts == {"score": 1.0, "acc": 1.0}
