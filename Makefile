@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images | gpu: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +12,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -102,6 +102,12 @@ images:
 	@for image in $(IMAGES); do echo "── headrace-$$image"; \
 	    podman build --format docker --quiet $(BUILD_FLAGS) -f deploy/Containerfile --target $$image -t headrace-$$image . || exit 1; done
 	@podman images --filter reference=headrace-*
+
+# On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (README, 10): the most telling first.
+GPU_PYTHON ?= /opt/trainer/bin/python
+gpu:
+	@$(GPU_PYTHON) -m pytest -s tests/gpu/test_placement.py tests/gpu/test_one_device.py tests/gpu/test_publication.py \
+		tests/gpu/test_device_hash.py tests/gpu/test_families.py
 
 mutants: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.mutants.run

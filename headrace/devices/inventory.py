@@ -7,9 +7,11 @@ leaves some out, as it does for every program.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from headrace.devices.host import Device, Host
@@ -72,10 +74,17 @@ def visible(devices: Sequence[Device], uuids: Mapping[str, str], names: str) -> 
 
 def _rows() -> list[str]:
     """Empty where nvidia-smi is not installed or fails, as in some containers: then devices are known by number."""
+    program = shutil.which(_ASK[0])
     try:
-        asked = subprocess.run(_ASK, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return _answer(program) if program else []
     except (OSError, subprocess.SubprocessError):
         return []
+
+
+@cache
+def _answer(program: str) -> list[str]:
+    """Asked once by a process: devices do not come and go, and an answer takes seconds on a machine of many."""
+    asked = subprocess.run([program, *_ASK[1:]], capture_output=True, text=True, timeout=_SECONDS, check=True)
     return [line for line in asked.stdout.splitlines() if line.count(",") == 2]
 
 

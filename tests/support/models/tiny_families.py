@@ -124,6 +124,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
+FAMILIES = tuple(_FAMILIES)
 
 
 def make_tiny(
