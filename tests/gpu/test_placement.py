@@ -24,5 +24,5 @@ def test_a_process_sees_the_devices_that_it_was_given_and_no_other() -> None:
     for device in host.devices:
         given = os.environ | ORDER | {"CUDA_VISIBLE_DEVICES": device.name}
         seen = subprocess.run([sys.executable, "-c", SEEN], env=given, capture_output=True, text=True, timeout=120)
-        print(f"GPU {device.name} ({device.bus_id}, memory node {device.numa_node}): {seen.stdout.strip()}")
+        print(f"GPU {device.name} ({device.pci_bus_id}, memory node {device.numa_node}): {seen.stdout.strip()}")
         assert seen.stdout.strip() == str([uuids[device.name].removeprefix("GPU-")]), seen.stderr[-2000:]

@@ -127,7 +127,9 @@ def _group(device: torch.device, store: dist.Store) -> dist.ProcessGroup:
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=SECONDS))
     torch.cuda.set_device(device)
-    return dist.ProcessGroupNCCL(store, 1, 2)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=SECONDS)
+    return dist.ProcessGroupNCCL(store, 1, 2, options)
 
 
 if __name__ == "__main__":
