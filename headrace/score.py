@@ -41,6 +41,8 @@ class ScoreItem:
     response_tokens: int = 0
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
     """For users' functions: tokens int32 [T], loss_mask uint8 [R] and rollout_log_probs float32 [R], or nothing."""
+    index: int | None = None
+    """The sample's place in its group, for users' functions; None: its place in the call."""
 
     def pack(self) -> pb.ScoreItem:
         return pb.ScoreItem(
@@ -53,6 +55,7 @@ class ScoreItem:
             status=self.status,
             response_tokens=self.response_tokens,
             columns=[pack_column(name, array) for name, array in self.columns.items()],
+            index=self.index,
         )
 
     @classmethod
@@ -68,6 +71,7 @@ class ScoreItem:
             status=packed.status,
             response_tokens=packed.response_tokens,
             columns=_columns(packed),
+            index=packed.index if packed.HasField("index") else None,
         )
 
 

@@ -45,7 +45,7 @@ def _result(path: str, reward: Reward | NoReward, sample: Sample, item: ScoreIte
 
 def _sample(index: int, item: ScoreItem) -> Sample:
     sample = Sample(
-        index=index,
+        index=index if item.index is None else item.index,
         prompt=_prompt(item.prompt),
         response=item.response,
         response_length=item.response_tokens,

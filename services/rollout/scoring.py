@@ -150,6 +150,7 @@ def _item(sample: Sample, columns: Mapping[str, NDArray[Any]]) -> ScoreItem:
         status=sample.status.value,
         response_tokens=sample.response_length,
         columns=columns,
+        index=sample.index,
     )
 
 

@@ -34,6 +34,7 @@ class ScoreItem(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     """Chosen by the caller, unique in the call; comes back with the result."""
     prompt: _builtins.str
@@ -50,6 +51,8 @@ class ScoreItem(_message.Message):
     """"completed", "truncated", "aborted", "pending" or "failed"; empty: "completed"."""
     response_tokens: _builtins.int
     """Tokens of the response."""
+    index: _builtins.int
+    """The sample's place in its group, from 0, which users' functions see as `sample.index`. Absent: its place in the call."""
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Column]:
         """For users' functions: tokens, loss_mask and rollout_log_probs as in SamplePayload, all of them or none. Other columns
@@ -68,13 +71,19 @@ class ScoreItem(_message.Message):
         status: _builtins.str = ...,
         response_tokens: _builtins.int = ...,
         columns: _abc.Iterable[_sample_pb2.Column] | None = ...,
+        index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_label", b"_label", "index", b"index", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "columns", b"columns", "group_id", b"group_id", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_label", b"_label", "columns", b"columns", "group_id", b"group_id", "index", b"index", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
     _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
     _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__label) -> _WhichOneofReturnType__label | None: ...
 
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
