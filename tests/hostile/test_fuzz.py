@@ -1,6 +1,6 @@
 """Every RPC of all four services under generated calls: no bug reaches a caller or a log, and whoever asks is answered.
 
-2,000 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
+1,000 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.hostile.servers.servers import (
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
 from tests.support.processes.health_probe import HealthProbe
 
-NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "2000"))
+NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "1000"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}
 NUM_HANDS = 8 if NUM_CALLS < 10_000 else 32
