@@ -58,6 +58,7 @@ check-protos: $(PROTOS)/.stamp
 bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
 	@$(BIN)/python -m tests.bench.ledger.shard_puts
+	@$(BIN)/python -m tests.bench.ledger.tls_cost
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.ledger_state_machine
