@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import psycopg
@@ -14,8 +15,9 @@ import pytest
 
 from headrace.cli.commands.audit import audit_ledger
 from headrace.errors import ConfigError
+from headrace.job.load.resolved import read_job
+from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
-from services.buffer.store.postgres.store import PostgresStore
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.processes.buffer_server import served_buffer
 from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
@@ -89,35 +91,30 @@ async def test_the_release_refuses_a_layout_that_it_does_not_know_and_loses_noth
 
 
 def _set_layout(database: Path, layout: int) -> None:
-    import sqlite3
-
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection:
         connection.execute(f"PRAGMA user_version = {layout}")
-    connection.close()
 
 
 @long
 @needs_postgres
 @pytest.mark.parametrize("todays_is_first", [False, True])
 async def test_a_ledger_in_postgresql_goes_both_ways(release: Release, tmp_path: Path, *, todays_is_first: bool) -> None:
-    with run_postgres(cluster()) as dsn:
-        await _both_ways(release, dsn, tmp_path, todays_is_first=todays_is_first)
-
-
-async def _both_ways(release: Release, dsn: str, folder: Path, *, todays_is_first: bool) -> None:
-    of_release = ReleaseBuffer(release, folder, "buffer_store='postgres'", f"buffer_postgres={dsn!r}")
+    database = f"upgrade_{todays_is_first}".lower()
+    run_postgres("createdb", f"--maintenance-db={cluster()}", database)
+    dsn = f"{cluster().removesuffix('/postgres')}/{database}"
+    of_release = ReleaseBuffer(release, tmp_path, "buffer_store='postgres'", f"buffer_postgres={dsn!r}")
     job = read_job(of_release.config)
     orders = (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))
     for whose, order in orders:
         if whose == "today":
-            async with todays(store_of_job(job, folder / "ledger"), folder) as address:
-                await driver.main(order, address, folder)
+            async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
+                await driver.main(order, address, tmp_path)
         else:
             async with of_release:
-                await release.drive(order, of_release.address, folder)
-    async with todays(store_of_job(job, folder / "ledger"), folder) as address:
-        await audited(address, folder)
+                await release.drive(order, of_release.address, tmp_path)
+    async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
+        await audited(address, tmp_path)
     with psycopg.connect(dsn, autocommit=True) as session:
         session.execute("UPDATE headrace_run.owner SET layout = 99, version = '9.1.0'")
         with pytest.raises(ConfigError, match=r"has layout 99 of headrace 9\.1\.0.*nothing was changed"):
-            store_of_job(job, folder / "ledger")
+            store_of_job(job, tmp_path / "ledger")
