@@ -7,6 +7,7 @@ where there is a flaw, and with 2 where a pin was asked of nobody.
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tools.pinned import Pin, files, pins_of
@@ -39,23 +40,30 @@ class OldList:
     """A list of flaws as a package: names, and versions that have them."""
 
     date: str
-    entries: Mapping[str, Sequence[tuple[str, SpecifierSet]]]
+    entries: Mapping[str, Sequence[tuple[str, str]]]
 
     @classmethod
     def read(cls, text: str) -> OldList:
         """Of safety-db's insecure_full.json."""
         tree: dict[str, Any] = json.loads(text)
-        date = tree.pop("$meta")["timestamp"]
-        entries: dict[str, list[tuple[str, SpecifierSet]]] = {}
+        date = datetime.datetime.fromtimestamp(tree.pop("$meta")["timestamp"], datetime.UTC).date()
+        entries: dict[str, list[tuple[str, str]]] = {}
         for name, found in tree.items():
             for each in found:
                 of_name = entries.setdefault(canonicalize_name(name), [])
-                of_name += [(each["cve"] or each["id"], SpecifierSet(specs)) for specs in each["specs"]]
+                of_name += [(each["cve"] or each["id"], specs) for specs in each["specs"]]
         return cls(str(date), entries)
 
     def flaws(self, pin: Pin) -> Sequence[str]:
-        """The ids of those that the version has."""
-        return [name for name, versions in self.entries.get(pin.name, ()) if versions.contains(pin.version, True)]
+        """The ids of those that the version has, and of those whose versions cannot be read."""
+        return [name for name, versions in self.entries.get(pin.name, ()) if _may_have(pin.version, versions)]
+
+
+def _may_have(version: str, versions: str) -> bool:
+    try:
+        return SpecifierSet(versions).contains(version, prereleases=True)
+    except InvalidSpecifier:
+        return True
 
 
 def asked_of(binaries: Path) -> Ask:
