@@ -51,7 +51,9 @@ def newest_release(folder: Path) -> Release:
     """Its code, extracted into the folder. Skips the test in a clone that has not got it."""
     entry = tomllib.loads(Path(__file__).with_name("releases.toml").read_text())["release"][0]
     commit = entry["commit"]
-    known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True, check=False)
+    known = subprocess.run(
+        ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True, check=False
+    )
     if known.returncode:
         pytest.skip(f"this clone has not got commit {commit} of {entry['name']}: git fetch --unshallow")
     archive = subprocess.run(["git", "archive", commit, *_PARTS], cwd=ROOT, capture_output=True, check=True)
@@ -101,7 +103,8 @@ from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.run import ModelSection
 print(Job(
-    model=ModelSection(hf_checkpoint=Path("/none")), rollout=RolloutSection(rollout_batch_size=2, n_samples_per_prompt=2),
+    model=ModelSection(hf_checkpoint=Path("/none")),
+    rollout=RolloutSection(rollout_batch_size=2, n_samples_per_prompt=2),
     buffer=BufferSection(max_staleness=8{buffer}),
 ).model_dump_json())
 """

@@ -98,13 +98,17 @@ def _set_layout(database: Path, layout: int) -> None:
 @long
 @needs_postgres
 @pytest.mark.parametrize("todays_is_first", [False, True])
-async def test_a_ledger_in_postgresql_goes_both_ways(release: Release, tmp_path: Path, *, todays_is_first: bool) -> None:
+async def test_a_ledger_in_postgresql_goes_both_ways(
+    release: Release, tmp_path: Path, *, todays_is_first: bool
+) -> None:
     database = f"upgrade_{todays_is_first}".lower()
     run_postgres("createdb", f"--maintenance-db={cluster()}", database)
     dsn = f"{cluster().removesuffix('/postgres')}/{database}"
     of_release = ReleaseBuffer(release, tmp_path, "buffer_store='postgres'", f"buffer_postgres={dsn!r}")
     job = read_job(of_release.config)
-    orders = (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))
+    orders = (
+        (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))
+    )
     for whose, order in orders:
         if whose == "today":
             async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:

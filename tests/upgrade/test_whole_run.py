@@ -6,7 +6,6 @@ Real launcher, buffer, Megatron rank and weight publication; only the samples ar
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.run_folder import RunFolder
 from headrace.rpc.net import free_port
 from services.trainer.checkpoint.manifest import Manifest
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce

@@ -57,8 +57,8 @@ class Access:
     def _way_out(self, caller: Caller) -> str:
         if caller.is_revoked:
             return (
-                f"the certificate of {caller.name} is revoked: ask for a new one, which `headrace certs FOLDER --client "
-                f"{caller.name}` makes"
+                f"the certificate of {caller.name} is revoked: ask for a new one, which `headrace certs FOLDER "
+                f"--client {caller.name}` makes"
             )
         if caller.has_unknown_token:
             return (

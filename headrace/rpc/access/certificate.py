@@ -35,7 +35,7 @@ def valid_from(pem: bytes) -> datetime.datetime:
 
 
 def _element(data: bytes) -> tuple[int, bytes, bytes]:
-    """The tag and content of the first element, and what follows it. Raises ValueError or IndexError for half of one."""
+    """The tag and content of the first element, and what follows. Raises ValueError or IndexError for half of one."""
     tag, length, start = data[0], data[1], 2
     if length & 0x80:
         start += length & 0x7F

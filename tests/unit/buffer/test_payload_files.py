@@ -62,7 +62,9 @@ def test_a_database_of_a_newer_release_is_refused_by_that_releases_name_and_left
         database.execute("UPDATE meta SET body = ?, crc = ?", (body, checksum("headrace", body)))
         database.execute("PRAGMA user_version = 9")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"has layout 9 of headrace 9\.1\.0.*nothing was changed. Go on with headrace 9"):
+    with pytest.raises(
+        ConfigError, match=r"has layout 9 of headrace 9\.1\.0.*nothing was changed. Go on with headrace 9"
+    ):
         open_database(path, connect, may_be_new=False)
     assert path.read_bytes() == before
 
@@ -72,5 +74,7 @@ def test_a_database_of_another_layout_is_refused_with_the_way_out(tmp_path: Path
     open_database(path, connect, may_be_new=True).close()
     with closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 2")
-    with pytest.raises(ConfigError, match=r"has layout 2 of an older headrace.*reads layout 3.*or choose another run_name"):
+    with pytest.raises(
+        ConfigError, match=r"has layout 2 of an older headrace.*reads layout 3.*or choose another run_name"
+    ):
         open_database(path, connect, may_be_new=False)

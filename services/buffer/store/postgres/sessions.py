@@ -184,8 +184,8 @@ class Sessions:
             self.close()
             raise ConfigError(
                 f"the schema {self.schema} has layout {layout} of {writer}, and headrace {__version__} reads layout "
-                f"{LAYOUT}: nothing was changed. Go on with {writer}, restore a dump that {__version__} made, or choose "
-                "another run_name"
+                f"{LAYOUT}: nothing was changed. Go on with {writer}, restore a dump that {__version__} made, or "
+                "choose another run_name"
             )
 
     def _take_claim(self) -> bool:

@@ -83,8 +83,8 @@ def _another_layout(path: Path, layout: int, version: str | None) -> ConfigError
     age = "a newer" if layout > LAYOUT else "an older"
     writer = f"headrace {version}" if version else f"{age} headrace"
     return ConfigError(
-        f"{path} has layout {layout} of {writer}, and headrace {__version__} reads layout {LAYOUT}: nothing was changed. "
-        f"Go on with {writer}, restore a backup that {__version__} made, or choose another run_name"
+        f"{path} has layout {layout} of {writer}, and headrace {__version__} reads layout {LAYOUT}: nothing was "
+        f"changed. Go on with {writer}, restore a backup that {__version__} made, or choose another run_name"
     )
 
 

@@ -4,25 +4,54 @@ from __future__ import annotations
 
 import ast
 import pickle
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.process.workers import WorkerBroken, WorkerPool, WorkerRaised
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODULES = frozenset(
-    {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "runpy", "yaml",
-     "multiprocessing", "code", "codeop", "xmlrpc"}
-)  # fmt: skip
+    [
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "cloudpickle",
+        "dill",
+        "joblib",
+        "jsonpickle",
+        "marshal",
+        "shelve",
+        "runpy",
+        "yaml",
+        "multiprocessing",
+        "code",
+        "codeop",
+        "xmlrpc",
+    ]
+)
 """What reads objects or runs code: importing one is enough to be listed."""
 BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 METHODS = frozenset(
-    {"import_module", "exec_module", "load_module", "run_module", "run_path", "from_pretrained", "recv_pyobj",
-     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
-     "recv_object_list", "read_pickle", "load_state_dict_from_url"}
-)  # fmt: skip
+    [
+        "import_module",
+        "exec_module",
+        "load_module",
+        "run_module",
+        "run_path",
+        "from_pretrained",
+        "recv_pyobj",
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+        "read_pickle",
+        "load_state_dict_from_url",
+    ]
+)
 """By their last name, whatever they are called on."""
 WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickle.load", "pickle.Unpickler"})
 
@@ -42,11 +71,17 @@ ALLOWED = {
     ("headrace/process/workers/spawner_process.py", "import_module"): "a module of headrace that is imported early",
     ("services/reward/builtin.py", "import_module"): "headrace's own scorers, by a table of their names",
     ("services/rollout/chat/images.py", "from_pretrained"): "an image processor of transformers; no code of a folder",
-    ("services/rollout/engine/cpu/models/served.py", "import_module"): "SGLang's module of a family that headrace knows",
+    (
+        "services/rollout/engine/cpu/models/served.py",
+        "import_module",
+    ): "SGLang's module of a family that headrace knows",
     ("services/rollout/engine/cpu/startup.py", "import multiprocessing"): "SGLang's own processes are forks",
     ("services/rollout/engine/server/launch.py", "import runpy"): "SGLang's own server",
     ("services/rollout/engine/server/launch.py", "run_module"): "the same",
-    ("services/trainer/hugging_face/torch_dist_export.py", "import pickle"): "Megatron's format is pickles: it writes them",
+    (
+        "services/trainer/hugging_face/torch_dist_export.py",
+        "import pickle",
+    ): "Megatron's format is pickles: it writes them",
     ("services/trainer/hugging_face/torch_dist_folder.py", "torch.load"): "a tensor, with weights_only",
     ("services/trainer/hugging_face/vision_tower.py", "from_pretrained"): "a configuration; no code of a folder",
 }
@@ -55,27 +90,25 @@ ALLOWED = {
 
 def found_in(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            names = []
-        yield from (f"import {name}" for name in names if name.split(".")[0] in MODULES)
-        if isinstance(node, ast.Name) and node.id in BUILTINS | METHODS and isinstance(node.ctx, ast.Load):
-            yield node.id
-        if isinstance(node, ast.Attribute):
-            if node.attr in METHODS:
-                yield node.attr
-            if ast.unparse(node) in WHOLE:
+        match node:
+            case ast.Import(names):
+                yield from _imported(alias.name for alias in names)
+            case ast.ImportFrom(module):
+                yield from _imported([module or ""])
+            case ast.Name(name, ast.Load()) if name in BUILTINS | METHODS:
+                yield name
+            case ast.Attribute(_, name) if name in METHODS:
+                yield name
+            case ast.Attribute() if ast.unparse(node) in WHOLE:
                 yield ast.unparse(node)
-        if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
-            value = node.value
-            if isinstance(value, ast.Constant) and value.value is True:
-                yield f"{node.arg}=True"
-        if isinstance(node, ast.keyword) and node.arg == "weights_only":
-            if not (isinstance(node.value, ast.Constant) and node.value.value is True):
+            case ast.keyword("trust_remote_code" | "allow_pickle" as name, ast.Constant(True)):
+                yield f"{name}=True"
+            case ast.keyword("weights_only", value) if ast.unparse(value) != "True":
                 yield "weights_only that is not True"
+
+
+def _imported(names: Iterable[str]) -> Iterator[str]:
+    return (f"import {name}" for name in names if name.split(".")[0] in MODULES)
 
 
 def test_nothing_reads_objects_or_runs_code_but_what_is_listed_with_its_reason() -> None:

@@ -39,7 +39,12 @@ def answering(**services: Flaws | None) -> Ask:
         (answering(), OLD, 2, "osv did not answer: no route to host\npypi did not answer"),
         (answering(osv={}, pypi={}), OLD, 2, "NOT AUDITED: 2 pins"),
         (answering(osv={ONE: []}, pypi={}), OLD, 2, "NOT AUDITED: 1 pins"),
-        (answering(osv={ONE: [], TWO: ["CVE-9 (mended in 2.1)"]}), OLD, 1, "FLAW two 2.0: CVE-9 (mended in 2.1), in a.txt, b"),
+        (
+            answering(osv={ONE: [], TWO: ["CVE-9 (mended in 2.1)"]}),
+            OLD,
+            1,
+            "FLAW two 2.0: CVE-9 (mended in 2.1), in a.txt, b",
+        ),
         (answering(), OldList("2021-07-01", {"two": [("CVE-2", "<3")]}), 1, "FLAW two 2.0: CVE-2 (list of 2021-07-01)"),
         (answering(), OldList("2021-07-01", {"two": [("CVE-2", "<r5238")]}), 1, "FLAW two 2.0: CVE-2"),
         (answering(osv={ONE: [], TWO: []}), OldList("2021-07-01", {"two": [("CVE-2", "<3")]}), 0, "0 flaws"),
@@ -106,7 +111,9 @@ def test_every_pin_of_every_file_is_audited_and_each_service_has_a_bill() -> Non
 
 
 def test_a_line_that_pins_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("# head\none==1.0 \\\n    --hash=sha256:00\ntwo[extra]==2.0 ; python_version < '3.12'\n")
+    (tmp_path / "x.txt").write_text(
+        "# head\none==1.0 \\\n    --hash=sha256:00\ntwo[extra]==2.0 ; python_version < '3.12'\n"
+    )
     assert pins_of(tmp_path / "x.txt") == [ONE, TWO]
     (tmp_path / "x.txt").write_text("one>=1.0\n")
     with pytest.raises(ValueError, match="x.txt has a line that pins no version: one>=1.0"):
