@@ -176,7 +176,7 @@ def _builder(
 
 
 def _start(folder: Path, name: str) -> datetime.datetime:
-    """Of a new certificate's validity: later than that of any revoked one of its name."""
+    """A new certificate's validity begins later than that of any revoked one of its name."""
     until = (revoked.read(folder / revoked.FILE) or {}).get(name)
     start = _now() - _CLOCK_SKEW
     return start if until is None else max(start, until + datetime.timedelta(seconds=1))

@@ -1,4 +1,4 @@
-"""What a certificate says beyond what gRPC tells about it, read from its DER (RFC 5280, 4.1) without a library.
+"""Reads from a certificate what gRPC does not tell: its DER (RFC 5280, 4.1), without a library.
 
 gRPC has verified the certificate before: the authority signed what is read here.
 """

@@ -45,7 +45,7 @@ class Revoked:
         self._told = ""
 
     def includes(self, peer: Peer) -> bool:
-        """Whether the certificate that a connection shows is revoked. `peer` is gRPC's auth context."""
+        """True when the certificate that a connection shows is revoked. `peer` is gRPC's auth context."""
         known = self._known()
         names = (name.decode(errors="replace") for name in peer.get("x509_common_name", ()))
         until = max((known[name] for name in names if name in known), default=None)
