@@ -71,6 +71,7 @@ async def test_a_ledger_of_today_goes_on_with_the_release_and_comes_back(release
         await audited(address, tmp_path)
 
 
+@long
 async def test_the_release_refuses_a_layout_that_it_does_not_know_and_loses_nothing(
     release: Release, tmp_path: Path
 ) -> None:
