@@ -7,12 +7,13 @@ PROTOS := .venv-protos
 TRL    := .venv-trl
 REVERB := .venv-reverb
 VERIFIERS := .venv-verifiers
+SUPPLY := .venv-supply
 MODEL  := models/SmolLM2-135M-Instruct
 DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -58,6 +59,7 @@ check-protos: $(PROTOS)/.stamp
 bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
 	@$(BIN)/python -m tests.bench.ledger.shard_puts
+	@$(BIN)/python -m tests.bench.ledger.tls_cost
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.ledger_state_machine
@@ -92,6 +94,8 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py -k killed
+	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
+	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
@@ -112,8 +116,15 @@ gpu:
 mutants: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.mutants.run
 
+# What each service consists of (dist/sbom), and the flaws that are known of it; `audit` fails where nobody could be asked.
+sbom: $(STAMPS)/dev $(SUPPLY)/.stamp
+	@$(BIN)/python -m tools.sbom $(SUPPLY)/bin
+
+audit: $(STAMPS)/dev $(SUPPLY)/.stamp
+	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
+
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -158,6 +169,12 @@ $(PROTOS)/.stamp: requirements/protos.txt
 	@echo "── the protobuf generator in $(PROTOS)"
 	@$(PYTHON) -m venv $(PROTOS)
 	@$(PROTOS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/protos.txt
+	@touch $@
+
+$(SUPPLY)/.stamp: requirements/supply.txt
+	@echo "── pip-audit and cyclonedx-bom in $(SUPPLY)"
+	@$(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/supply.txt
 	@touch $@
 
 $(REVERB)/.stamp:

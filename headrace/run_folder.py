@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from headrace import __version__
 from headrace.errors import DataLoss, NotFound
 from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
@@ -61,6 +62,11 @@ class RunFolder:
     def job_file(self) -> Path:
         """The resolved job as every service reads it."""
         return self.path / "job.json"
+
+    @property
+    def _version_file(self) -> Path:
+        """The release that started the run last, for a refusal to name it."""
+        return self.path / "version"
 
     @property
     def logs(self) -> Path:
@@ -117,6 +123,7 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         _write_whole(self.job_file, job.model_dump_json(indent=2) + "\n")
         _write_whole(self.path / "job.toml", to_toml(job))
+        _write_whole(self._version_file, __version__ + "\n")
 
     def job(self) -> Job:
         """The resolved job. Raises NotFound, and DataLoss for a file that no launcher of this version wrote."""
@@ -127,7 +134,18 @@ class RunFolder:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise DataLoss(f"{self.job_file} is not a job of this version: {where} {first['msg']}") from error
+            raise DataLoss(
+                f"{self.job_file} is not a job of this version, headrace {__version__}: {where[:160]} {first['msg']}"
+                f"{self._written_by()}"
+            ) from error
+
+    def _written_by(self) -> str:
+        """Headrace 0.1.0 did not write its version."""
+        try:
+            version = self._version_file.read_text()[:80].strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return "" if version == __version__ else f"; headrace {version} wrote it: use that one for this run"
 
     def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
         """Replaces services.json at once, so that readers never see half of it."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The contract: lint, compatibility with the last release (or main), and generated code that is up to date.
+# The contract: lint, compatibility with the last release (else a tag, else main), and generated code that is up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${1:?usage: check_protos.sh BIN-OF-THE-GENERATOR}
@@ -9,7 +9,8 @@ trap 'rm -rf "$scratch"' EXIT
 "$bin/buf" lint protos
 
 reference=""
-for each in "$(git describe --tags --abbrev=0 2>/dev/null || true)" origin/main main; do
+released=$(sed -n 's/^commit = "\(.*\)"/\1/p' tests/upgrade/releases.toml | head -n 1)
+for each in "$released" "$(git describe --tags --abbrev=0 2>/dev/null || true)" origin/main main; do
     if [ -n "$each" ] && git cat-file -e "$each:protos" 2>/dev/null; then reference=$each; break; fi
 done
 if [ -n "$reference" ]; then

@@ -3,6 +3,7 @@
 FOLDER/ca.pem, ca-key.pem   the authority; the key signs, and stays where it was made
 FOLDER/cert.pem, key.pem    the services' certificate
 FOLDER/clients/NAME/        ca.pem, cert.pem and key.pem of a client
+FOLDER/revoked.json         clients whose certificates no longer count
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.errors import ConfigError
+from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
 from headrace.rpc.access.role import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
@@ -59,11 +61,7 @@ def issue_client(folder: Path, name: str, role: Role | None, days: int) -> Issue
 
     Without a role it opens connections on which a token has to say who calls.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name) or len(name) > _LONGEST_NAME or name == SERVICE_NAME:
-        raise ConfigError(
-            f"a client cannot be named {name!r}: use up to {_LONGEST_NAME} letters, digits, '.', '_', '-' and '@', and "
-            f"not {SERVICE_NAME!r}, which is the services'"
-        )
+    _require_name(name)
     if role is Role.SERVICE:
         raise ConfigError(
             f"a client's role is not {role}: that is the services' certificate, `headrace certs {folder}`"
@@ -73,6 +71,31 @@ def issue_client(folder: Path, name: str, role: Role | None, days: int) -> Issue
     issued = _issue(folder, TlsFolder(folder / "clients" / name), name, usage, roles, days)
     _write(TlsFolder(issued.folder).authority, TlsFolder(folder).authority.read_bytes(), secret=False)
     return issued
+
+
+def revoke_client(folder: Path, name: str) -> bool:
+    """Refuses every certificate of that name that was made until now; False where none is below the folder.
+
+    Raises ConfigError, also for the services' name: clients that meet a service do not look at the list.
+    """
+    if name == SERVICE_NAME:
+        raise ConfigError(
+            f"the certificate of {name} is the services', which is not revoked: whoever has its key can pretend to be "
+            "a service. Make an authority in a new folder, and start the run again with it"
+        )
+    _require_name(name)
+    if not (folder / "ca-key.pem").exists():
+        raise ConfigError(f"{folder} has no ca-key.pem: name the folder in which the authority was made")
+    revoked.add(folder, name, _now() - _CLOCK_SKEW)
+    return (folder / "clients" / name).is_dir()
+
+
+def _require_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name) or len(name) > _LONGEST_NAME or name == SERVICE_NAME:
+        raise ConfigError(
+            f"a client cannot be named {name[:80]!r}: use up to {_LONGEST_NAME} letters, digits, '.', '_', '-' and "
+            f"'@', and not {SERVICE_NAME!r}, which is the services'"
+        )
 
 
 def _issue(
@@ -87,6 +110,7 @@ def _issue(
     key, ends = ec.generate_private_key(ec.SECP256R1()), _now() + datetime.timedelta(days=days)
     builder = (
         _builder(name, key.public_key(), authority.subject, min(ends, authority.not_valid_after_utc))
+        .not_valid_before(_start(folder, name))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
@@ -128,6 +152,7 @@ def _make_authority(folder: Path, certificate: Path, key_file: Path) -> None:
         _builder(
             f"{SERVICE_NAME} authority", key.public_key(), subject, _now() + datetime.timedelta(days=_AUTHORITY_DAYS)
         )
+        .not_valid_before(_now() - _CLOCK_SKEW)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
@@ -146,9 +171,15 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - _CLOCK_SKEW)
         .not_valid_after(ends)
     )
+
+
+def _start(folder: Path, name: str) -> datetime.datetime:
+    """A new certificate's validity begins later than that of any revoked one of its name."""
+    until = (revoked.read(folder / revoked.FILE) or {}).get(name)
+    start = _now() - _CLOCK_SKEW
+    return start if until is None else max(start, until + datetime.timedelta(seconds=1))
 
 
 def _alternative(name: str) -> x509.GeneralName:

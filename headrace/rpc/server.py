@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
+from headrace.rpc.access.revoked import Revoked
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.log import log
@@ -100,7 +101,8 @@ class RpcServer:
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        access = Access(has_certificates=tls is not None, tokens=tokens)
+        revoked = Revoked(tls.path) if tls else None
+        access = Access(has_certificates=tls is not None, tokens=tokens, revoked=revoked)
         interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 

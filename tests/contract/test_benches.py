@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.bench import evaluation, ledger_state_machine, ledger_throughput, overlap, planning
-from tests.bench.ledger import waiters
+from tests.bench.ledger import tls_cost, waiters
 from tests.bench.weights import delta
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,6 +109,18 @@ def test_planning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         assert most >= 0
         assert min(micro, slime) >= 1
         assert work >= 1 - 1e-4
+
+
+async def test_tls_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tls_cost, "NUM_SAMPLES", {18_000: 128})
+    monkeypatch.setattr(tls_cost, "ROUNDS", 1)
+    await tls_cost.main()
+    said = capsys.readouterr().out
+    for what in ("put", "fetch"):
+        rows = figures(f"{what} # a second #×, CPU # µs a sample #×", said, 3)
+        assert all(number > 0 for number in rows)
+        assert rows[1] == rows[3] == 1.0, "the first row is in clear"
 
 
 async def test_waiters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

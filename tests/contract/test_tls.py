@@ -21,6 +21,7 @@ from headrace.rpc.access.role import Role
 from headrace.rpc.channel import connect
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
+from tests.support.faults.far_away import far_away
 
 SOON = 3.0
 
@@ -95,6 +96,15 @@ async def test_a_certificate_is_for_any_address(authority: Path, monkeypatch) ->
     async with serving(authority, "127.0.0.2:0") as server:
         assert await answers(f"127.0.0.2:{server.port}")
         assert await answers(f"127.0.0.1:{server.metrics_port}|127.0.0.2:{server.port}")
+
+
+async def test_a_service_that_is_far_away_is_reached(authority: Path, monkeypatch) -> None:
+    """A handshake is four round trips: at 0.2 s each it takes longer than the wait between two attempts."""
+    monkeypatch.setenv(VARIABLE, str(authority))
+    async with serving(authority) as server, far_away(server.address, 0.1) as address, connect(address) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True
+        )
 
 
 async def test_a_renewed_certificate_is_used_without_a_restart(authority: Path, tmp_path: Path, monkeypatch) -> None:

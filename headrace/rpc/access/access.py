@@ -1,5 +1,6 @@
 """Decides a call before its request is read: who calls, and whether that caller's roles may call this.
 
+A revoked certificate      nothing is allowed, whatever token is beside it
 Certificate with a role    its role; with a token beside it both roles must allow the call
 Certificate without one    the token's role; without a token nothing is allowed
 The services' certificate  the role `service`; a token beside it is not looked at
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from headrace.errors import HeadraceError, PermissionDenied, Unauthenticated
 from headrace.rpc.access.caller import Caller, Peer, of_certificate
+from headrace.rpc.access.revoked import Revoked
 from headrace.rpc.access.role import Role
 from headrace.rpc.access.table import roles_of
 from headrace.rpc.access.tokens import Metadata, Tokens, token_in
@@ -20,9 +22,10 @@ _NOBODY = Caller("", ())
 class Access:
     """Open, as on loopback, where a server has neither certificates nor tokens."""
 
-    def __init__(self, *, has_certificates: bool, tokens: Tokens | None) -> None:
+    def __init__(self, *, has_certificates: bool, tokens: Tokens | None, revoked: Revoked | None = None) -> None:
         self._has_certificates = has_certificates
         self._tokens = tokens
+        self._revoked = revoked
 
     @property
     def is_open(self) -> bool:
@@ -32,6 +35,8 @@ class Access:
     def caller(self, peer: Peer, metadata: Metadata) -> Caller:
         """Without roles where the caller has not shown any. Nothing is raised, so that a refusal is logged with it."""
         shown = of_certificate(peer) if self._has_certificates else _NOBODY
+        if self._revoked is not None and self._revoked.includes(peer):
+            return Caller(shown.name, (), is_revoked=True)
         token = token_in(metadata)
         if self._tokens is None or token is None or Role.SERVICE in shown.roles:
             return shown
@@ -50,6 +55,11 @@ class Access:
             raise _denied(caller, f"{service.rpartition('.')[2]}.{method}", allowed)
 
     def _way_out(self, caller: Caller) -> str:
+        if caller.is_revoked:
+            return (
+                f"the certificate of {caller.name} is revoked: ask for a new one, which `headrace certs FOLDER "
+                f"--client {caller.name}` makes"
+            )
         if caller.has_unknown_token:
             return (
                 "the token is none of the job's tokens_file: it was revoked, or is another job's: ask for one that "

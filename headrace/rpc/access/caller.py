@@ -26,6 +26,7 @@ class Caller:
     name: str
     roles: tuple[Role, ...]
     has_unknown_token: bool = False
+    is_revoked: bool = False
 
     @property
     def role(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -89,8 +89,12 @@ class BufferProcess:
         metrics_address: str | None = None,
         *,
         compacting: bool = False,
+        arguments: Sequence[str] = (),
     ) -> None:
-        """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there."""
+        """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there.
+
+        `arguments` are further ones of the service.
+        """
         module = "tests.support.faults.faulty_buffer" if failpoint or compacting else "services.buffer"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_FILE_BYTES": str(file_bytes)}
         if failpoint:
@@ -100,7 +104,7 @@ class BufferProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),
-            *(("--metrics-address", metrics_address) if metrics_address else ()),
+            *(("--metrics-address", metrics_address) if metrics_address else ()), *arguments,
             cwd=ROOT, env=environment, stderr=(self.folder / "log").open("a"),
         )  # fmt: skip
 

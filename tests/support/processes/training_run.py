@@ -51,7 +51,9 @@ class TrainingRun:
         program: Sequence[str] = ("train",),
         name: str = "e2e",
         environment: Mapping[str, str] | None = None,
+        code: Path = ROOT,
     ) -> None:
+        """`code` is the tree whose headrace runs."""
         self.folder = RunFolder(folder / "runs" / name)
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -63,7 +65,8 @@ class TrainingRun:
         ]  # fmt: skip
         self.export = folder / "export"
         self.log = folder / f"launcher-{name}.log"
-        self._environment = _environment() | dict(environment or {})
+        self._code = code
+        self._environment = _environment() | {"PYTHONPATH": str(code)} | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -77,7 +80,7 @@ class TrainingRun:
         """Ended by SIGTERM when the block is left, by SIGKILL when that does not help."""
         with self.log.open("wb") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *self.command, cwd=ROOT, env=self._environment, stdout=output, stderr=output
+                *self.command, cwd=self._code, env=self._environment, stdout=output, stderr=output
             )
         try:
             yield self
@@ -212,8 +215,7 @@ def unpacked(samples: list[Any]) -> list[Sample]:
 
 def _environment() -> dict[str, str]:
     """Without the tests' own variables, which would be unknown ones of the job."""
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    return mine | {"PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace import __version__
 from headrace.errors import ConfigError
 from services.buffer.store.files import DiskFiles
-from services.buffer.store.sqlite.database import connect, open_database
+from services.buffer.store.sqlite.database import checksum, connect, note_version, open_database
 from services.buffer.store.sqlite.payload_files import PayloadFiles, file_name
 from services.buffer.store.sqlite.payload_record import read_record, record_header
 
@@ -52,10 +53,28 @@ def test_a_record_whose_header_or_key_differs_is_none(place: int) -> None:
     assert read_record(memoryview(record), FILE_ID, b"key", 7, crc) is None
 
 
+def test_a_database_of_a_newer_release_is_refused_by_that_releases_name_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(open_database(path, connect, may_be_new=True)) as database:
+        note_version(database)
+        assert database.execute("SELECT body FROM meta WHERE key = 'headrace'").fetchone() == (__version__.encode(),)
+        body = b"9.1.0"
+        database.execute("UPDATE meta SET body = ?, crc = ?", (body, checksum("headrace", body)))
+        database.execute("PRAGMA user_version = 9")
+    before = path.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"has layout 9 of headrace 9\.1\.0.*nothing was changed. Go on with headrace 9"
+    ):
+        open_database(path, connect, may_be_new=False)
+    assert path.read_bytes() == before
+
+
 def test_a_database_of_another_layout_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     open_database(path, connect, may_be_new=True).close()
     with closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 2")
-    with pytest.raises(ConfigError, match="has layout 2, this headrace reads 3: finish the run"):
+    with pytest.raises(
+        ConfigError, match=r"has layout 2 of an older headrace.*reads layout 3.*or choose another run_name"
+    ):
         open_database(path, connect, may_be_new=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace import __version__
 from headrace.cli import main as cli
 from headrace.cli import runs
 from headrace.cli.main import main
@@ -64,6 +65,16 @@ def test_a_run_whose_job_is_damaged(
     RunFolder(tmp_path).write_services({})
     (tmp_path / "job.json").write_text(content)
     assert "job.json is not a job of this version" in refused(capsys, *command, str(tmp_path))
+
+
+def test_a_job_that_another_release_wrote_names_that_release(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    RunFolder(tmp_path).write_services({})
+    (tmp_path / "job.json").write_text('{"run": {"of_a_later_release": 1}}')
+    assert f"this version, headrace {__version__}: run.of_a_later_release" in refused(capsys, "audit", str(tmp_path))
+    (tmp_path / "version").write_text("9.1.0\n")
+    assert "; headrace 9.1.0 wrote it: use that one" in refused(capsys, "audit", str(tmp_path))
 
 
 @pytest.mark.parametrize("command", ["samples", "submit", "generate", "export"])

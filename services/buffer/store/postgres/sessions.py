@@ -21,6 +21,7 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg import sql
 
+from headrace import __version__
 from headrace.errors import ConfigError, Fenced, Unavailable
 from headrace.rpc.log import log
 
@@ -34,10 +35,17 @@ AWAY = (
 
 Session = psycopg.Connection[Any]
 
+LAYOUT = 1
+"""The version of tables and rows; another one is refused. A field that is added with a default is no other one.
+
+headrace 0.1.0 does not look: the next layout names its tables otherwise, so that 0.1.0 cannot write into it.
+"""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS claim (id integer PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS owner (id integer PRIMARY KEY, epoch bigint NOT NULL, ledger_id text NOT NULL);
 ALTER TABLE owner ADD COLUMN IF NOT EXISTS commits bigint NOT NULL DEFAULT 0;
+ALTER TABLE owner ADD COLUMN IF NOT EXISTS layout integer NOT NULL DEFAULT 1;
+ALTER TABLE owner ADD COLUMN IF NOT EXISTS version text;
 CREATE TABLE IF NOT EXISTS streams (name text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
@@ -159,12 +167,26 @@ class Sessions:
             time.sleep(_CLAIM_SECONDS)
         self.writer = self._kept("writer")
         with answered(self.writer):
+            self._require_layout()
             ((self.epoch, self.ledger_id, self.num_commits),) = self.writer.execute(
                 "INSERT INTO owner VALUES (1, 1, %s) ON CONFLICT (id) DO UPDATE SET epoch = owner.epoch + 1 "
                 "RETURNING epoch, ledger_id, commits",
                 (secrets.token_hex(4),),
             )
+            self.writer.execute("UPDATE owner SET version = %s", (__version__,))
         log.info("ledger_owned", ledger=self.schema, owner_epoch=self.epoch)
+
+    def _require_layout(self) -> None:
+        found = self.writer.execute("SELECT layout, version FROM owner").fetchone()
+        layout, version = found or (LAYOUT, None)
+        if layout != LAYOUT:
+            writer = f"headrace {version or '0.1.0'}"
+            self.close()
+            raise ConfigError(
+                f"the schema {self.schema} has layout {layout} of {writer}, and headrace {__version__} reads layout "
+                f"{LAYOUT}: nothing was changed. Go on with {writer}, restore a dump that {__version__} made, or "
+                "choose another run_name"
+            )
 
     def _take_claim(self) -> bool:
         """Leaves the transaction open, so that the lock ends with the session."""

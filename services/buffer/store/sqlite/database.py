@@ -14,11 +14,14 @@ from typing import Any
 
 from crc32c import crc32c
 
+from headrace import __version__
 from headrace.errors import ConfigError, DataLoss
 
 FILE = "ledger.sqlite"
 LAYOUT = 3
-"""The version of the tables; an older release's are refused."""
+"""The version of tables and rows; another one is refused. A field that is added with a default is no other one."""
+_VERSION = "headrace"
+"""The key of the release that opened the ledger last."""
 TABLES = {
     "meta": "(key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
     "streams": "(name TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
@@ -48,10 +51,7 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, 
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
         (num_tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
         if num_tables and layout != LAYOUT:
-            raise ConfigError(
-                f"{path} has layout {layout}, this headrace reads {LAYOUT}: finish the run with the headrace that "
-                "wrote it, or choose another run_name"
-            )
+            raise _another_layout(path, layout, _version_in(connection))
         if not num_tables and not may_be_new:
             raise DataLoss(f"{path} is empty, or its log ({FILE}-wal) is gone (put it back if you have it)")
         if not num_tables:
@@ -60,6 +60,32 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, 
         connection.close()
         raise
     return connection
+
+
+def note_version(connection: sqlite3.Connection) -> None:
+    """Writes which release has opened the ledger, for a refusal to name it."""
+    body = __version__.encode()
+    if _version_in(connection) != __version__:
+        connection.execute("REPLACE INTO meta VALUES (?, ?, ?)", (_VERSION, body, checksum(_VERSION, body)))
+
+
+def _version_in(connection: sqlite3.Connection) -> str | None:
+    """None where it is not written, as in ledgers of 0.1.0, or cannot be read."""
+    try:
+        row = connection.execute("SELECT body, crc FROM meta WHERE key = ?", (_VERSION,)).fetchone()
+    except sqlite3.Error:
+        return None
+    is_whole = row is not None and isinstance(row[0], bytes) and checksum(_VERSION, row[0]) == row[1]
+    return row[0].decode(errors="replace") if is_whole else None
+
+
+def _another_layout(path: Path, layout: int, version: str | None) -> ConfigError:
+    age = "a newer" if layout > LAYOUT else "an older"
+    writer = f"headrace {version}" if version else f"{age} headrace"
+    return ConfigError(
+        f"{path} has layout {layout} of {writer}, and headrace {__version__} reads layout {LAYOUT}: nothing was "
+        f"changed. Go on with {writer}, restore a backup that {__version__} made, or choose another run_name"
+    )
 
 
 def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:

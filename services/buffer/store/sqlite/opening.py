@@ -18,7 +18,7 @@ from typing import TextIO
 from headrace.errors import ConfigError
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder
-from services.buffer.store.sqlite.database import FILE, checksum, open_database
+from services.buffer.store.sqlite.database import FILE, checksum, note_version, open_database
 from services.buffer.store.sqlite.extent import Extents
 from services.buffer.store.sqlite.loading import load_extents
 from services.buffer.store.sqlite.payload_files import PayloadFiles
@@ -84,6 +84,7 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
         extents = Extents(found)
         lost = _damaged_files(payload_files, extents)
         torn_bytes = 0 if damage else _cut(payload_files, extents, set(lost))
+        note_version(writer)
     except BaseException:
         writer.close()
         raise

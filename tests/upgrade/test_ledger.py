@@ -1,0 +1,125 @@
+"""A ledger that one release wrote is read and trained on by the other, with either release's client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from headrace.cli.commands.audit import audit_ledger
+from headrace.errors import ConfigError
+from headrace.job.load.resolved import read_job
+from services.buffer.build import store_of_job
+from services.buffer.store.base import Store
+from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.processes.buffer_server import served_buffer
+from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
+from tests.upgrade import driver
+from tests.upgrade.release import Release, ReleaseBuffer, newest_release
+
+pytestmark = pytest.mark.timeout(300)
+long = pytest.mark.skipif("HEADRACE_UPGRADE" not in os.environ, reason="long: make chaos sets HEADRACE_UPGRADE")
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return newest_release(tmp_path_factory.mktemp("release"))
+
+
+@asynccontextmanager
+async def todays(store: Store, folder: Path) -> AsyncIterator[str]:
+    columns = folder / "ledger" / "columns"
+    async with served_buffer(store, columns_folder=columns) as (_, server):
+        yield server.address
+
+
+async def audited(address: str, folder: Path) -> None:
+    found = await audit_ledger(address, driver.STREAM, folder / "trained.jsonl", deep=True)
+    assert found.verdict.is_clean, found.verdict
+    assert (found.num_steps, found.num_samples) == (5, 20)
+
+
+async def test_a_ledger_of_the_release_goes_on_today_with_either_client(release: Release, tmp_path: Path) -> None:
+    """Its groups are queued, leased, ready, consumed, committed, failed and dropped; a column lies out of line."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    async with ReleaseBuffer(release, first) as buffer:
+        await release.drive("begin", buffer.address, first)
+    shutil.copytree(first, second)
+    async with todays(SqliteStore(first / "ledger"), first) as address:
+        await release.drive("go_on", address, first)
+        await audited(address, first)
+    async with todays(SqliteStore(second / "ledger"), second) as address:
+        await driver.main("go_on", address, second)
+        await audited(address, second)
+
+
+async def test_a_ledger_of_today_goes_on_with_the_release_and_comes_back(release: Release, tmp_path: Path) -> None:
+    """What a run that was upgraded too early needs: the release before takes it, today's client beside it."""
+    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
+        await driver.main("begin", address, tmp_path)
+    async with ReleaseBuffer(release, tmp_path) as buffer:
+        await driver.main("go_on", buffer.address, tmp_path)
+    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
+        await audited(address, tmp_path)
+
+
+@long
+async def test_the_release_refuses_a_layout_that_it_does_not_know_and_loses_nothing(
+    release: Release, tmp_path: Path
+) -> None:
+    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
+        await driver.main("begin", address, tmp_path)
+    database = tmp_path / "ledger" / "ledger.sqlite"
+    _set_layout(database, 99)
+    async with ReleaseBuffer(release, tmp_path) as buffer:
+        code, said = await asyncio.wait_for(buffer.ended(), 60)
+    assert code == 2
+    assert "has layout 99, this headrace reads 3" in said
+    with pytest.raises(ConfigError, match=r"layout 99 of headrace .* nothing was changed"):
+        SqliteStore(tmp_path / "ledger")
+    _set_layout(database, 3)
+    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
+        await driver.main("go_on", address, tmp_path)
+        await audited(address, tmp_path)
+
+
+def _set_layout(database: Path, layout: int) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute(f"PRAGMA user_version = {layout}")
+
+
+@long
+@needs_postgres
+@pytest.mark.parametrize("todays_is_first", [False, True])
+async def test_a_ledger_in_postgresql_goes_both_ways(
+    release: Release, tmp_path: Path, *, todays_is_first: bool
+) -> None:
+    database = f"upgrade_{todays_is_first}".lower()
+    run_postgres("createdb", f"--maintenance-db={cluster()}", database)
+    dsn = f"{cluster().removesuffix('/postgres')}/{database}"
+    of_release = ReleaseBuffer(release, tmp_path, "buffer_store='postgres'", f"buffer_postgres={dsn!r}")
+    job = read_job(of_release.config)
+    orders = (
+        (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))
+    )
+    for whose, order in orders:
+        if whose == "today":
+            async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
+                await driver.main(order, address, tmp_path)
+        else:
+            async with of_release:
+                await release.drive(order, of_release.address, tmp_path)
+    async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
+        await audited(address, tmp_path)
+    with psycopg.connect(dsn, autocommit=True) as session:
+        session.execute("UPDATE headrace_run.owner SET layout = 99, version = '9.1.0'")
+        with pytest.raises(ConfigError, match=r"has layout 99 of headrace 9\.1\.0.*nothing was changed"):
+            store_of_job(job, tmp_path / "ledger")

@@ -1,0 +1,112 @@
+"""A run of the release is gone on with today, and the other way; services of both releases work together.
+
+Real launcher, buffer, Megatron rank and weight publication; only the samples are made without a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.rpc.net import free_port
+from services.trainer.checkpoint.manifest import Manifest
+from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import ROOT, TrainingRun
+from tests.upgrade.release import Release, newest_release
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif("HEADRACE_UPGRADE" not in os.environ, reason="long: make chaos sets HEADRACE_UPGRADE"),
+]
+
+GROUPS_PER_STEP = 4
+NUM_STEPS = 6
+STEPS_EACH = 2
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return newest_release(tmp_path_factory.mktemp("release"))
+
+
+def training_run(folder: Path, code: Path, rollout_address: str, *flags: str) -> TrainingRun:
+    """The same command line for both releases."""
+    return TrainingRun(
+        folder, folder.parent / "model",
+        "--rollout-address", rollout_address, "--reward-address", "127.0.0.1:9",
+        "--num-rollout", str(NUM_STEPS), "--save-interval", "1", "--lr", "1e-3", "--actor-num-gpus-per-node", "1",
+        "--update-weight-probe-tolerance", "1e6", *flags,
+        code=code,
+    )  # fmt: skip
+
+
+async def audits(run: TrainingRun, release: Release) -> None:
+    """By both releases."""
+    assert await asyncio.to_thread(main, ["audit", str(run.folder.path), "--deep"]) == 0
+    said = await asyncio.to_thread(release.run, "-m", "headrace.cli.main", "audit", str(run.folder.path), "--deep")
+    assert "lost, doubled, unaccounted: 0 0 0" in said
+
+
+@asynccontextmanager
+async def going(run: TrainingRun, supply: asyncio.Semaphore, *, address: str | None = None) -> AsyncIterator[None]:
+    """The run, and the producer of its samples."""
+    run.folder.services_file.unlink(missing_ok=True)  # an earlier start's addresses
+    async with run.started():
+        producing = asyncio.create_task(produce(address or await run.address_of("buffer"), supply))
+        try:
+            yield
+        finally:
+            producing.cancel()
+
+
+async def test_a_run_goes_from_the_release_to_today_and_back(release: Release, tmp_path: Path) -> None:
+    """Its ledger, checkpoint, job.json and trainer's record: steps 1 and 2 there, 3 and 4 here, 5 and 6 there."""
+    make_tiny_qwen3(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    supply = asyncio.Semaphore(0)
+    for start, code in enumerate((release.code, ROOT, release.code)):
+        step = STEPS_EACH * (start + 1)
+        async with certain_rollout() as rollout:
+            run = training_run(tmp_path / "run", code, rollout.address)
+            async with going(run, supply):
+                allow(supply, STEPS_EACH * GROUPS_PER_STEP)
+                await run.until_step(step)
+                if step == NUM_STEPS:
+                    await run.finished()
+        said = run.log.read_text()
+        assert start == 0 or f"resuming after step {STEPS_EACH * start}" in said, said
+        newest = max((run.folder.path / "checkpoints").glob("step-*"))
+        assert Manifest.read(newest).step == step
+        await audits(run, release)
+    assert [row["step"] for row in run.metrics()] == list(range(1, NUM_STEPS + 1))
+    assert sorted(run.trained()) == list(range(NUM_STEPS))
+
+
+@pytest.mark.parametrize("old", ["buffer", "trainer"])
+async def test_services_of_both_releases_work_together(release: Release, tmp_path: Path, old: str) -> None:
+    """As in a rolling upgrade: one of them is still the release's, the rest is today's."""
+    make_tiny_qwen3(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    codes = {"buffer": ROOT, "trainer": ROOT, old: release.code}
+    address = f"127.0.0.1:{free_port()}"
+    async with certain_rollout() as rollout:
+        here = ("--buffer-address", address)
+        buffer = training_run(tmp_path / "run", codes["buffer"], rollout.address, *here)
+        buffer.command[buffer.command.index("train")] = "up"
+        buffer.command.insert(buffer.command.index("up") + 1, "buffer")
+        buffer.log = buffer.log.with_name("buffer.log")
+        trainer = training_run(tmp_path / "run", codes["trainer"], rollout.address, *here)
+        async with buffer.started():
+            supply = asyncio.Semaphore(NUM_STEPS * GROUPS_PER_STEP)
+            async with going(trainer, supply, address=address):
+                await trainer.finished()
+            await audits(trainer, release)
+    assert sorted(trainer.trained()) == list(range(NUM_STEPS))
