@@ -58,6 +58,8 @@ class Access:
         send = "set HEADRACE_TOKEN_FILE to a file with a token that `headrace tokens add` made"
         if not self._has_certificates:
             return f"it came without a token: {send}"
+        if not caller.name:
+            return f"it came without a certificate and without a token: use one of the two; {send}"
         renew = f"renew it with `headrace certs FOLDER --client {caller.name} --role ROLE`"
         return f"the certificate of {caller.name} names no role: {renew}" + (f", or {send}" if self._tokens else "")
 
