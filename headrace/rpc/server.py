@@ -176,6 +176,7 @@ class RpcServer:
         log.info("draining", grace_seconds=grace_seconds)
         await self._server.stop(grace_seconds)
         self.connections.stop()
+        self.metrics.stop()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", *(s.full_name for s in self._services)):

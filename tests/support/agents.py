@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
+from headrace.rpc.listen import Listen
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
 from services.rollout.agents.sampler import AgentSampler
@@ -84,7 +85,13 @@ def require_as_sampled(sample: Sample) -> None:
 
 @contextlib.asynccontextmanager
 async def producing(
-    folder: Path, code: str, factory: Callable[[Job], EngineFactory], *, num_prompts: int = GROUPS, **rollout: object
+    folder: Path,
+    code: str,
+    factory: Callable[[Job], EngineFactory],
+    *,
+    num_prompts: int = GROUPS,
+    listen: Listen | None = None,
+    **rollout: object,
 ) -> AsyncIterator[Producing]:
     make_tiny_qwen3(folder)
     make_chat_tokenizer("qwen2.5").save_pretrained(folder)
@@ -106,7 +113,8 @@ async def producing(
                 },
             }
         )
-        service = rollout_service(job, factory(job), folder, CollectorRegistry())
+        given = {"listen": listen} if listen else {}
+        service = rollout_service(job, factory(job), folder, CollectorRegistry(), **given)
         await service.start()
         try:
             yield Producing(service, client, server.address)
