@@ -89,6 +89,7 @@ class RpcServer:
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
+        connections: ConnectionGuard | None = None,
     ) -> None:
         """`request_limits`: what a request may have, by its method. With `tls` or `tokens` callers have roles.
 
@@ -118,7 +119,7 @@ class RpcServer:
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
         access = Access(has_certificates=tls is not None, tokens=tokens)
-        self.connections = ConnectionGuard()
+        self.connections = connections or ConnectionGuard()
         interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access, self.connections)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 

@@ -52,6 +52,8 @@ class MetricsPage:
             started.set_result(None)
             await self._ended.wait()
             door.close()
+            door.visits.close_all()
+            await asyncio.sleep(0)  # a turn of the loop, in which they are closed
 
         threading.Thread(target=lambda: asyncio.run(serve()), name="metrics", daemon=True).start()
         started.result(timeout=_START_SECONDS)
@@ -110,7 +112,7 @@ def _answered(head: bytes, application: Any) -> bytes:
         return _refused(HTTPStatus.BAD_REQUEST)
     method, target, _ = words
     path, _, query = target.partition("?")
-    if method not in ("GET", "HEAD", "OPTIONS"):
+    if method not in ("GET", "OPTIONS"):
         return _refused(HTTPStatus.METHOD_NOT_ALLOWED)
     if unquote(path) not in ("/", "/metrics"):
         return _refused(HTTPStatus.NOT_FOUND)
@@ -125,9 +127,11 @@ def _answered(head: bytes, application: Any) -> bytes:
         "wsgi.errors": sys.stderr,
     }
     said: list[tuple[str, list[tuple[str, str]]]] = []
-    body = b"".join(application(environment, lambda status, of_answer: said.append((status, of_answer))))
-    status, of_answer = said[0]
-    return _message(status, of_answer, b"" if method == "HEAD" else body)
+    try:
+        body = b"".join(application(environment, lambda status, of_answer: said.append((status, of_answer))))
+    except (ValueError, TypeError):  # of a query or a header that means nothing
+        return _refused(HTTPStatus.BAD_REQUEST)
+    return _message(*said[0], body)
 
 
 def _refused(status: HTTPStatus) -> bytes:

@@ -74,6 +74,11 @@ class Visits:
         self.speaks(visit)
         self._num_open -= _remove(self._of_host, visit)
 
+    def close_all(self) -> None:
+        """For the end of a port."""
+        for visit in [visit for of_host in self._of_host.values() for visit in of_host]:
+            visit.close()
+
     def _close_oldest(self, of: dict[Visit, None]) -> bool:
         oldest = next(iter(of), None)
         if oldest is None:

@@ -52,7 +52,7 @@ class SlowRanks(Everything):
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--address", "--folder"):
+    for name in ("--address", "--metrics-address", "--folder"):
         parser.add_argument(name, required=True)
     configure_logging("trainer")
     asyncio.run(_serve(parser.parse_args()))
@@ -71,6 +71,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         "trainer",
         arguments.address,
         [Service(servicer, trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)],
+        metrics_address=arguments.metrics_address,
     )
     await server.start()
     running = asyncio.create_task(train(ranks, ranks, console, ranks))

@@ -29,7 +29,8 @@ class ServerProcess:
         self.module = module
         self.address = f"127.0.0.1:{free_port()}"
         self.log_path = folder / f"{module}.log"
-        self._arguments = [*arguments, "--address", self.address]
+        self.metrics_address = f"127.0.0.1:{free_port()}"
+        self._arguments = [*arguments, "--address", self.address, "--metrics-address", self.metrics_address]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -113,9 +114,12 @@ def reward_process(folder: Path) -> ServerProcess:
     )
 
 
-def rollout_process(folder: Path, buffer_address: str, reward_address: str) -> ServerProcess:
+def rollout_process(
+    folder: Path, buffer_address: str, reward_address: str, *, openai_port: int | None = None
+) -> ServerProcess:
     """The whole service with its router, on fake engines."""
     arguments = ["--folder", str(folder), "--buffer", buffer_address, "--reward", reward_address]
+    arguments += ["--openai-port", str(openai_port)] if openai_port else []
     return ServerProcess("tests.hostile.servers.serve_rollout", folder, arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +25,9 @@ from headrace.rpc.access.role import Role
 from headrace.rpc.access.table import roles_of
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.access.tokens_file import add, revoke
+from headrace.rpc.http import door
 from headrace.rpc.tls import TlsFolder
+from services.rollout.agents import gate
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.server import EndpointServer
@@ -110,9 +113,9 @@ async def test_a_token_is_an_api_key_and_each_role_may_ask_what_generate_lets_it
         assert place.url.startswith("https://" if tls else "http://")
         for role, key in keys.items():
             assert await chat(place.client(key)) == (200 if role in roles_of(ROLLOUT, "Generate") else 403), role
-            async with place.client(key) as client:
-                assert [each.id async for each in client.models.list()] == ["m"]
         assert await chat(place.client("headrace_unknown")) == 401
+        async with place.client(keys[Role.VIEWER]) as viewer:
+            assert [each.id async for each in viewer.models.list()] == ["m"]
 
 
 async def test_a_certificate_has_the_role_that_it_has_in_grpc(place: Place) -> None:
@@ -154,6 +157,64 @@ async def test_a_sessions_address_is_its_key(place: Place) -> None:
     async with serving(place), httpx.AsyncClient(verify=place.context()) as http:
         assert (await http.post(f"{place.url}/sessions/known/v1/chat/completions")).status_code == 200
         assert (await http.post(f"{place.url}/sessions/guess/v1/chat/completions")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        ("Content-Encoding: gzip", b"x", 415),
+        ("Content-Length: 99999999", b"", 413),
+        ("X: " + "y" * 40_000, b"", 431),
+        ("Content-Length: 5", b"{", 408),
+        ("Transfer-Encoding: chunked", b"2\r\n{}\r\n", 408),
+    ],
+)
+async def test_what_is_too_large_packed_or_never_ends_is_refused_by_name(
+    place: Place, monkeypatch, head: str, body: bytes, status: int
+) -> None:
+    monkeypatch.setattr(gate, "MAX_HTTP_BODY_SECONDS", 0.3)
+    async with serving(place, tls=False, tokens=False):
+        answer = await said(place, f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert b'"error"' in answer
+
+
+async def test_a_head_that_never_ends_is_cut_off_and_so_is_the_next_request_of_a_connection(
+    place: Place, monkeypatch
+) -> None:
+    monkeypatch.setattr(door, "MAX_HTTP_HEADER_SECONDS", 0.5)
+    async with serving(place, tls=False, tokens=False):
+        assert await said(place, b"GET /v1/mo") == b""
+        whole = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        answers = await said(place, whole + whole + b"GET /v1/mo")
+        assert answers.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def said(place: Place, request: bytes) -> bytes:
+    """All that is answered until the server ends the connection."""
+    host, port = place.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    answer = bytearray()
+    async with asyncio.timeout(SOON):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                answer += data
+                if b"\r\n\r\n" in answer and b'"error"' in answer:
+                    break
+    writer.close()
+    return bytes(answer)
+
+
+async def test_half_handshakes_hold_up_nobody(place: Place) -> None:
+    async with serving(place):
+        host, port = place.url.removeprefix("https://").split(":")
+        half = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+        for _, writer in half:
+            writer.write(b"\x16\x03\x01\x02\x00\x01")
+        assert await chat(place.client(of=place.folder)) == 200
+        for _, writer in half:
+            writer.close()
 
 
 async def test_renewed_certificates_and_tokens_count_without_a_restart(place: Place, tmp_path: Path) -> None:
