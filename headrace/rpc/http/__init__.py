@@ -1,1 +1,1 @@
-"""HTTP surfaces: who may connect, for how long, and the certificates of both sides."""
+"""HTTP ports: who may connect, for how long, and the certificates of both sides."""

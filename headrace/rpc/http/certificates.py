@@ -27,7 +27,7 @@ def server_context(folder: TlsFolder, *, needs_certificate: bool) -> ssl.SSLCont
 
 
 def peer_of(connection: ssl.SSLObject | None) -> Peer:
-    """What a connection's certificate says, as gRPC's auth context has it."""
+    """Returns what a connection's certificate says, as gRPC's auth context has it."""
     der = connection.getpeercert(binary_form=True) if connection else None
     if connection is None or der is None:
         return {}

@@ -105,7 +105,7 @@ class _Request(asyncio.Protocol):
 
 
 def _answered(head: bytes, application: Any) -> bytes:
-    """What the WSGI application says to a GET."""
+    """Returns what the WSGI application says to a GET."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -1,4 +1,4 @@
-"""Which connections an HTTP port has, by address, and which of them are closed for others.
+"""The connections of an HTTP port, by address, and the choice of those that are closed for others.
 
 A connection is silent → speaking → silent …: silent until the whole head of a request has come, and again after its
 answer. Of too many silent ones the oldest are closed: who means to ask has asked by then. A connection beyond the

@@ -1,1 +1,1 @@
-"""What one peer may have of a server at once: calls, bytes, connections."""
+"""Limits of what one peer may have of a server at once: calls, bytes, connections."""

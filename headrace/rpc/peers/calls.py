@@ -22,7 +22,7 @@ _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 
 
 def key_of(peer: str, caller: Caller | None) -> str:
-    """Whose limits count: a caller's name; else the host, all of whose connections are one peer.
+    """Names the peer whose limits count: a caller; else the host, all of whose connections are one peer.
 
     Of this machine each connection is one: a run's own services and a stranger would otherwise share their limits.
     """

@@ -23,7 +23,7 @@ class Connection:
 
 
 def num_descriptors() -> int:
-    """How many files this process has open: no more connections than that."""
+    """Returns the number of files that this process has open: there are no more connections than that."""
     return len(os.listdir(_DESCRIPTORS))
 
 

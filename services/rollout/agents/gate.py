@@ -1,4 +1,4 @@
-"""Who may ask the endpoint, and how much at once: the roles of gRPC's callers, and limits of a peer.
+"""Decides who may ask the endpoint, and how much at once: the roles of gRPC's callers, and limits of a peer.
 
 A caller shows a certificate, or sends a token as OpenAI's clients send their key: `Authorization: Bearer TOKEN`.
 """

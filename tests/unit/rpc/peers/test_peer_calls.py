@@ -88,7 +88,7 @@ async def never() -> AsyncIterator[bytes]:
 async def test_requests_that_never_arrive_hold_up_their_sender_alone_and_end(monkeypatch) -> None:
     monkeypatch.setattr(interceptor, "MAX_RECEIVE_SECONDS", 1.0)
     async with serving() as server, connect(server.address) as stranger, connect(server.address) as other:
-        slow = [asyncio.ensure_future(stranger.stream_unary(SLOW)(never())) for _ in range(20)]
+        slow = [asyncio.ensure_future(stranger.stream_unary(SLOW, None, None)(never())) for _ in range(20)]
         while server.peers.in_progress < len(slow):  # another party's state
             await asyncio.sleep(0.01)
         stub = reward_pb2_grpc.RewardServiceStub(other)
@@ -102,7 +102,7 @@ async def test_requests_that_never_arrive_hold_up_their_sender_alone_and_end(mon
 
 async def test_a_packed_request_is_refused_unopened() -> None:
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
-        call = channel.unary_unary(SLOW)
+        call = channel.unary_unary(SLOW, None, None)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call(bytes(1 << 20), compression=grpc.Compression.Gzip, timeout=30)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -119,5 +119,5 @@ async def test_a_call_without_a_request_says_so() -> None:
 
     async with serving() as server, connect(server.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="ended without a request") as refused:
-            await channel.stream_unary(SLOW)(nothing(), timeout=30)
+            await channel.stream_unary(SLOW, None, None)(nothing(), timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
