@@ -30,6 +30,7 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.buffer_server import served_buffer
 
 GROUPS, SAMPLES = 3, 4
+LOOPBACK = Listen("127.0.0.1:0")
 AGENT = """
 import asyncio
 import openai
@@ -90,7 +91,7 @@ async def producing(
     factory: Callable[[Job], EngineFactory],
     *,
     num_prompts: int = GROUPS,
-    listen: Listen | None = None,
+    listen: Listen = LOOPBACK,
     **rollout: object,
 ) -> AsyncIterator[Producing]:
     make_tiny_qwen3(folder)
@@ -113,8 +114,7 @@ async def producing(
                 },
             }
         )
-        given = {"listen": listen} if listen else {}
-        service = rollout_service(job, factory(job), folder, CollectorRegistry(), **given)
+        service = rollout_service(job, factory(job), folder, CollectorRegistry(), listen=listen)
         await service.start()
         try:
             yield Producing(service, client, server.address)
