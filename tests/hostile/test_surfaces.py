@@ -34,7 +34,11 @@ async def test_hostile_bytes_on_every_port_end_nothing_and_hold_up_nobody(tmp_pa
         "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
         "buffer": {"max_staleness": 2, "prompt_root": str(tmp_path)},
     }
-    buffer, reward, trainer = buffer_process(tmp_path, job), reward_process(tmp_path), trainer_process(tmp_path)
+    buffer, reward, trainer = (
+        buffer_process(tmp_path, job),
+        reward_process(tmp_path),
+        trainer_process(tmp_path, step_seconds=1.0),
+    )
     port = free_port()
     rollout = rollout_process(tmp_path, buffer.address, reward.address, openai_port=port)
     try:

@@ -123,6 +123,7 @@ def rollout_process(
     return ServerProcess("tests.hostile.servers.serve_rollout", folder, arguments)
 
 
-def trainer_process(folder: Path) -> ServerProcess:
-    """The real servicer and loop over ranks that only write down what they do."""
-    return ServerProcess("tests.hostile.servers.serve_trainer", folder, ["--folder", str(folder)])
+def trainer_process(folder: Path, *, step_seconds: float = 0.02) -> ServerProcess:
+    """The real servicer and loop over ranks that only write down what they do; its report grows with each step."""
+    arguments = ["--folder", str(folder), "--step-seconds", str(step_seconds)]
+    return ServerProcess("tests.hostile.servers.serve_trainer", folder, arguments)
