@@ -89,6 +89,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/buffer/test_columns.py -k large
 	@HEADRACE_BOMBS=100 $(BIN)/python -m pytest -s tests/contract/test_slow_answers.py
 	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
+	@HEADRACE_HOSTILE=100000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
 	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
 	@$(BIN)/python -m tests.chaos.recovery
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9

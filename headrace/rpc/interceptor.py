@@ -1,6 +1,7 @@
-"""Wraps every call on a server: decoding, deadline, logging, counting, and the mapping of errors.
+"""Wraps every call on a server: receiving, decoding, deadline, logging, counting, and the mapping of errors.
 
-It decodes requests in place of gRPC, which would answer UNKNOWN to bytes that do not parse and log nothing.
+It receives requests in place of gRPC, which would read whatever comes from anybody, however long it takes. And it
+decodes them, because gRPC would answer UNKNOWN to bytes that do not parse and log nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from headrace.rpc.access.access import Access
 from headrace.rpc.access.caller import Caller
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
-from headrace.rpc.peers import PeerCalls
+from headrace.rpc.peers.calls import OneCall, PeerCalls, key_of
+from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 from headrace.wire.field_count import layout_of, require_few_fields
+from headrace.wire.limits import MAX_RECEIVE_SECONDS
 
 # For callers that set no deadline (curl-like tools): nothing waits for ever.
 DEFAULT_DEADLINE_SECONDS = 600.0
@@ -42,6 +45,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         request_limits: RequestLimits,
         gate: Callable[[], None],
         access: Access,
+        connections: ConnectionGuard,
     ) -> None:
         """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
@@ -50,6 +54,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self._limits = request_limits
         self._gate = gate
         self._access = access
+        self._connections = connections
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -67,40 +72,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if service not in self._services or handler.request_streaming:
             return handler
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(handler, service, method), None, None)
+            return grpc.stream_stream_rpc_method_handler(self._streaming(handler, service, method), None, None)
         behavior = self._unary(handler, service, method)
-        return grpc.unary_unary_rpc_method_handler(behavior, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(behavior, None, handler.response_serializer)
 
-    def _unary(self, handler: Any, service: str, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
+    def _unary(self, handler: Any, service: str, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         decode = self._decoder(handler.request_deserializer, method)
 
-        async def behavior(data: bytes, context: Context) -> Any:
+        async def behavior(_: Any, context: Context) -> Any:
             caller = self._caller(context)
             with self._call(method, context, caller) as call:
                 try:
-                    if caller is not None:
-                        self._access.require(caller, service, method)
-                    self._gate()
+                    self._allow(context, caller, service, method)
                     async with asyncio.timeout(call.seconds_left()):
-                        with self._peers.one_of(context.peer()):
+                        with self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
+                            data = await _received(context, method, peer)
                             return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
         return behavior
 
-    def _streaming(self, handler: Any, service: str, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
+    def _streaming(self, handler: Any, service: str, method: str) -> Callable[[Any, Context], Awaitable[None]]:
         """Writes the replies: gRPC keeps the last one of a generator until the next, for which a watch waits long."""
         decode = self._decoder(handler.request_deserializer, method)
 
-        async def behavior(data: bytes, context: Context) -> None:
+        async def behavior(_: Any, context: Context) -> None:
             caller = self._caller(context)
             with self._call(method, context, caller) as call:
                 try:
-                    if caller is not None:
-                        self._access.require(caller, service, method)
-                    self._gate()
-                    with self._peers.one_of(context.peer()):
+                    self._allow(context, caller, service, method)
+                    with self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
+                        data = await _received(context, method, peer)
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
@@ -108,6 +111,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     await call.abort(error)
 
         return behavior
+
+    def _allow(self, context: Context, caller: Caller | None, service: str, method: str) -> None:
+        """Raises what this call is refused with before its request is read."""
+        if caller is not None:
+            self._access.require(caller, service, method)
+        self._connections.know(context.peer())
+        self._gate()
 
     def _caller(self, context: Context) -> Caller | None:
         """None where everybody may call everything."""
@@ -143,6 +153,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 ) from error
 
         return decode
+
+
+async def _received(context: Context, method: str, peer: OneCall) -> bytes:
+    """The request's bytes. Raises DeadlineExceeded for one that does not end, ResourceExhausted for too many bytes."""
+    try:
+        async with asyncio.timeout(MAX_RECEIVE_SECONDS), peer.receiving():
+            data = await context.read()
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the request of {method} did not arrive within {MAX_RECEIVE_SECONDS:g} s: send it in smaller parts, or "
+            "fewer at once"
+        ) from error
+    if not isinstance(data, bytes):
+        raise InvalidArgument(f"the call of {method} ended without a request", reason="MALFORMED_REQUEST")
+    peer.received(len(data))
+    return data
 
 
 class _Call:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from headrace.rpc.http.page import MetricsPage
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.tls import TlsFolder
 
@@ -18,6 +18,7 @@ class RpcMetrics:
 
     def __init__(self, in_progress: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
+        self._page: MetricsPage | None = None
         self._calls = Counter("headrace_rpc_calls", "Finished calls.", ["method", "code"], registry=self.registry)
         self._seconds = Histogram(
             "headrace_rpc_seconds", "Time in the server.", ["method"], buckets=_SECONDS_BUCKETS, registry=self.registry
@@ -37,17 +38,10 @@ class RpcMetrics:
         With `tls` over HTTPS, to clients with a certificate.
         """
         require_free(address)
-        server, _ = start_http_server(address.port, address.host, self.registry, **_https(tls))
-        return int(server.server_port)
+        self._page = MetricsPage(self.registry, tls)
+        return self._page.start(address)
 
-
-def _https(tls: TlsFolder | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    authority = str(tls.authority)
-    return {
-        "certfile": str(tls.certificate),
-        "keyfile": str(tls.key),
-        "client_cafile": authority,
-        "client_auth_required": True,
-    }
+    def stop(self) -> None:
+        """Shows them no more. Does nothing where they are not shown."""
+        if self._page is not None:
+            self._page.stop()

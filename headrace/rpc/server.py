@@ -18,16 +18,23 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
-from headrace.rpc.access.revoked import Revoked
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
-from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
+from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
+from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.tls import TlsFolder, server_credentials
-from headrace.wire.limits import MAX_MESSAGE_BYTES
+from headrace.wire.limits import (
+    MAX_CONNECTIONS,
+    MAX_HANDSHAKE_SECONDS,
+    MAX_IDLE_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_STREAMS_PER_CONNECTION,
+)
 
 DRAIN_SECONDS = 3.0
 DEFAULT_LIMITS = RequestLimits()
@@ -45,6 +52,15 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Strangers: who does not finish a handshake, asks nothing, sends too much, or packs it.
+    ("grpc.server_handshake_timeout_ms", int(MAX_HANDSHAKE_SECONDS * 1000)),
+    ("grpc.max_connection_idle_ms", int(MAX_IDLE_SECONDS * 1000)),
+    ("grpc.max_allowed_incoming_connections", 2 * MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 
@@ -73,6 +89,7 @@ class RpcServer:
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
+        connections: ConnectionGuard | None = None,
     ) -> None:
         """`request_limits`: what a request may have, by its method. With `tls` or `tokens` callers have roles.
 
@@ -101,9 +118,9 @@ class RpcServer:
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        revoked = Revoked(tls.path) if tls else None
-        access = Access(has_certificates=tls is not None, tokens=tokens, revoked=revoked)
-        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access)
+        access = Access.of(tls.path if tls else None, tokens)
+        self.connections = connections or ConnectionGuard()
+        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access, self.connections)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property
@@ -124,6 +141,7 @@ class RpcServer:
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {self._address}: choose another --address") from error
         await self._server.start()
+        self.connections.start(self.port)
         if self._metrics_address:
             self.metrics_port = self.metrics.serve(self._metrics_address, self._tls)
         status = health_pb2.HealthCheckResponse
@@ -158,6 +176,8 @@ class RpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         log.info("draining", grace_seconds=grace_seconds)
         await self._server.stop(grace_seconds)
+        self.connections.stop()
+        self.metrics.stop()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", *(s.full_name for s in self._services)):

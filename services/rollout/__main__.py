@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
+from headrace.rpc.http.trust import trust_authority
 from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
@@ -49,6 +50,8 @@ def main() -> int:
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     listen = listen_of(vars(arguments))
     require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
+    if listen.tls and job.rollout.agent_function_path:
+        trust_authority(listen.tls)  # agents meet the endpoint with TLS
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     on_gpus = await has_accelerator()
     if not on_gpus:  # NCCL leaves loopback out by itself
@@ -56,10 +59,8 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=on_gpus, service=arguments.number or 0)
     registry, samples = CollectorRegistry(), arguments.samples_dir
     service = rollout_service(
-        *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus
+        *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus, listen=listen
     )
-    if not listen.insecure:
-        service.require_private()
     server = RpcServer(
         "rollout",
         listen.address,

@@ -14,6 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
+from headrace.rpc.listen import Listen
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from services.rollout.admission.groups_limit import GroupsLimit
@@ -53,6 +54,8 @@ from services.rollout.rollout_function.build import eval_function, step_function
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
 
+_LOOPBACK = Listen("127.0.0.1:0")
+
 
 def rollout_service(
     job: Job,
@@ -63,8 +66,9 @@ def rollout_service(
     number: int | None = None,
     *,
     has_accelerator: bool = False,
+    listen: Listen = _LOOPBACK,
 ) -> RolloutService:
-    """Starts nothing. `number` is that of one of several services.
+    """Starts nothing. `number` is that of one of several services; `listen` says who may ask the OpenAI endpoint.
 
     Raises ConfigError when the job names no buffer or no reward service.
     """
@@ -127,6 +131,7 @@ def rollout_service(
     of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
     openai = openai_parts(
         *(job, args, generator, encoder, params, architecture),
+        listen=listen,
         slots=slots,
         calls_at_once=samples_at_once(job.rollout) + SAMPLES_AT_ONCE,
         warn=warnings.append,

@@ -113,11 +113,6 @@ class RolloutService:
         self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
 
-    def require_private(self) -> None:
-        """Raises ConfigError where its endpoint can be reached from other machines."""
-        if self._endpoint:
-            self._endpoint.require_private()
-
     async def start(self) -> None:
         """Starts engines and router, then production.
 

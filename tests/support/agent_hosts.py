@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.rollout import RolloutClient
+from headrace.rpc.listen import Listen
 from headrace.rpc.server import RpcServer, Service
+from headrace.rpc.tls import VARIABLE, TlsFolder
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 from tests.support.agents import AGENT, Producing, producing
 from tests.support.fakes.fake_engine import FakeEngine
@@ -24,17 +27,19 @@ NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 @contextlib.asynccontextmanager
 async def lending(
-    folder: Path, *, token_seconds: float = 0.0, code: str = AGENT, **options: Any
+    folder: Path, *, token_seconds: float = 0.0, code: str = AGENT, tls: TlsFolder | None = None, **options: Any
 ) -> AsyncIterator[tuple[Producing, FakeEngine, RolloutClient, str]]:
     """A rollout service whose tasks are lent, behind gRPC."""
     options = {"agent_hosts": True, "agent_lease_seconds": LEASE_SECONDS, **options}
     engine = FakeEngine(WIRE, token_seconds=token_seconds)
-    async with producing(folder, code, lambda job: lambda number: engine, **options) as made:
+    listen = Listen("127.0.0.1:0", tls=tls)
+    async with producing(folder, code, lambda job: lambda number: engine, listen=listen, **options) as made:
         server = RpcServer(
             "rollout",
             "127.0.0.1:0",
             [Service(RolloutServicer(made.service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
             request_limits=REQUEST_LIMITS,
+            tls=tls,
         )
         await server.start()
         async with RolloutClient(server.address) as client:
@@ -43,10 +48,13 @@ async def lending(
 
 
 @contextlib.asynccontextmanager
-async def host(address: str, *words: str, python: str = sys.executable) -> AsyncIterator[asyncio.subprocess.Process]:
+async def host(
+    address: str, *words: str, python: str = sys.executable, tls_dir: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """`headrace agent` as a process of its own, killed at the end."""
+    environment = {**os.environ, **({VARIABLE: str(tls_dir)} if tls_dir else {})}
     command = (python, "-m", "headrace.cli.main", "agent", "--rollout-address", address, *words)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
     try:
         yield process
     finally:

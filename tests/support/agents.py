@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
+from headrace.rpc.listen import Listen
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
 from services.rollout.agents.sampler import AgentSampler
@@ -29,6 +30,7 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.buffer_server import served_buffer
 
 GROUPS, SAMPLES = 3, 4
+LOOPBACK = Listen("127.0.0.1:0")
 AGENT = """
 import asyncio
 import openai
@@ -84,7 +86,13 @@ def require_as_sampled(sample: Sample) -> None:
 
 @contextlib.asynccontextmanager
 async def producing(
-    folder: Path, code: str, factory: Callable[[Job], EngineFactory], *, num_prompts: int = GROUPS, **rollout: object
+    folder: Path,
+    code: str,
+    factory: Callable[[Job], EngineFactory],
+    *,
+    num_prompts: int = GROUPS,
+    listen: Listen = LOOPBACK,
+    **rollout: object,
 ) -> AsyncIterator[Producing]:
     make_tiny_qwen3(folder)
     make_chat_tokenizer("qwen2.5").save_pretrained(folder)
@@ -106,7 +114,7 @@ async def producing(
                 },
             }
         )
-        service = rollout_service(job, factory(job), folder, CollectorRegistry())
+        service = rollout_service(job, factory(job), folder, CollectorRegistry(), listen=listen)
         await service.start()
         try:
             yield Producing(service, client, server.address)

@@ -11,7 +11,9 @@ from headrace.agent_host.host import AgentHost
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.cli.words import count
 from headrace.client.rollout import RolloutClient
+from headrace.rpc.http.trust import trust_authority
 from headrace.rpc.log import configure_logging
+from headrace.rpc.tls import tls_of
 
 _PATIENCE_SECONDS = 300.0
 _CONCURRENCY = 64
@@ -31,6 +33,8 @@ def agent(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=count, default=_WORKERS, help="processes that play them")
     args = parser.parse_intermixed_args(argv)
     configure_logging("agent")
+    if folder := tls_of():
+        trust_authority(folder)  # the URL that agents are given is https
     asyncio.run(_play(address_of(args.run, "rollout", args.rollout_address), args))
     return 0
 

@@ -9,6 +9,8 @@ No certificates (loopback) the token's role
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.errors import HeadraceError, PermissionDenied, Unauthenticated
 from headrace.rpc.access.caller import Caller, Peer, of_certificate
 from headrace.rpc.access.revoked import Revoked
@@ -26,6 +28,12 @@ class Access:
         self._has_certificates = has_certificates
         self._tokens = tokens
         self._revoked = revoked
+
+    @classmethod
+    def of(cls, tls_folder: Path | None, tokens: Tokens | None) -> Access:
+        """Raises ConfigError for a file of revoked certificates that is there and cannot be used."""
+        revoked = Revoked(tls_folder) if tls_folder else None
+        return cls(has_certificates=tls_folder is not None, tokens=tokens, revoked=revoked)
 
     @property
     def is_open(self) -> bool:
@@ -68,6 +76,8 @@ class Access:
         send = "set HEADRACE_TOKEN_FILE to a file with a token that `headrace tokens add` made"
         if not self._has_certificates:
             return f"it came without a token: {send}"
+        if not caller.name:
+            return f"it came without a certificate and without a token: use one of the two; {send}"
         renew = f"renew it with `headrace certs FOLDER --client {caller.name} --role ROLE`"
         return f"the certificate of {caller.name} names no role: {renew}" + (f", or {send}" if self._tokens else "")
 

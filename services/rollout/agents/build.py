@@ -10,7 +10,10 @@ from headrace.hooks.kit.sglang_parser import tool_call_parser
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
+from headrace.rpc.access.access import Access
+from headrace.rpc.listen import Listen
 from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.agents.gate import Gate
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.players import Player, WorkerPlayer
 from services.rollout.agents.sampler import AgentSampler
@@ -40,6 +43,7 @@ def openai_parts(
     params: SamplingParams,
     architecture: Architecture,
     *,
+    listen: Listen,
     slots: EngineSlots,
     calls_at_once: int,
     warn: Callable[[str], None],
@@ -57,8 +61,10 @@ def openai_parts(
         ToolCallReader(tool_call_parser(args)),
     )
     policy = AgentPolicy(generator, encoder, tool_calls, slots)
-    endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name)
-    server = EndpointServer(endpoint.application(), rollout.openai_port, host=rollout.openai_host)
+    gate = Gate(Access.of(listen.tls.path if listen.tls else None, listen.tokens))
+    endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name, gate)
+    server = EndpointServer(endpoint.application(), rollout.openai_port, host=rollout.openai_host, tls=listen.tls)
+    server.require_private(insecure=listen.insecure, has_tokens=listen.tokens is not None)
     if agent is None:
         return OpenaiParts(server, tool_calls, None)
     context = ContextLimit.of(rollout, job.sglang, architecture, job.placement.engine_groups)

@@ -1,6 +1,7 @@
-"""OpenAI's protocol over HTTP: `/v1/…` for anybody on this machine, `/sessions/ID/v1/…` for an agent's session.
+"""OpenAI's protocol over HTTP: `/v1/…` for callers whose role allows it, `/sessions/ID/v1/…` for an agent's session.
 
-A client that goes away ends its request at the engine. Errors have OpenAI's form.
+A session's ID is its key: nobody can guess it, and only whoever plays the task is told. A client that goes away ends
+its request at the engine. Errors have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from headrace.errors import (
     HeadraceError,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     RetryableError,
+    Unauthenticated,
     Unavailable,
 )
 from headrace.rpc.log import log
-from headrace.wire.limits import MAX_PROMPT_BYTES
+from services.rollout.agents.gate import Gate
 from services.rollout.agents.protocol import (
     ChatRequest,
     Choice,
@@ -46,22 +49,28 @@ from services.rollout.text_pieces import TextPieces
 
 T = TypeVar("T")
 
-_BODY_BYTES = 2 * MAX_PROMPT_BYTES  # JSON writes some characters in six
 _STATUS: dict[type[HeadraceError], tuple[int, str]] = {
     InvalidArgument: (400, "invalid_request_error"),
     FailedPrecondition: (400, "invalid_request_error"),
+    Unauthenticated: (401, "authentication_error"),
+    PermissionDenied: (403, "permission_error"),
     NotFound: (404, "not_found_error"),
     ResourceExhausted: (429, "rate_limit_error"),
     Unavailable: (503, "service_unavailable_error"),
     DeadlineExceeded: (504, "timeout_error"),
 }
-_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
+_OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING": 415, "HEAD_TOO_LARGE": 431}
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 
 
 class Endpoint:
     """The routes."""
 
-    def __init__(self, sessions: AgentSessions, policy: AgentPolicy, encoder: PromptEncoder, model: str) -> None:
+    def __init__(
+        self, sessions: AgentSessions, policy: AgentPolicy, encoder: PromptEncoder, model: str, gate: Gate | None = None
+    ) -> None:
+        """`gate`: who may ask what; absent, whoever connects may."""
+        self._gate = gate or Gate()
         self._sessions = sessions
         self._policy = policy
         self._encoder = encoder
@@ -71,22 +80,26 @@ class Endpoint:
     def application(self) -> Starlette:
         """The ASGI application."""
         routes = [
-            Route(f"{prefix}/v1/{path}", self._guarded(handler), methods=[method])
+            Route(f"{prefix}/v1/{path}", self._guarded(handler, rpc), methods=[method])
             for prefix in ("", "/sessions/{session_id}")
-            for path, method, handler in (
-                ("chat/completions", "POST", self._chat),
-                ("completions", "POST", self._completion),
-                ("models", "GET", self._models),
+            for path, method, handler, rpc in (
+                ("chat/completions", "POST", self._chat, "Generate"),
+                ("completions", "POST", self._completion, "Generate"),
+                ("models", "GET", self._models, "GetFleet"),
             )
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
 
     def _guarded(
-        self, handler: Callable[[Request, Session], Coroutine[Any, Any, Response]]
+        self, handler: Callable[[Request, Session, bytes], Coroutine[Any, Any, Response]], rpc: str
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """`rpc` is the call of RolloutService that the same roles may make."""
+
         async def guarded(request: Request) -> Response:
+            session_id = request.path_params.get("session_id")
             try:
-                return await handler(request, self._sessions.find(request.path_params.get("session_id")))
+                async with self._gate.request(request, rpc, has_key=session_id is not None) as body:
+                    return await handler(request, self._sessions.find(session_id), body)
             except HeadraceError as error:
                 return _refusal(error)
             except ClientDisconnect:
@@ -97,16 +110,16 @@ class Endpoint:
 
         return guarded
 
-    async def _models(self, request: Request, session: Session) -> Response:
+    async def _models(self, request: Request, session: Session, body: bytes) -> Response:
         model = {"id": self._model, "object": "model", "created": self._began, "owned_by": "headrace"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request, session: Session) -> Response:
-        asked = parsed(await _body(request), ChatRequest)
+    async def _chat(self, request: Request, session: Session, body: bytes) -> Response:
+        asked = parsed(body, ChatRequest)
         return await self._answered(request, session, asked, lambda n, made: chat_response(asked, self._model, n, made))
 
-    async def _completion(self, request: Request, session: Session) -> Response:
-        asked = parsed(await _body(request), CompletionRequest)
+    async def _completion(self, request: Request, session: Session, body: bytes) -> Response:
+        asked = parsed(body, CompletionRequest)
         return await self._answered(
             request, session, asked, lambda n, made: completion_response(asked, self._model, n, made)
         )
@@ -167,16 +180,6 @@ class Endpoint:
             yield chunks.last(choice, len(ask.tokens))
 
 
-async def _body(request: Request) -> bytes:
-    """Raises InvalidArgument for one that is too large."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _BODY_BYTES:
-            raise InvalidArgument(f"the request has more than {_BODY_BYTES} bytes")
-    return bytes(body)
-
-
 async def _unless_gone(request: Request, session: Session, work: Coroutine[Any, Any, T]) -> T:
     """Ends the work when the client closes the connection."""
     working = asyncio.create_task(work)
@@ -214,7 +217,10 @@ def _counted(session: Session, task: asyncio.Task[Any]) -> Iterator[None]:
 def _refusal(error: HeadraceError) -> Response:
     status, kind = next((known for cls, known in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
     code = _CODES.get(error.reason, error.reason.lower())
+    status = _OF_REASON.get(error.reason, status)
     refusal = _error(status, kind, error.message, getattr(error, "field", None), code)
+    if status == 401:
+        refusal.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RetryableError):
         refusal.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
     return refusal

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.rpc.http.certificates import require_named, server_context
+from headrace.rpc.http.door import Door, Guest
 from headrace.rpc.net import Address, free_port
+from headrace.rpc.tls import TlsFolder
+from headrace.wire.limits import MAX_HTTP_HEADER_BYTES
 
 _STOP_SECONDS = 5.0
 _BACKLOG = 1024
@@ -18,10 +22,16 @@ _BACKLOG = 1024
 class EndpointServer:
     """States: built → started → stopped."""
 
-    def __init__(self, application: Any, port: int | None = None, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, application: Any, port: int | None = None, *, host: str = "127.0.0.1", tls: TlsFolder | None = None
+    ) -> None:
+        """Raises ConfigError where `tls` has no certificate for the host."""
         self._application = application
         self._address = Address(host, port or free_port(host))
-        self.url = f"http://{self._address}"
+        self._tls = tls
+        self.url = f"https://{self._address.from_here}" if tls else f"http://{self._address}"
+        if tls:
+            require_named(tls, self._address.from_here.host)
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
 
@@ -29,21 +39,37 @@ class EndpointServer:
         """Returns when it listens. Raises ConfigError when somebody has the port."""
         import uvicorn  # with the rest of its kind a quarter of a second: only where there is an endpoint
 
+        from services.rollout.agents.http_protocol import LimitedProtocol
+
+        def protocol(guest: Guest) -> LimitedProtocol:
+            return LimitedProtocol(guest, config=config, server_state=server.server_state, app_state={})
+
+        listener = self._listener()
+        door = Door(listener, protocol, server_context(self._tls, needs_certificate=False) if self._tls else None)
+
         class Server(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
                 yield  # they are the service's
 
-        listener = self._listener()
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                self.servers: list[Any] = [door]
+                door.open()
+                self.started = True
+
         config = uvicorn.Config(
             self._application,
+            http=LimitedProtocol,
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
             timeout_graceful_shutdown=int(_STOP_SECONDS),
         )
-        self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._server = server = Server(config)
+        self._serving = asyncio.create_task(server.serve())
 
     async def stop(self) -> None:
         """Ends what is still answered after some seconds."""
@@ -54,14 +80,21 @@ class EndpointServer:
             async with asyncio.timeout(2 * _STOP_SECONDS):
                 await self._serving
 
-    def require_private(self) -> None:
-        """Raises ConfigError where other machines can reach it."""
-        if not self._address.is_loopback:
-            raise ConfigError(
-                f"--openai-host {self._address.host} can be reached from other machines, where anybody may ask the "
-                "policy, unencrypted: leave it out, or pass --insecure on a private network",
-                field="rollout.openai_host",
-            )
+    def require_private(self, *, insecure: bool = False, has_tokens: bool = False) -> None:
+        """Raises ConfigError where other machines can reach it, unencrypted.
+
+        `insecure`: they may, but not where that brings tokens over the wire.
+        """
+        if self._tls or self._address.is_loopback or (insecure and not has_tokens):
+            return
+        host, ways = self._address.host, "pass --tls-dir FOLDER (`headrace certs FOLDER` makes it), or leave"
+        raise ConfigError(
+            f"tokens would travel unencrypted to --openai-host {host}: {ways} --tokens-file out"
+            if has_tokens
+            else f"--openai-host {host} can be reached from other machines, where anybody may ask the policy, "
+            f"unencrypted: {ways} it out, or pass --insecure on a private network",
+            field="rollout.openai_host",
+        )
 
     def _listener(self) -> socket.socket:
         host, port = self._address.host, self._address.port

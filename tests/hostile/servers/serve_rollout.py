@@ -29,8 +29,9 @@ TOKEN_SECONDS = 0.002
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--address", "--folder", "--buffer", "--reward"):
+    for name in ("--address", "--metrics-address", "--folder", "--buffer", "--reward"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--openai-port", type=int)
     configure_logging("rollout")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fake engines', whom the router asks for HTTP/2
     asyncio.run(_serve(parser.parse_args()))
@@ -44,7 +45,11 @@ async def _serve(arguments: argparse.Namespace) -> None:
         model=ModelSection(hf_checkpoint=folder / "tokenizer"),
         data=DataSection(prompt_data=(str(folder / "prompts.jsonl"),)),
         rollout=RolloutSection(
-            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=4, generate_timeout_seconds=5.0
+            rollout_batch_size=2,
+            n_samples_per_prompt=2,
+            rollout_max_response_len=4,
+            generate_timeout_seconds=5.0,
+            openai_port=arguments.openai_port,
         ),
         services=ServicesSection(buffer_address=arguments.buffer, reward_address=arguments.reward),
         eval=EvalSection(eval_prompt_data=(("e", folder / "prompts.jsonl"),)),
@@ -58,6 +63,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         "rollout",
         arguments.address,
         [Service(parts, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
+        metrics_address=arguments.metrics_address,
     )
     await service.start()
     gc.freeze()  # as the service itself

@@ -28,8 +28,10 @@ _MOST_KEPT = 1000
 class SlowRanks(Everything):
     """A step takes a moment; saves and exports do nothing but wait."""
 
+    step_seconds = STEP_SECONDS
+
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
-        await asyncio.sleep(STEP_SECONDS)
+        await asyncio.sleep(self.step_seconds)
         del self.diary[:-_MOST_KEPT]
         return {"reward/mean": 0.5}
 
@@ -52,8 +54,9 @@ class SlowRanks(Everything):
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--address", "--folder"):
+    for name in ("--address", "--metrics-address", "--folder"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
     configure_logging("trainer")
     asyncio.run(_serve(parser.parse_args()))
     return 0
@@ -61,6 +64,7 @@ def main() -> int:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     ranks = SlowRanks(num_steps=NUM_STEPS)
+    ranks.step_seconds = arguments.step_seconds
     report = RunReport(Path(arguments.folder) / "report")
     report.resume(0)
     console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=NUM_STEPS, groups_per_step=2)
@@ -71,6 +75,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         "trainer",
         arguments.address,
         [Service(servicer, trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)],
+        metrics_address=arguments.metrics_address,
     )
     await server.start()
     running = asyncio.create_task(train(ranks, ranks, console, ranks))

@@ -29,7 +29,8 @@ class ServerProcess:
         self.module = module
         self.address = f"127.0.0.1:{free_port()}"
         self.log_path = folder / f"{module}.log"
-        self._arguments = [*arguments, "--address", self.address]
+        self.metrics_address = f"127.0.0.1:{free_port()}"
+        self._arguments = [*arguments, "--address", self.address, "--metrics-address", self.metrics_address]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -37,7 +38,7 @@ class ServerProcess:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.module, *self._arguments),
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"},  # as docs/security.md has it
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self.log_path.open("a"),
             stderr=self.log_path.open("a"),
@@ -113,12 +114,16 @@ def reward_process(folder: Path) -> ServerProcess:
     )
 
 
-def rollout_process(folder: Path, buffer_address: str, reward_address: str) -> ServerProcess:
+def rollout_process(
+    folder: Path, buffer_address: str, reward_address: str, *, openai_port: int | None = None
+) -> ServerProcess:
     """The whole service with its router, on fake engines."""
     arguments = ["--folder", str(folder), "--buffer", buffer_address, "--reward", reward_address]
+    arguments += ["--openai-port", str(openai_port)] if openai_port else []
     return ServerProcess("tests.hostile.servers.serve_rollout", folder, arguments)
 
 
-def trainer_process(folder: Path) -> ServerProcess:
-    """The real servicer and loop over ranks that only write down what they do."""
-    return ServerProcess("tests.hostile.servers.serve_trainer", folder, ["--folder", str(folder)])
+def trainer_process(folder: Path, *, step_seconds: float = 0.02) -> ServerProcess:
+    """The real servicer and loop over ranks that only write down what they do; its report grows with each step."""
+    arguments = ["--folder", str(folder), "--step-seconds", str(step_seconds)]
+    return ServerProcess("tests.hostile.servers.serve_trainer", folder, arguments)

@@ -14,12 +14,15 @@ import pytest
 from headrace.agent_host.host import task_of
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.cli.authority import issue_client, issue_service
 from headrace.cli.commands.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
+from headrace.rpc.access.role import Role
+from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample, Status
 from services.rollout.agents.hosts import AgentHosts
@@ -28,7 +31,7 @@ from services.rollout.agents.server import EndpointServer
 from services.trainer.data.record import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.agent_hosts import LEASE_SECONDS, host, lending
-from tests.support.agents import GROUPS, SAMPLES, Producing, require_as_sampled
+from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
 
 
 def run_out_leases(made: Producing) -> None:
@@ -158,6 +161,19 @@ async def finished(made: Producing, client: RolloutClient, **result: Any) -> Sam
     await client.finish_task(pb.FinishTaskRequest(lease_id=task.lease_id, **result))
     (sample,) = await playing
     return sample
+
+
+async def test_with_certificates_agents_that_know_nothing_of_them_play_over_https(tmp_path: Path) -> None:
+    issue_service(tmp_path / "tls", (), 30)
+    producer = issue_client(tmp_path / "tls", "p", Role.PRODUCER, 30).folder
+    code = AGENT.replace("async with", "assert base_url.startswith('https://')\n    async with", 1)
+    async with (
+        lending(tmp_path, num_prompts=0, code=code, tls=TlsFolder(tmp_path / "tls")) as (made, _, _, address),
+        host(address, tls_dir=producer),
+    ):
+        (sample,) = await made.play()
+    assert sample.failure is None
+    require_as_sampled(sample)
 
 
 async def test_rewards_and_failures_are_those_that_the_host_says(tmp_path: Path) -> None:

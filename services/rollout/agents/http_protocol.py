@@ -1,0 +1,67 @@
+"""HTTP/1.1 as uvicorn speaks it, with limits on what a client may take its time for.
+
+A connection waits for the head of a request (`Guest.silent`) → is answered (`Guest.speaks`) → waits again. A client
+that does not read its answer is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from headrace.rpc.http.certificates import peer_of
+from headrace.rpc.http.door import Guest
+from headrace.wire.limits import MAX_HTTP_STALL_SECONDS
+from services.rollout.agents.gate import PEER
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, guest: Guest, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._guest = guest
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        self._guest.made(transport)
+        shown: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        self.app_state = {**self.app_state, PEER: peer_of(shown)}
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guest.left()
+        self._reads_again()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self._stalled or self.loop.call_later(MAX_HTTP_STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._reads_again()
+        super().resume_writing()
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self._guest.silent()
+        else:
+            self._guest.speaks()
+
+    def _reads_again(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
