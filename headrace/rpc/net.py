@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
@@ -95,13 +96,26 @@ def host_towards(peer: Address) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """The name of this machine's interface that has the IPv4 address; None where none has."""
+    """The name of this machine's interface that has the address; None where none has."""
+    if ":" in host:
+        return _interface_of_ipv6(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 found = fcntl.ioctl(probe, _INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == host:
                     return name
+    return None
+
+
+def _interface_of_ipv6(host: str) -> str | None:
+    """Linux lists them: an address as 32 hexadecimal digits first, its interface last."""
+    digits = ipaddress.ip_address(host.partition("%")[0]).packed.hex()
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if address == digits:
+                return name
     return None
 
 

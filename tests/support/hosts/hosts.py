@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.rpc.net import Address
 from tests.support.hosts.switch import Switch, hardware_address
 from tests.support.processes.training_run import ROOT
 
@@ -27,11 +28,17 @@ class Host:
     name: str
     number: int
     namespace: str
+    has_ipv6: bool = False
+    """Then it has no other address."""
 
     @property
     def address(self) -> str:
         """Nobody outside of the test's own hosts can reach it, so that other tests may have the same."""
-        return f"10.77.0.{self.number}"
+        return f"fd77::{self.number}" if self.has_ipv6 else f"10.77.0.{self.number}"
+
+    def at(self, port: int) -> str:
+        """The port at its address."""
+        return str(Address(self.address, port))
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The words as a command in this host; its process is the command itself."""
@@ -82,16 +89,20 @@ class Network:
         """Pulls the cable between two hosts."""
         self.switch.cut(self.hosts[one].number, self.hosts[other].number)
 
+    def mute(self, sender: str, receiver: str) -> None:
+        """Nothing passes from one host to the other."""
+        self.switch.mute(self.hosts[sender].number, self.hosts[receiver].number)
+
     def num_bytes(self, sender: str, receiver: str) -> int:
         """What has passed from one to the other so far."""
         return self.switch.num_bytes(self.hosts[sender].number, self.hosts[receiver].number)
 
 
 @contextmanager
-def network(names: Sequence[str] = NAMES) -> Iterator[Network]:
+def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Network]:
     """A network of these hosts. Skips the test where no network namespace can be made."""
     run = uuid.uuid4().hex[:8]
-    hosts = {name: Host(name, number, f"headrace-{run}-{name}") for number, name in enumerate(names, 1)}
+    hosts = {name: Host(name, number, f"headrace-{run}-{name}", ipv6) for number, name in enumerate(names, 1)}
     switch, made = Switch(), list[Host]()
     try:
         for host in hosts.values():
@@ -115,7 +126,10 @@ def _plug_in(host: Host, switch: Switch, interface: str) -> None:
     _ip("link", "set", interface, "netns", host.namespace, "name", "eth0")
     _ip("-n", host.namespace, "link", "set", "lo", "up")
     _ip("-n", host.namespace, "link", "set", "eth0", "address", hardware_address(host.number))
-    _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+    if host.has_ipv6:  # nodad: at once, without asking whether somebody else has it
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/64", "dev", "eth0", "nodad")
+    else:
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
     _ip("-n", host.namespace, "link", "set", "eth0", "up")
 
 

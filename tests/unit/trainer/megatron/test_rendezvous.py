@@ -28,7 +28,8 @@ def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) 
 def test_on_several_machines_a_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=r"means 127\.0\.1\.1, which other machines cannot reach: set MASTER_ADDR"):
         rendezvous.own_host()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
