@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
+from headrace.rpc.keepalive import keepalive_options, patience_options
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
@@ -41,9 +42,6 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Large messages in few frames, and room for one before its window must be widened.
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -102,7 +100,9 @@ class RpcServer:
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
         access = Access(has_certificates=tls is not None, tokens=tokens)
         interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
+        self._server = grpc.aio.server(
+            interceptors=[interceptor], options=[*OPTIONS, *keepalive_options(), *patience_options()]
+        )
 
     @property
     def address(self) -> str:

@@ -114,9 +114,9 @@ class RunOnHosts:
         await process.wait()
 
     @asynccontextmanager
-    async def held(self, method: str) -> AsyncIterator[None]:
-        """Waits until some service is about to call the method, and lets it go when the block is left."""
-        order, held = self._orders / method, self._orders / f"{method}.held"
+    async def held(self, point: str) -> AsyncIterator[None]:
+        """Waits until some service is at the point (tests/support/faults/held); lets it go when the block is left."""
+        order, held = self._orders / point, self._orders / f"{point}.held"
         order.touch()
         while not held.exists():
             self._require_running()

@@ -1,8 +1,9 @@
-"""Holds a process at a call of its own to another service, before the call leaves, until it is let go.
+"""Holds a process at a call of its own to another service, before the call leaves or when its answer has come.
 
 Python imports this at the start of every process that has its folder in PYTHONPATH. HELD_ORDERS names a folder. A file
-in it, named after a method (`PutGroups`), is an order: the next process that calls the method renames it to
-`PutGroups.held`, and waits until somebody deletes that. An order is carried out once, by one process.
+in it, named after a method and the moment (`PutGroups.leaves`, `LeaseGroups.answered`), is an order: the next process
+that comes there renames it to `PutGroups.leaves.held`, and waits until somebody deletes that. An order is carried out
+once, by one process; an empty answer of LeaseGroups carries out none.
 """
 
 from __future__ import annotations
@@ -24,25 +25,31 @@ def hold_calls(orders: Path) -> None:
     call = base.__call__
 
     class Held:
-        """A call that waits before it leaves; all that its callers do with a call is to await it."""
+        """A call that may have to wait; all that its callers do with a call is to await it."""
 
         def __init__(self, multi_callable: Any, *args: Any, **kwargs: Any) -> None:
-            self._made = (multi_callable, args, kwargs)
+            self._method = multi_callable._method.decode().rpartition("/")[2]
+            self._make = lambda: call(multi_callable, *args, **kwargs)
 
         def __await__(self) -> Any:
             return self._run().__await__()
 
         async def _run(self) -> Any:
-            multi_callable, args, kwargs = self._made
-            method = multi_callable._method.decode().rpartition("/")[2]
-            held = orders / f"{method}.held"
+            await self._waited("leaves")
+            answer = await self._make()
+            if self._method != "LeaseGroups" or answer.leases:
+                await self._waited("answered")
+            return answer
+
+        async def _waited(self, moment: str) -> None:
+            order = orders / f"{self._method}.{moment}"
+            held = orders / f"{order.name}.held"
             try:
-                (orders / method).rename(held)
-            except OSError:  # no order, or another call was faster
-                return await call(multi_callable, *args, **kwargs)
+                order.rename(held)
+            except OSError:  # there is none, or another call was faster
+                return
             while held.exists():
                 await asyncio.sleep(_LOOK_SECONDS)
-            return await call(multi_callable, *args, **kwargs)
 
     def ordered(multi_callable: Any, *args: Any, **kwargs: Any) -> Any:
         return Held(multi_callable, *args, **kwargs)
