@@ -147,6 +147,26 @@ def _set_aside(host: str, port: int) -> None:
         server.accept()[0].close()  # the side that closes first waits (TIME_WAIT, 60 s on Linux)
 
 
+def require_reachable(address: Address) -> None:
+    """Raises ConfigError for a host name that means loopback on this machine, as its own does in many /etc/hosts."""
+    if address.is_loopback or _is_numeric(address.host):
+        return
+    found = {str(row[4][0]) for row in resolved(address)}
+    if all(Address(host, 0).is_loopback for host in found):
+        raise ConfigError(
+            f"{address.host} means {', '.join(sorted(found))} on this machine, where no other reaches it: pass "
+            "--listen-host 0.0.0.0 (:: for IPv6) or one of its addresses, and leave the name to the others"
+        )
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def require_free(address: Address) -> None:
     """Raises Unavailable when somebody listens there; gRPC's own message does not say so."""
     if address.port == 0:

@@ -23,7 +23,7 @@ from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.keepalive import keepalive_options, patience_options
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
-from headrace.rpc.net import Address, require_free
+from headrace.rpc.net import Address, require_free, require_reachable
 from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.tls import TlsFolder, server_credentials
@@ -111,6 +111,7 @@ class RpcServer:
 
     async def start(self, *, ready: bool = True) -> None:
         """Binds and serves. Raises Unavailable when the port is taken. Not `ready`: healthy only after set_ready()."""
+        require_reachable(self._address)
         require_free(self._address)
         for service in self._services:
             service.add_to_server(service.servicer, self._server)

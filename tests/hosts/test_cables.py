@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,16 +64,40 @@ CELLS = (
 SHORT = (CELLS[8], CELLS[10])
 
 
-async def test_a_run_goes_on_after_a_cable_is_pulled_between_two_hosts_and_answers_are_lost(tmp_path: Path) -> None:
-    with network() as hosts:
-        run = endless(hosts, tmp_path, "--lease-seconds", "3")
+LOOK_AND_CHANGE = (
+    "import asyncio, sys\n"
+    "from headrace.client.buffer import BufferClient\n"
+    "from headrace.errors import HeadraceError\n"
+    "async def main():\n"
+    "    async with BufferClient(sys.argv[1]) as buffer:\n"
+    "        for call in (buffer.stats('train'), buffer.rewind('train', 0)):\n"
+    "            try:\n"
+    "                await call\n"
+    "                print('OK')\n"
+    "            except HeadraceError as error:\n"
+    "                print(error.reason)\n"
+    "asyncio.run(main())\n"
+)
+"""Prints what the buffer says to a look and to a change."""
+
+
+async def test_ranks_of_two_hosts_go_on_after_cables_are_pulled_and_callers_have_the_roles_of_their_tokens(
+    tmp_path: Path,
+) -> None:
+    with network((*NAMES, "second")) as hosts:
+        run = endless(hosts, tmp_path, "--lease-seconds", "3", trainers=("trainer", "second"))
         async with run.started():
             await run.until_step(2)
             for cell in SHORT:
                 await pulled(hosts, run, cell, seconds=5.0)
-            said = await run.audited()
-    assert CLEAN in said
+            asked = (sys.executable, "-c", LOOK_AND_CHANGE, run.at("buffer"))
+            said = [await run.guest_said(*asked, token=token) for token in (run.guest_token, None)]
+            audited = await run.audited()
+    assert CLEAN in audited
     assert all(row["grad_norm"] > 0 for row in run.metrics())
+    assert hosts.num_bytes("second", "trainer") > 100_000  # gradients
+    assert said[0].split()[-2:] == ["OK", "PERMISSION_DENIED"]
+    assert said[1].split()[-2:] == ["UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
 @long_form
@@ -110,9 +136,10 @@ async def test_a_run_goes_on_after_a_host_loses_its_power_behind_a_pulled_cable_
                 print(f"| {lost} | {took:.0f} s |")
 
 
-def endless(hosts: Network, folder: Path, *flags: str) -> RunOnHosts:
+def endless(hosts: Network, folder: Path, *flags: str, trainers: Sequence[str] = ("trainer",)) -> RunOnHosts:
     model = make_tiny_qwen3(folder / "model")
-    return RunOnHosts(hosts, folder, model, "--num-rollout", "100000", "--save-interval", "1", *flags)
+    steps = ("--num-rollout", "100000", "--save-interval", "1")
+    return RunOnHosts(hosts, folder, model, *steps, *flags, trainers=trainers)
 
 
 async def pulled(hosts: Network, run: RunOnHosts, cell: Cell, seconds: float) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import socket
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,11 @@ class Host:
     def address(self) -> str:
         """Nobody outside of the test's own hosts can reach it, so that other tests may have the same."""
         return f"fd77::{self.number}" if self.has_ipv6 else f"10.77.0.{self.number}"
+
+    @property
+    def own_files(self) -> Path:
+        """What is here is in /etc for the processes of the host (`man ip-netns`)."""
+        return Path("/etc/netns") / self.namespace
 
     def at(self, port: int) -> str:
         """The port at its address."""
@@ -66,6 +73,17 @@ class Host:
 
     async def said(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
         """What a command prints that ends by itself and does not fail."""
+        code, output = await self._ended(words, environment)
+        assert code == 0, output
+        return output
+
+    async def refused(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
+        """What a command prints that fails."""
+        code, output = await self._ended(words, environment)
+        assert code, output
+        return output
+
+    async def _ended(self, words: Sequence[str], environment: Mapping[str, str] | None) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
             *self.command(words),
             cwd=ROOT,
@@ -74,8 +92,7 @@ class Host:
             stderr=asyncio.subprocess.STDOUT,
         )
         output, _ = await process.communicate()
-        assert process.returncode == 0, output.decode()
-        return output.decode()
+        return process.returncode, output.decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,7 @@ def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Net
             if (refused := _refusal("netns", "add", host.namespace)) is not None:
                 pytest.skip(f"several hosts need network namespaces, which are refused here: {refused}")
             made.append(host)
+            _name_hosts(host, hosts.values())
             _plug_in(host, switch, f"hr{run}{host.number}")
         switch.start()
         yield Network(hosts, switch)
@@ -116,6 +134,15 @@ def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Net
         switch.close()
         for host in made:
             _ip("netns", "del", host.namespace)
+            shutil.rmtree(host.own_files)
+
+
+def _name_hosts(host: Host, hosts: Iterable[Host]) -> None:
+    """Each knows the others by name. Its own name, and the machine's, mean 127.0.1.1, as Debian has it."""
+    host.own_files.mkdir(parents=True)
+    lines = ["127.0.0.1 localhost", f"127.0.1.1 {host.name} {socket.gethostname()}"]
+    lines += [f"{other.address} {other.name}" for other in hosts if other is not host]
+    (host.own_files / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _plug_in(host: Host, switch: Switch, interface: str) -> None:

@@ -41,6 +41,7 @@ class RunOnHosts:
         trainers: Sequence[str] = ("trainer",),
         ranks_per_host: int = 1,
     ) -> None:
+        """The buffer is known by its host's name, which means loopback on the host itself: it listens everywhere."""
         self._network = network
         self._folder = folder
         self._trainers = trainers
@@ -99,7 +100,8 @@ class RunOnHosts:
             service, meeting = "trainer", [*self._meeting]
         if (rank := self._trainers.index(name) if name in self._trainers else 0) > 0:
             meeting += ["--node-rank", str(rank)]
-        words = (*_HEADRACE, "up", service, *self._flags, *meeting, "--run-dir", str(self._folder / service))
+        listens = ("--listen-host", "::" if ":" in self._host(name).address else "0.0.0.0") if name == "buffer" else ()  # noqa: S104
+        words = (*_HEADRACE, "up", service, *self._flags, *meeting, *listens, "--run-dir", str(self._folder / service))
         log = self._folder / f"up-{name}.log"
         held = {"HELD_ORDERS": str(self._orders), "PYTHONPATH": f"{_HELD}:{ROOT}"}
         started = self._host(name).running(log, *words, environment=held)
@@ -185,4 +187,4 @@ class RunOnHosts:
 
     def at(self, name: str) -> str:
         """The address of a service."""
-        return self._host(name).at(_PORTS[name])
+        return f"{name}:{_PORTS[name]}" if name == "buffer" else self._host(name).at(_PORTS[name])
