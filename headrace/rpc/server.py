@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
-from headrace.rpc.keepalive import keepalive_options, patience_options
+from headrace.rpc.keepalive import keepalive_options
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free, require_reachable
@@ -42,6 +42,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Large messages in few frames, and room for one before its window must be widened.
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.http2.lookahead_bytes", 4 << 20),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -100,9 +101,7 @@ class RpcServer:
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
         access = Access(has_certificates=tls is not None, tokens=tokens)
         interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access)
-        self._server = grpc.aio.server(
-            interceptors=[interceptor], options=[*OPTIONS, *keepalive_options(), *patience_options()]
-        )
+        self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 
     @property
     def address(self) -> str:

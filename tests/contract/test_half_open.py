@@ -31,7 +31,6 @@ class Line:
 
     target: Address
     address: str = ""
-    num_connections: int = 0
     _well: set[asyncio.Event] = field(default_factory=set)
 
     def vanish(self) -> None:
@@ -40,7 +39,6 @@ class Line:
         self._well = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         there, back = await asyncio.open_connection(self.target.host, self.target.port)
         well = asyncio.Event()
         well.set()
@@ -109,17 +107,3 @@ async def test_a_watch_and_a_wait_for_leases_notice_a_peer_that_vanished_and_so_
 async def watched(client: BufferClient) -> None:
     async for _ in client.watch("train"):
         pass
-
-
-async def test_a_line_that_is_well_may_be_silent_and_nobody_hangs_up_for_being_asked_too_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(keepalive, "ASK_SECONDS", 0.1)
-    async with (
-        served_buffer(MemoryStore()) as (_, server),
-        line(server.address) as far,
-        BufferClient(far.address) as client,
-    ):
-        await client.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=1))
-        assert not (await client.lease_groups("train", "p", 1, wait_seconds=1.0)).leases
-        assert far.num_connections == 1

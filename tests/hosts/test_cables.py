@@ -136,6 +136,34 @@ async def test_a_run_goes_on_after_a_host_loses_its_power_behind_a_pulled_cable_
                 print(f"| {lost} | {took:.0f} s |")
 
 
+@long_form
+async def test_a_watch_and_a_wait_for_leases_notice_a_pulled_cable_within_40_seconds(tmp_path: Path) -> None:
+    """They have no deadline, or a far one: nothing but keep-alive can tell them."""
+    program = (sys.executable, "-m", "tests.support.hosts.watching")
+    with network(["buffer", "rollout"]) as hosts:
+        at, log = hosts.hosts["buffer"].at(7001), tmp_path / "watch.log"
+        async with (
+            hosts.hosts["buffer"].running(tmp_path / "buffer.log", *program, "serve", at),
+            hosts.hosts["rollout"].running(log, *program, "watch", at) as watching,
+            asyncio.timeout(300),
+        ):
+            await until_said(log, "watching")
+            hosts.cut("buffer", "rollout")
+            began = time.monotonic()
+            await until_said(log, "silent for")
+            took = time.monotonic() - began
+            hosts.switch.heal()
+            assert await watching.wait() == 0
+    assert took < DETECTED_SECONDS
+    assert "leased 1" in log.read_text()
+    print(f"noticed after {took:.0f} s")
+
+
+async def until_said(log: Path, words: str) -> None:
+    while words not in log.read_text():
+        await asyncio.sleep(0.05)
+
+
 def endless(hosts: Network, folder: Path, *flags: str, trainers: Sequence[str] = ("trainer",)) -> RunOnHosts:
     model = make_tiny_qwen3(folder / "model")
     steps = ("--num-rollout", "100000", "--save-interval", "1")
