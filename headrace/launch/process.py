@@ -46,7 +46,7 @@ class ServiceSpec:
 
     @property
     def asked_at(self) -> str:
-        """Where this machine asks whether it is ready."""
+        """The address at which this machine asks whether it is ready."""
         return str(self.listens_at.from_here) if self.serves else self.address
 
 

@@ -1,4 +1,4 @@
-"""How long a connection may be silent before the other side is asked whether it is there, and how long it may think.
+"""The times after which a silent connection is asked whether its other side is there, and given up without an answer.
 
 A peer that vanished (its cable was cut, its machine lost power) sends no FIN: only silence tells. Both sides ask, also
 while no call is open, so a call without an end, as a watch, hears of it too.
@@ -20,7 +20,7 @@ CONNECT_SECONDS = 5.0
 
 
 def keepalive_options() -> Sequence[tuple[str, int]]:
-    """What both sides of a gRPC connection have in common."""
+    """The options that both sides of a gRPC connection have in common."""
     return [
         ("grpc.keepalive_time_ms", _ms(ASK_SECONDS)),
         ("grpc.keepalive_timeout_ms", _ms(ACKNOWLEDGED_SECONDS)),

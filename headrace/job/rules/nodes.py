@@ -20,7 +20,7 @@ _OPTIONS = ("node_rank", "master_addr", "master_port")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Which machine this is, and where rank 0 waits for the ranks of the others."""
+    """This machine's number, and the place where rank 0 waits for the ranks of the others."""
 
     node_rank: int
     address: Address

@@ -140,7 +140,7 @@ def _here(rank: int) -> str:
 
 
 def _listen_towards(host: str) -> None:
-    """Makes gloo listen on the way to `host`: by itself it does where this machine's own name points, loopback on many."""
+    """Makes gloo listen on the way to `host`. By itself it does where this machine's name points: loopback on many."""
     if _INTERFACE in os.environ or on_one_machine():
         return
     if (name := interface_of(host_towards(Address(host, 1)))) is not None:

@@ -16,8 +16,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.authority import issue_client, issue_service
 from headrace.process.linux import descendants
+from headrace.rpc.access import tokens_file
+from headrace.rpc.access.role import Role
 from headrace.rpc.net import free_port
+from headrace.rpc.tls import OPERATOR
 from headrace.run_folder import RunFolder
 from tests.support.hosts import reward
 from tests.support.hosts.hosts import NAMES, Host, Network
@@ -74,13 +78,10 @@ class RunOnHosts:
     @asynccontextmanager
     async def started(self) -> AsyncIterator[RunOnHosts]:
         """Makes the certificates, and starts an engine and the services in their order."""
-        await self._host("trainer").said(*_HEADRACE, "certs", str(self._tls))
-        await self._host("trainer").said(*_HEADRACE, "certs", str(self._tls), "--client", "guests")
-        self.guest_token = (
-            await self._host("trainer").said(
-                *(*_HEADRACE, "tokens", "add", str(self.tokens), "guest", "--role", "viewer")
-            )
-        ).strip()
+        issue_service(self._tls, [], 1)
+        issue_client(self._tls, "guests", None, 1)
+        issue_client(self._tls, OPERATOR, Role.ADMIN, 1)
+        self.guest_token = tokens_file.add(self.tokens, "guest", Role.VIEWER)
         async with self._stack:
             engine = ("-m", "tests.support.fakes.gloo_engine", str(self._engine_port), "", str(_SECONDS_OF_A_TOKEN))
             rollout = self._host("rollout")
@@ -153,10 +154,10 @@ class RunOnHosts:
         """What `headrace audit` says on the trainer's host, which asks the buffer on its own."""
         return await self._host("trainer").said(*_HEADRACE, "audit", str(self.folder_of("trainer").path), "--deep")
 
-    async def guest_said(self, *words: str, token: str | None) -> str:
-        """What a command prints whose caller has a certificate without a role, and the token."""
+    async def guest_said(self, *words: str) -> str:
+        """What a command prints whose caller has a certificate without a role."""
         shown = {"HEADRACE_TLS_DIR": str(self._tls / "clients" / "guests")}
-        return await self._host("reward").said(*words, environment=shown | ({"HEADRACE_TOKEN": token} if token else {}))
+        return await self._host("reward").said(*words, environment=shown)
 
     def last_step(self) -> int:
         """0 before the first."""

@@ -20,7 +20,7 @@ SERVICES = {
 TRAINER = Scope(["trainer"])
 
 
-def job_of(services: dict[str, str] = SERVICES, **placement: object) -> Job:
+def job_of(services: dict[str, str] = SERVICES, /, **placement: object) -> Job:
     places = {"actor_num_nodes": 2, "master_addr": "10.0.0.7", **placement}
     sections = {"model": {"hf_checkpoint": "m"}, "run": {"run_dir": "/runs", "run_name": "r"}}
     return Job.model_validate({**sections, "services": services, "placement": places})
