@@ -18,11 +18,11 @@ from headrace.launch.grace import grace_seconds
 from headrace.launch.own_token import require_services_token
 from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
-from headrace.launch.specs import SERVICES, address_in, address_of, addressed, specs
+from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, specs
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
-from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
+from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,7 +44,7 @@ class Launcher:
     ) -> None:
         use_tls(job.services.tls_dir)
         require_services_token(job.services)
-        self.folder = RunFolder(job.run.run_dir / job.run.run_name)
+        self.folder = folder_here(job, services)
         self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):
             if BUFFER in services:

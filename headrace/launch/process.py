@@ -37,10 +37,17 @@ class ServiceSpec:
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
     bound: Address | None = None
     """Where it listens; None: at its address."""
+    serves: bool = True
+    """False where another machine's process serves at the address: this one is ready when that one is."""
 
     @property
     def listens_at(self) -> Address:
         return self.bound or Address.parse(self.address)
+
+    @property
+    def asked_at(self) -> str:
+        """The address at which this machine asks whether it is ready."""
+        return str(self.listens_at.from_here) if self.serves else self.address
 
 
 class ServiceProcess:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.job.rules.nodes import meeting_of
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
@@ -93,6 +94,23 @@ def address_of(job: Job, service: str) -> str:
     return address
 
 
+def run_folder(job: Job) -> RunFolder:
+    """The run's own folder, which all machines of its trainer share."""
+    return RunFolder(job.run.run_dir / job.run.run_name)
+
+
+def folder_here(job: Job, services: Sequence[str]) -> RunFolder:
+    """The folder of what this machine starts: the run's, and one in it for another machine of the trainer."""
+    folder = run_folder(job)
+    rank = _node_rank(job) if "trainer" in services else 0
+    return RunFolder(folder.path / f"node-{rank}") if rank else folder
+
+
+def _node_rank(job: Job) -> int:
+    meeting = meeting_of(job.placement)
+    return 0 if meeting is None else meeting.node_rank
+
+
 def specs(
     job: Job, service: str, folder: RunFolder, gpus: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 ) -> list[ServiceSpec]:
@@ -123,7 +141,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
             *("--log-dir", str(folder.logs_of(number)), "--samples-dir", str(folder.samples)),
             *_flag("--number", job.services.rollout_service if number is None else number),
         ],
-        "trainer": ["--run-dir", str(folder.path)],
+        "trainer": ["--run-dir", str(run_folder(job).path)],
     }
     return ServiceSpec(
         name=process,
@@ -135,6 +153,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         environment={**_environment(job, service), **gpus},
         loads=_LOADS.get(service),
         ending=folder.ending if service == "trainer" else None,
+        serves=service != "trainer" or not _node_rank(job),
         keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
@@ -185,4 +204,9 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     if service == "rollout":
         return unbuffered
-    return {**unbuffered, **openmp(threads_of_each(job.placement.num_ranks) if service == "trainer" else 1)}
+    return {**unbuffered, **openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)}
+
+
+def _ranks_here(job: Job) -> int:
+    one = job.placement.placement == "local"
+    return job.placement.actor_num_gpus_per_node if one else job.placement.num_ranks

@@ -122,7 +122,8 @@ class Supervisor:
 
     async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool]:
         """Starts the service and waits for its end. Returns its exit code and whether it became healthy."""
-        _require_free(spec)
+        if spec.serves:
+            _require_free(spec)
         self._started_at[spec.name].append(time.monotonic())
         process = await ServiceProcess.start(spec)
         self._running[spec.name] = process
@@ -134,7 +135,7 @@ class Supervisor:
         """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""
         started = said = time.monotonic()
         while process.exit_code is None:
-            if await is_serving(str(process.spec.listens_at.from_here)):
+            if await is_serving(process.spec.asked_at):
                 self._tell(f"{process.spec.name} ready after {time.monotonic() - started:.0f} s")
                 return True
             if time.monotonic() - started > process.spec.start_seconds:

@@ -7,6 +7,7 @@ import socket
 import grpc
 
 from headrace.rpc.access.bearer import interceptors, token_of
+from headrace.rpc.keepalive import CONNECT_SECONDS, keepalive_options
 from headrace.rpc.net import Address, resolved
 from headrace.rpc.tls import SERVICE_NAME, channel_credentials, tls_of
 from headrace.wire.limits import MAX_MESSAGE_BYTES
@@ -27,13 +28,9 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.http2.max_frame_size", 1 << 20),
         # A client is back 0.1 s to 0.3 s after its server instead of 5 s.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # The time that one attempt may take: with TLS it is four round trips, and a busy machine's own time.
-        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 300),
-        # A peer that vanished without a FIN is noticed.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1000)),  # in truth the time that a connection has
+        *keepalive_options(),
         ("grpc.use_local_subchannel_pool", 1),
     ]
     folder, token = tls_of(), token_of()

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
@@ -95,13 +96,26 @@ def host_towards(peer: Address) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """The name of this machine's interface that has the IPv4 address; None where none has."""
+    """The name of this machine's interface that has the address; None where none has."""
+    if ":" in host:
+        return _interface_of_ipv6(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 found = fcntl.ioctl(probe, _INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == host:
                     return name
+    return None
+
+
+def _interface_of_ipv6(host: str) -> str | None:
+    """Linux lists them: an address as 32 hexadecimal digits first, its interface last."""
+    digits = ipaddress.ip_address(host.partition("%")[0]).packed.hex()
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if address == digits:
+                return name
     return None
 
 
@@ -131,6 +145,26 @@ def _set_aside(host: str, port: int) -> None:
     """
     with socket.create_server((host, port), backlog=1) as server, socket.create_connection((host, port), timeout=1.0):
         server.accept()[0].close()  # the side that closes first waits (TIME_WAIT, 60 s on Linux)
+
+
+def require_reachable(address: Address) -> None:
+    """Raises ConfigError for a host name that means loopback on this machine, as its own does in many /etc/hosts."""
+    if address.is_loopback or _is_numeric(address.host):
+        return
+    found = {str(row[4][0]) for row in resolved(address)}
+    if all(Address(host, 0).is_loopback for host in found):
+        raise ConfigError(
+            f"{address.host} means {', '.join(sorted(found))} on this machine, where no other reaches it: pass "
+            "--listen-host 0.0.0.0 (:: for IPv6) or one of its addresses, and leave the name to the others"
+        )
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def require_free(address: Address) -> None:

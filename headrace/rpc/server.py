@@ -20,9 +20,10 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.interceptor import CallInterceptor
+from headrace.rpc.keepalive import keepalive_options
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
-from headrace.rpc.net import Address, require_free
+from headrace.rpc.net import Address, require_free, require_reachable
 from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
 from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.request_limits import RequestLimits
@@ -49,8 +50,6 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Large messages in few frames, and room for one before its window must be widened.
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Strangers: who does not finish a handshake, asks nothing, sends too much, or packs it.
     ("grpc.server_handshake_timeout_ms", int(MAX_HANDSHAKE_SECONDS * 1000)),
@@ -121,7 +120,7 @@ class RpcServer:
         access = Access.of(tls.path if tls else None, tokens)
         self.connections = connections or ConnectionGuard()
         interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access, self.connections)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
+        self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 
     @property
     def address(self) -> str:
@@ -130,6 +129,7 @@ class RpcServer:
 
     async def start(self, *, ready: bool = True) -> None:
         """Binds and serves. Raises Unavailable when the port is taken. Not `ready`: healthy only after set_ready()."""
+        require_reachable(self._address)
         require_free(self._address)
         for service in self._services:
             service.add_to_server(service.servicer, self._server)

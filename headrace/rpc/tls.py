@@ -97,6 +97,25 @@ def server_credentials(folder: TlsFolder) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(files.first, fetch, require_client_authentication=True)
 
 
+def listening_context(folder: TlsFolder) -> ssl.SSLContext:
+    """For what is not gRPC: asks the other side for a certificate. Raises ConfigError for a file that is not there."""
+    return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+
+def connecting_context(folder: TlsFolder) -> ssl.SSLContext:
+    """For a connection to such a listener, with the server name SERVICE_NAME."""
+    return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+
+def _context(folder: TlsFolder, context: ssl.SSLContext) -> ssl.SSLContext:
+    folder.read()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(folder.authority)
+    context.load_cert_chain(folder.certificate, folder.key)
+    return context
+
+
 async def speaks_tls(address: str) -> bool:
     """True when the first place of an address takes part in a handshake; it sends nothing else."""
     place = Address.parse(address.partition("|")[0])

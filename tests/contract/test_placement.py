@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection, PlacementSection
 from headrace.launch.ranks.placement import starter
 from headrace.launch.ranks.slurm import first_host
+from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
 from tests.support.processes.listening import open_to_others
 
@@ -92,10 +94,52 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
     assert "no such model" in ended.stderr
 
 
-@pytest.mark.parametrize("placement", ["local", "torchrun"])
-def test_several_machines_need_slurm_or_ray(folder: RunFolder, placement: str) -> None:
-    with pytest.raises(ConfigError, match=f"actor_num_nodes 2: placement {placement} uses one machine"):
-        starter(job(placement, 2, 1).placement, folder)
+def test_torchrun_is_for_one_machine(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match="actor_num_nodes 2: placement torchrun uses one machine"):
+        starter(job("torchrun", 2, 1).placement, folder)
+
+
+def test_several_machines_need_slurm_or_ray_or_a_place_to_meet(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match="actor_num_nodes 2: pass --master-addr ADDRESS-OF-MACHINE-0"):
+        starter(job("local", 2, 1).placement, folder)
+
+
+@pytest.mark.parametrize(("node_rank", "code"), [(0, 76), (1, 75)])
+def test_ranks_that_the_first_machine_has_left_start_again_and_wait_for_it(
+    folder: RunFolder, node_rank: int, code: int
+) -> None:
+    """76 counts as a death of this machine's own; 75 as the absence of somebody else (docs/operations.md)."""
+    placement = job("local", 2, 1, master_addr="127.0.0.2", node_rank=node_rank).placement
+    command = [*starter(placement, folder), sys.executable, "-c", "raise SystemExit(76)"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == code
+
+
+@pytest.mark.ranks
+def test_machines_that_start_their_own_ranks_meet_at_the_master_and_end_together(folder: RunFolder) -> None:
+    """Both are this machine, at two addresses of loopback. One gets its place from flags, one from torchrun's names."""
+    program = [sys.executable, str(ROOT / "tests" / "support" / "ranks" / "rank_program.py"), str(folder.path)]
+    port = str(free_port("127.0.0.2"))
+    meeting = {"master_addr": "127.0.0.2", "master_port": int(port)}
+    exported = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": port, "NODE_RANK": "1"}
+    first = starter(job("local", 2, 1, **meeting, node_rank=0).placement, folder)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in exported.items():
+            environment.setenv(name, value)
+        second = starter(job("local", 2, 1).placement, folder)
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*words, *program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
+            for words in (second, first)
+        ]
+        told = [process.communicate(timeout=240)[0] for process in started]
+    for rank in range(2):
+        assert (folder.path / f"rank-{rank}").read_text() == f"3 {rank} 0 2 1", told
+    assert [process.returncode for process in started] == [137, 76], told
+    assert "rank 1 says its last words" in told[0]
 
 
 def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +165,8 @@ def test_the_first_host_of_a_node_list(node_list: str, first: str) -> None:
     assert first_host(node_list) == first
 
 
-def job(placement: str, nodes: int, per_node: int) -> Job:
+def job(placement: str, nodes: int, per_node: int, **meeting: object) -> Job:
     place = PlacementSection.model_validate(
-        {"placement": placement, "actor_num_nodes": nodes, "actor_num_gpus_per_node": per_node}
+        {"placement": placement, "actor_num_nodes": nodes, "actor_num_gpus_per_node": per_node, **meeting}
     )
     return Job(model=ModelSection(hf_checkpoint=Path("/none")), placement=place)

@@ -21,6 +21,7 @@ from headrace.job.rules.group_rules import check_engine_groups, check_engine_pla
 from headrace.job.rules.image_rules import check_images
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
+from headrace.job.rules.nodes import check_meeting, check_nodes
 from headrace.job.rules.paths.files import check_files
 from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
@@ -41,6 +42,7 @@ def check(job: Job, scope: Scope) -> None:
     """Raises ConfigError for the first rule that a resolved job breaks: the job's own rules first, then the scope's."""
     for rule in _RULES:
         rule(job)
+    check_meeting(job, scope)
     check_metrics_port(job, scope)
     check_files(job, scope)
     check_remote_code(job, scope)
@@ -178,20 +180,6 @@ def _no_passwords(job: Job) -> None:
         )
 
 
-def _several_machines(job: Job) -> None:
-    if job.placement.actor_num_nodes == 1:
-        return
-    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
-    for name, address in services.items():
-        if address is None or any(each.is_loopback for each in addresses_of(address)):
-            where = "is started on this machine's loopback" if address is None else f"is at {address}"
-            raise ConfigError(
-                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
-                f"{where}: start it at an address that they can reach and pass --{name}-address",
-                field=f"{name}_address",
-            )
-
-
 def _weights_are_shared(job: Job) -> None:
     publish = job.publish
     transport = publish.update_weight_transport
@@ -289,7 +277,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     check_engine_groups,
     _context_length,
     _no_passwords,
-    _several_machines,
+    check_nodes,
     _weights_are_shared,
     check_algorithm,
     _agents,

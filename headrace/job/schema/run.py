@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.literal import FromJson
+from headrace.job.schema.nodes import NodeOptions
 from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed
 from headrace.wire.limits import MAX_ROLLOUT_SERVICES
 
@@ -196,7 +197,7 @@ class ServicesSection(Section):
         return len(self.rollout_address.split(",")) if self.rollout_address else self.rollout_services
 
 
-class PlacementSection(Section):
+class PlacementSection(NodeOptions):
     actor_num_nodes: Positive = Field(1, description="Machines for the trainer.")
     actor_num_gpus_per_node: Positive = Field(
         1, description="The trainer's ranks on each machine: GPUs, or processes on a machine without."

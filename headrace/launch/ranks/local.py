@@ -1,45 +1,74 @@
 """`python -m headrace.launch.ranks.local NUM_RANKS LOG_DIR COMMAND…`: a command's ranks on this machine.
 
 As torchrun does it: RANK, WORLD_SIZE and their local twins tell the processes apart. HEADRACE_RENDEZVOUS is where they
-find each other. Unlike torchrun it needs no torch (some seconds of every start), keeps exit codes, and says what the
-rank that died said last. Rank 0 writes where this process writes, rank n into LOG_DIR/trainer-rank-n.log.
+find each other, or, with `--nodes N --node-rank K --master HOST:PORT` in front, MASTER_ADDR and MASTER_PORT: then each
+of N machines starts its own. Unlike torchrun it needs no torch (some seconds of every start), keeps exit codes, and
+says what the rank that died said last. The first rank writes where this process writes, rank n into
+LOG_DIR/trainer-rank-n.log.
 
 all run → (one ends badly) → the others end by themselves, or are ended after PEER_SECONDS → exit with its code
 all run → (SIGTERM or SIGINT, passed on to all) → all have ended → exit
+On machines other than 0 the exit code of ranks that others have left is PEER_AWAY: another start waits for machine 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.launch.process import meaning
-from headrace.process.exit_codes import PEER_LOST
+from headrace.process.exit_codes import PEER_AWAY, PEER_LOST
 from headrace.process.linux import die_with_parent
 from headrace.process.log_file import open_log, tail
+from headrace.rpc.net import Address
 
 PEER_SECONDS = 20.0
 """Longer than ranks need to notice that one of them is gone."""
 
 
 _LAST_LINES = 8
+_RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
 def main(argv: list[str]) -> int:
     """Returns 0 when all ranks ended well, else the exit code of the first that did not; 128 + n for signal n."""
-    num_ranks, log_dir, command = int(argv[0]), Path(argv[1]), argv[2:]
+    parser = argparse.ArgumentParser(prog="python -m headrace.launch.ranks.local")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--master", type=Address.parse)
+    parser.add_argument("num_ranks", type=int)
+    parser.add_argument("log_dir", type=Path)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for, not handled
-    rendezvous = new_rendezvous(log_dir)
+    rendezvous = new_rendezvous(args.log_dir)
+    meet = {_RENDEZVOUS: str(rendezvous)}
+    if args.master is not None:
+        meet = {"MASTER_ADDR": args.master.host, "MASTER_PORT": str(args.master.port)}
+    num_ranks, first = args.nodes * args.num_ranks, args.node_rank * args.num_ranks
+    places = [
+        {
+            "RANK": str(first + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(args.num_ranks),
+            **meet,
+        }
+        for local in range(args.num_ranks)
+    ]
     try:
-        return _Ranks(num_ranks, log_dir, command, rendezvous).wait()
+        code = _Ranks(places, args.log_dir, args.command).wait()
     finally:
         rendezvous.unlink(missing_ok=True)
+    return PEER_AWAY if code == PEER_LOST and args.node_rank else code
 
 
 def new_rendezvous(log_dir: Path) -> Path:
@@ -52,9 +81,11 @@ def new_rendezvous(log_dir: Path) -> Path:
 class _Ranks:
     """The processes, and the order in which they failed."""
 
-    def __init__(self, num_ranks: int, log_dir: Path, command: list[str], rendezvous: Path) -> None:
-        self._logs = [None, *(log_dir / f"trainer-rank-{rank}.log" for rank in range(1, num_ranks))]
-        self._processes = [_start(rank, num_ranks, command, rendezvous, log) for rank, log in enumerate(self._logs)]
+    def __init__(self, places: Sequence[dict[str, str]], log_dir: Path, command: Sequence[str]) -> None:
+        """`places`: the variables that tell each rank which one it is, and where it meets the others."""
+        self._names = [place["RANK"] for place in places]
+        self._logs = [None, *(log_dir / f"trainer-rank-{name}.log" for name in self._names[1:])]
+        self._processes = [_start(place, command, log) for place, log in zip(places, self._logs, strict=True)]
         self._failed: list[int] = []
         self._deadline: float | None = None
 
@@ -90,21 +121,18 @@ class _Ranks:
 
     def _tell(self, rank: int) -> None:
         code, log = self._exit_code(rank), self._logs[rank]
-        print(f"rank {rank} ended with {meaning(code)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
+        print(f"rank {self._names[rank]} ended with {meaning(code)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         if log is not None:
             print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
 
 
-def _start(
-    rank: int, num_ranks: int, command: list[str], rendezvous: Path, log: Path | None
-) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    environment = {name: str(value) for name, value in place.items()} | {"HEADRACE_RENDEZVOUS": str(rendezvous)}
+def _start(place: dict[str, str], command: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
+    inherited = {name: value for name, value in os.environ.items() if name != _RENDEZVOUS}
     output = None if log is None else open_log(log)
     starter = os.getpid()
     return subprocess.Popen(
         command,
-        env=os.environ | environment,
+        env=inherited | place,
         stdout=output,
         stderr=output,
         preexec_fn=lambda: _before_exec(starter),

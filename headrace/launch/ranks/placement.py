@@ -1,6 +1,6 @@
 """Builds the start of the trainer's command line: the program that starts its ranks, and the machines.
 
-local     headrace.launch.ranks.local: this machine.
+local     headrace.launch.ranks.local: this machine, or this one's of several that each start their own.
 torchrun  torch.distributed.run: this machine, for those who want its agent.
 slurm     srun: the machines of the allocation that this process runs in.
 ray       headrace.launch.ranks.ray: a placement group of the Ray cluster.
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from headrace.errors import ConfigError
+from headrace.job.rules.nodes import meeting_of
 from headrace.job.schema.run import PlacementSection
 from headrace.run_folder import RunFolder
 
@@ -31,12 +32,24 @@ def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
 
 
 def _local(placement: PlacementSection, folder: RunFolder) -> list[str]:
-    _one_machine(placement)
-    return [sys.executable, "-m", "headrace.launch.ranks.local", str(placement.num_ranks), str(folder.logs)]
+    run, count = [sys.executable, "-m", "headrace.launch.ranks.local"], str(placement.actor_num_gpus_per_node)
+    if (meeting := meeting_of(placement)) is not None:
+        run += [
+            f"--nodes={placement.actor_num_nodes}",
+            f"--node-rank={meeting.node_rank}",
+            f"--master={meeting.address}",
+        ]
+    return [*run, count, str(folder.logs)]
 
 
 def _torchrun(placement: PlacementSection, folder: RunFolder) -> list[str]:
-    _one_machine(placement)
+    if placement.actor_num_nodes > 1:
+        raise ConfigError(
+            f"actor_num_nodes {placement.actor_num_nodes}: placement torchrun uses one machine. Leave --placement out "
+            "and run `headrace up trainer` on each machine with --master-addr and its --node-rank, or pass --placement "
+            "slurm or ray",
+            field="actor_num_nodes",
+        )
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
     return [*run, "--nproc-per-node", str(placement.num_ranks), "--no-python"]
 
@@ -64,16 +77,6 @@ def _ray(placement: PlacementSection, folder: RunFolder) -> list[str]:
         *(sys.executable, "-m", "headrace.launch.ranks.ray"),
         *(str(placement.actor_num_nodes), str(placement.actor_num_gpus_per_node), str(folder.logs)),
     ]
-
-
-def _one_machine(placement: PlacementSection) -> None:
-    if placement.actor_num_nodes > 1:
-        raise ConfigError(
-            f"actor_num_nodes {placement.actor_num_nodes}: placement {placement.placement} uses one machine. "
-            "Pass --placement slurm or --placement ray; or start the other services with headrace up, and "
-            "torchrun … -m services.trainer on each of the trainer's machines",
-            field="actor_num_nodes",
-        )
 
 
 _STARTERS: Mapping[str, Callable[[PlacementSection, RunFolder], list[str]]] = {

@@ -36,6 +36,7 @@ async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float)
         end = await buffer.position()
         replay = await _replay(buffer, config, end, silence_seconds)
         groups = await _groups(buffer, replay)
+        await _pass_over_forgotten(buffer, replay, groups, end, silence_seconds)
         stats = await buffer.stats(stream)
         return AuditedLedger(replay, end, groups, stats if await buffer.position() == end else None)
     except (TimeoutError, DeadlineExceeded, Unavailable) as error:
@@ -72,10 +73,9 @@ async def _replay(buffer: BufferClient, config: pb.StreamConfig, end: int, silen
 
 
 async def _events(
-    buffer: BufferClient, end: int, silence_seconds: float, replay: Replay
+    buffer: BufferClient, end: int, silence_seconds: float, replay: Replay, following: int = 1
 ) -> AsyncIterator[pb.LedgerEvent]:
     """Yields all streams' events up to a position. After an interruption it watches again, behind damaged events."""
-    following = 1
     while following <= end:
         try:
             async with aclosing(_watched(buffer, following, silence_seconds)) as events:
@@ -115,6 +115,19 @@ async def _groups(buffer: BufferClient, replay: Replay) -> Mapping[str, pb.Group
         found = await buffer.list_groups(stream, group_ids=missing[first : first + _PAGE])
         groups.update((group.group_id, group) for group in found.groups)
     return groups
+
+
+async def _pass_over_forgotten(
+    buffer: BufferClient, replay: Replay, groups: Mapping[str, pb.Group], end: int, silence_seconds: float
+) -> None:
+    """A step that was committed since the history was read may have made the ledger forget groups of old ones."""
+    missing = [group_id for group_id, story in replay.groups.items() if not (story.is_forgotten or group_id in groups)]
+    if not missing:
+        return
+    now = await buffer.position()
+    async for event in _events(buffer, now, silence_seconds, replay, end + 1):
+        if event.stream == replay.config.name and event.kind == "forgotten":
+            replay.forget_since(event, missing)
 
 
 async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[pb.Group]:

@@ -180,5 +180,12 @@ class Replay:
             for group_id in self._ended_at.pop(step):
                 self.groups[group_id].is_forgotten = True
 
+    def forget_since(self, event: pb.LedgerEvent, missing: Sequence[str]) -> None:
+        """A later event than those that were added: those of the missing groups whose step it reaches are forgotten."""
+        for group_id in missing:
+            step = self.steps.step_of(group_id)
+            if step is not None and step < event.step:
+                self.groups[group_id].is_forgotten = True
+
     def _found(self, kind: str, event: pb.LedgerEvent, what: str) -> None:
         self.findings.append(Finding(kind, f"position {event.position} {what}"))

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from headrace.rpc.tls import tls_of
 from services.trainer.control.channel import Channel
-from services.trainer.megatron.rendezvous import listener, own_host
+from services.trainer.megatron.rendezvous import listener, on_one_machine, own_host
 
 
 async def open_channel(rank: int, world_size: int, device: torch.device, compute: ThreadPoolExecutor) -> Channel:
@@ -18,15 +19,16 @@ async def open_channel(rank: int, world_size: int, device: torch.device, compute
     loop = asyncio.get_running_loop()
     if world_size == 1:
         return Channel(rank, world_size, b"")
+    tls = None if on_one_machine() else tls_of()
     if rank == 0:
         host, secret = own_host(), secrets.token_bytes(32)
-        channel = Channel(rank, world_size, secret)
+        channel = Channel(rank, world_size, secret, tls)
         port = await channel.listen(listener(host))
         await loop.run_in_executor(compute, _tell_all, f"{host} {port} {secret.hex()}", device)
         await channel.until_complete()
     else:
         host, found, text = (await loop.run_in_executor(compute, _tell_all, "", device)).split()
-        channel = Channel(rank, world_size, bytes.fromhex(text))
+        channel = Channel(rank, world_size, bytes.fromhex(text), tls)
         await channel.connect(host, int(found))
     return channel
 

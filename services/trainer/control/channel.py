@@ -5,6 +5,8 @@ that closes is a rank that died; one that is silent for SILENT_SECONDS is a rank
 off. Rank 0 then ends, which closes the other connections, so all ranks end. Collectives could wait for their own,
 longer, timeout instead.
 
+Between machines it is encrypted where the job has certificates: then both sides show one, too.
+
 Only a rank that is still missing and knows the run's secret (`handshake`) is listened to; all others are hung up on and
 change nothing. Once every rank is there nobody can connect any more.
 
@@ -18,12 +20,13 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.errors import DeadlineExceeded, Unavailable
 from headrace.rpc.log import log
+from headrace.rpc.tls import SERVICE_NAME, TlsFolder, connecting_context, listening_context
 from services.trainer.control.frames import (
     CHUNK_BYTES,
     HEARTBEAT,
@@ -55,8 +58,10 @@ class PeerLost(Unavailable):
 class Channel:
     """States: open → (a peer is gone) lost, or → closed. After `close` nobody's end is a loss."""
 
-    def __init__(self, rank: int, world_size: int, secret: bytes) -> None:
+    def __init__(self, rank: int, world_size: int, secret: bytes, tls: TlsFolder | None = None) -> None:
+        """`tls`: connections are encrypted, and both sides show a certificate of it."""
         self._rank = rank
+        self._tls = tls
         self._secret = secret
         self._loop = asyncio.get_running_loop()
         self._missing = set(range(1, world_size)) if rank == 0 else set()
@@ -73,7 +78,10 @@ class Channel:
 
     async def listen(self, listener: socket.socket) -> int:
         """Called on rank 0; returns the port that the others connect to."""
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES)
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": listening_context(self._tls), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES, **secured)
         port: int = listener.getsockname()[1]
         return port
 
@@ -154,7 +162,10 @@ class Channel:
 
     async def _is_introduced(self, host: str, port: int) -> bool:
         """False where rank 0 is busy with strangers."""
-        reader, writer = await asyncio.open_connection(host, port, limit=CHUNK_BYTES)
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": connecting_context(self._tls), "server_hostname": SERVICE_NAME}
+        reader, writer = await asyncio.open_connection(host, port, limit=CHUNK_BYTES, **secured)
         try:
             await introduce(reader, writer, self._secret, self._rank)
         except (EOFError, ConnectionResetError):

@@ -1,5 +1,8 @@
 """Ranks find each other through torchrun's environment, or through a file that rank 0 leaves for the others.
 
+MASTER_ADDR and MASTER_PORT are where rank 0 listens. The others come when their machines have started them, and nobody
+goes on before all are there: who died until then may come again.
+
 HEADRACE_RENDEZVOUS names the file, in a folder that all machines share; its name is new at every start of the ranks.
 Rank 0 listens on a port that the system gives and writes `host port token`. So no port is chosen before it is bound,
 and no machine's name has to be known before its process runs. Only this user can read the file, and without the token
@@ -9,6 +12,7 @@ nobody finds the keys that the ranks use.
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import secrets
 import socket
@@ -17,23 +21,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headrace.errors import ConfigError, DeadlineExceeded
+from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
+from headrace.rpc.net import Address, host_towards, interface_of, resolved
 from headrace.whole_file import replacing
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _WAIT = datetime.timedelta(minutes=5)
 _ASK_AGAIN_SECONDS = 0.05
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) -> None:
-    """torch.distributed's default group. Raises DeadlineExceeded when rank 0 does not appear."""
+    """torch.distributed's default group. Raises DeadlineExceeded, or Unavailable, when somebody does not appear."""
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
         return
     elif "MASTER_ADDR" in os.environ:
-        store = _at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size)
+        place = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        _listen_towards(place.host)
+        store = _at(place, rank, world_size)
     else:
         store = listening_store("127.0.0.1", _WAIT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -50,10 +58,13 @@ def listening_store(host: str, timeout: datetime.timedelta, port: int = 0) -> di
 
 def listener(host: str, port: int = 0) -> socket.socket:
     """A socket that listens at `host` and nowhere else. Raises ConfigError where other machines cannot reach it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.create_server((host, port), family=family, backlog=1024)
+    family = resolved(Address(host, port))[0][0]
+    try:
+        found = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise _cannot_listen(Address(host, port), error) from error
     address = found.getsockname()[0]
-    if address.startswith("127.") and host not in (address, "localhost") and not _on_one_machine():
+    if address.startswith("127.") and host not in (address, "localhost") and not on_one_machine():
         found.close()
         raise ConfigError(
             f"{host} means {address} on this machine, which other machines cannot reach: set MASTER_ADDR to an address "
@@ -62,14 +73,22 @@ def listener(host: str, port: int = 0) -> socket.socket:
     return found
 
 
+def _cannot_listen(place: Address, error: OSError) -> HeadraceError:
+    if error.errno == errno.EADDRINUSE:
+        return Unavailable(f"{place} is taken: end the process that listens there, or choose another --master-port")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"{place.host} is no address of this machine, where rank 0 is: correct --master-addr")
+    return Unavailable(f"rank 0 cannot listen on {place}: {error.strerror or error}")
+
+
 def own_host() -> str:
     """The host at which the other ranks reach this one: loopback when all of them are on this machine."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
-    if _on_one_machine():
+    if on_one_machine():
         return "127.0.0.1"
-    host = socket.gethostbyname(socket.gethostname())
-    if host.startswith("127."):
+    host = str(resolved(Address(socket.gethostname(), 0))[0][4][0])
+    if Address(host, 0).is_loopback:
         raise ConfigError(
             f"this machine's name {socket.gethostname()} means {host}, which other machines cannot reach: "
             "set MASTER_ADDR to an address of the first machine"
@@ -77,19 +96,61 @@ def own_host() -> str:
     return host
 
 
-def _on_one_machine() -> bool:
+def on_one_machine() -> bool:
+    """True where every rank of the trainer is on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _at(host: str, port: int, rank: int, world_size: int) -> dist.TCPStore:
-    if rank == 0:
-        return listening_store(host, _WAIT, port)
-    return dist.TCPStore(host, port, world_size, is_master=False, timeout=_WAIT)
+def _at(place: Address, rank: int, world_size: int) -> dist.Store:
+    store = listening_store(place.host, _WAIT, place.port) if rank == 0 else _store_of(place, world_size)
+    try:
+        _until_all_are_there(store, rank, world_size)
+    except dist.DistStoreError as error:
+        absent = [] if rank else _absent(store, world_size)
+        raise DeadlineExceeded(
+            f"{f'ranks {absent} are' if absent else 'somebody is'} not at {place} after {_WAIT.total_seconds():.0f} s: "
+            "start `headrace up trainer` on each machine with its --node-rank, and see their logs"
+        ) from error
+    except dist.DistNetworkError as error:
+        raise Unavailable(f"rank 0 at {place} ended while ranks were meeting: see its log") from error
+    return store
+
+
+def _store_of(place: Address, world_size: int) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(place.host, place.port, world_size, is_master=False, timeout=_WAIT)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise Unavailable(
+            f"rank 0 is not at {place} ({_WAIT.total_seconds():.0f} s): start `headrace up trainer` on machine 0, or "
+            "correct --master-addr and --master-port"
+        ) from error
+
+
+def _until_all_are_there(store: dist.Store, rank: int, world_size: int) -> None:
+    store.set(_here(rank), "")
+    store.wait([_here(other) for other in range(world_size)], _WAIT)
+
+
+def _absent(store: dist.Store, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if not store.check([_here(rank)])]
+
+
+def _here(rank: int) -> str:
+    return f"headrace-rank-{rank}"
+
+
+def _listen_towards(host: str) -> None:
+    """Makes gloo listen on the way to `host`. By itself it does where this machine's name points: loopback on many."""
+    if _INTERFACE in os.environ or on_one_machine():
+        return
+    if (name := interface_of(host_towards(Address(host, 1)))) is not None:
+        os.environ[_INTERFACE] = name
 
 
 def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         host, token = own_host(), secrets.token_hex(16)
+        _listen_towards(host)
         store = listening_store(host, _WAIT)
         with (
             replacing(file) as draft,
@@ -98,6 +159,7 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
             text.write(f"{host} {store.port} {token}")
         return dist.PrefixStore(token, store)
     host, port, token = _read(file).split()
+    _listen_towards(host)
     return dist.PrefixStore(token, dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT))
 
 

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.errors import Unavailable
+from headrace.ledger_tools.audit.ledger import read_ledger
+from headrace.ledger_tools.audit.record import read_record
+from headrace.ledger_tools.audit.verdict import judge
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.buffer.ledger.transaction import LedgerEvent
@@ -30,7 +34,8 @@ async def trained(client: BufferClient, record: TrainingRecord, steps: int) -> N
     epoch = (await client.rewind("train", 0)).epoch
     for step in range(steps):
         leases = (await client.lease_groups("train", "p", 100)).leases
-        await client.put_groups([complete_put(lease) for lease in leases])
+        if leases:
+            await client.put_groups([complete_put(lease) for lease in leases])
         reply = await client.lease_batch("train", epoch, step, timeout_seconds=10)
         record.append(step, Batch.of(reply))
         await client.consume("train", epoch, step, reply.digest)
@@ -141,3 +146,25 @@ class Stopping(MemoryStore):
 def _hang() -> list[LedgerEvent]:
     time.sleep(3.0)
     return []
+
+
+async def test_groups_that_a_step_makes_the_ledger_forget_while_it_is_read_are_not_lost(tmp_path: Path) -> None:
+    config = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2, max_staleness=8, retain_steps=1)
+    file = tmp_path / "trained.jsonl"
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as trainer:
+        await trainer.create_stream(config)
+        await trainer.submit_prompts("train", text_prompts(*map(str, range(8))))
+        await trained(trainer, TrainingRecord(file), 3)
+
+        class Meanwhile(BufferClient):
+            """Its trainer commits when the history has been read."""
+
+            async def list_groups(self, *args: Any, **kwargs: Any) -> pb.ListGroupsResponse:
+                await trainer.commit("train", 1, 3)
+                return await super().list_groups(*args, **kwargs)
+
+        async with Meanwhile(server.address) as client:
+            ledger = await read_ledger(client, "train", 20.0)
+        verdict = judge([ledger], read_record(file))
+    assert len(ledger.groups) < len(ledger.replay.groups)
+    assert verdict.is_clean

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import socket
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from headrace.rpc.net import Address
 from tests.support.hosts.switch import Switch, hardware_address
 from tests.support.processes.training_run import ROOT
 
@@ -27,11 +30,22 @@ class Host:
     name: str
     number: int
     namespace: str
+    has_ipv6: bool = False
+    """Then it has no other address."""
 
     @property
     def address(self) -> str:
         """Nobody outside of the test's own hosts can reach it, so that other tests may have the same."""
-        return f"10.77.0.{self.number}"
+        return f"fd77::{self.number}" if self.has_ipv6 else f"10.77.0.{self.number}"
+
+    @property
+    def own_files(self) -> Path:
+        """What is here is in /etc for the processes of the host (`man ip-netns`)."""
+        return Path("/etc/netns") / self.namespace
+
+    def at(self, port: int) -> str:
+        """The port at its address."""
+        return str(Address(self.address, port))
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The words as a command in this host; its process is the command itself."""
@@ -59,6 +73,17 @@ class Host:
 
     async def said(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
         """What a command prints that ends by itself and does not fail."""
+        code, output = await self._ended(words, environment)
+        assert code == 0, output
+        return output
+
+    async def refused(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
+        """What a command prints that fails."""
+        code, output = await self._ended(words, environment)
+        assert code, output
+        return output
+
+    async def _ended(self, words: Sequence[str], environment: Mapping[str, str] | None) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
             *self.command(words),
             cwd=ROOT,
@@ -67,8 +92,7 @@ class Host:
             stderr=asyncio.subprocess.STDOUT,
         )
         output, _ = await process.communicate()
-        assert process.returncode == 0, output.decode()
-        return output.decode()
+        return process.returncode, output.decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +106,27 @@ class Network:
         """Pulls the cable between two hosts."""
         self.switch.cut(self.hosts[one].number, self.hosts[other].number)
 
+    def mute(self, sender: str, receiver: str) -> None:
+        """Nothing passes from one host to the other."""
+        self.switch.mute(self.hosts[sender].number, self.hosts[receiver].number)
+
     def num_bytes(self, sender: str, receiver: str) -> int:
         """What has passed from one to the other so far."""
         return self.switch.num_bytes(self.hosts[sender].number, self.hosts[receiver].number)
 
 
 @contextmanager
-def network(names: Sequence[str] = NAMES) -> Iterator[Network]:
+def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Network]:
     """A network of these hosts. Skips the test where no network namespace can be made."""
     run = uuid.uuid4().hex[:8]
-    hosts = {name: Host(name, number, f"headrace-{run}-{name}") for number, name in enumerate(names, 1)}
+    hosts = {name: Host(name, number, f"headrace-{run}-{name}", ipv6) for number, name in enumerate(names, 1)}
     switch, made = Switch(), list[Host]()
     try:
         for host in hosts.values():
             if (refused := _refusal("netns", "add", host.namespace)) is not None:
                 pytest.skip(f"several hosts need network namespaces, which are refused here: {refused}")
             made.append(host)
+            _name_hosts(host, hosts.values())
             _plug_in(host, switch, f"hr{run}{host.number}")
         switch.start()
         yield Network(hosts, switch)
@@ -105,6 +134,15 @@ def network(names: Sequence[str] = NAMES) -> Iterator[Network]:
         switch.close()
         for host in made:
             _ip("netns", "del", host.namespace)
+            shutil.rmtree(host.own_files)
+
+
+def _name_hosts(host: Host, hosts: Iterable[Host]) -> None:
+    """Each knows the others by name. Its own name, and the machine's, mean 127.0.1.1, as Debian has it."""
+    host.own_files.mkdir(parents=True)
+    lines = ["127.0.0.1 localhost", f"127.0.1.1 {host.name} {socket.gethostname()}"]
+    lines += [f"{other.address} {other.name}" for other in hosts if other is not host]
+    (host.own_files / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _plug_in(host: Host, switch: Switch, interface: str) -> None:
@@ -115,7 +153,10 @@ def _plug_in(host: Host, switch: Switch, interface: str) -> None:
     _ip("link", "set", interface, "netns", host.namespace, "name", "eth0")
     _ip("-n", host.namespace, "link", "set", "lo", "up")
     _ip("-n", host.namespace, "link", "set", "eth0", "address", hardware_address(host.number))
-    _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+    if host.has_ipv6:  # nodad: at once, without asking whether somebody else has it
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/64", "dev", "eth0", "nodad")
+    else:
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
     _ip("-n", host.namespace, "link", "set", "eth0", "up")
 
 

@@ -41,6 +41,7 @@ async def served_buffer(
     retain_events: int | None = None,
     grace_seconds: float = 0.0,
     max_calls_per_peer: int = 40_000,
+    insecure: bool = False,
 ) -> AsyncIterator[tuple[BufferApplication, RpcServer]]:
     """A buffer on a free port of this process."""
     buffer = await BufferApplication.open(
@@ -59,6 +60,7 @@ async def served_buffer(
         "buffer",
         address,
         [service],
+        insecure=insecure,
         max_calls_per_peer=max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
