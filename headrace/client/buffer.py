@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -16,6 +17,7 @@ from headrace.client.columns import LargeColumn, download, put_back, slim_put, s
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
 from headrace.client.shared_waits import SharedWaits
+from headrace.client.watching import resumed
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
@@ -268,10 +270,12 @@ class BufferClient(Buffer):
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.LedgerEvent]:
-        """The stream's history from a position on, then live, to the deadline. Watch again after a disconnect."""
+        """The stream's history from a position on, then live, to the deadline, also over restarts of the buffer."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
-        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=deadline_seconds, peer=self._peer):
+        ask = partial(rpc.stream, self._stub.Watch, request, peer=self._peer)
+        async for reply in resumed(self._channel, ask, deadline_seconds=deadline_seconds):
             for event in reply.events:
+                request.from_position = event.position + 1
                 yield event
 
     async def list_groups(
@@ -305,12 +309,9 @@ class BufferClient(Buffer):
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.damaged
 
-    async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
+    def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
         """Yields a copy of the whole ledger in pieces, with its summary last. `headrace buffer backup` writes it."""
-        async for reply in rpc.stream(
-            self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer
-        ):
-            yield reply
+        return rpc.stream(self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer)
 
     async def position(self) -> int:
         """Position of the latest event in the whole ledger."""

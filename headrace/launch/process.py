@@ -37,10 +37,19 @@ class ServiceSpec:
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
     bound: Address | None = None
     """Where it listens; None: at its address."""
+    restart_request: Path | None = None
+    """A file that asks for a restart while it is there."""
 
     @property
     def listens_at(self) -> Address:
         return self.bound or Address.parse(self.address)
+
+    def take_restart_request(self) -> bool:
+        """True once for each time that somebody asks for a restart."""
+        if self.restart_request is None or not self.restart_request.exists():
+            return False
+        self.restart_request.unlink(missing_ok=True)
+        return True
 
 
 class ServiceProcess:

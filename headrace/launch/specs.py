@@ -135,6 +135,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         environment={**_environment(job, service), **gpus},
         loads=_LOADS.get(service),
         ending=folder.ending if service == "trainer" else None,
+        restart_request=folder.restart_request(process),
         keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),

@@ -5,7 +5,8 @@ times within `window_seconds`. One that ends before it was ever healthy, or with
 fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
 One that ends with PEER_AWAY has waited for another service without success. Such an end does not count as a restart,
 unless they go on for `max_away_seconds` in a row; its last error names the other service and its address.
-The one that is named `until` ends the run with exit code 0.
+The one that is named `until` ends the run with exit code 0. A restart that a person asked for (`headrace restart`)
+waits for no backoff and does not count.
 """
 
 from __future__ import annotations
@@ -98,8 +99,11 @@ class Supervisor:
     async def _keep(self, spec: ServiceSpec) -> None:
         ever_healthy = False
         while True:
-            code, healthy = await self._run_once(spec)
+            code, healthy, asked_for = await self._run_once(spec)
             ever_healthy = ever_healthy or healthy
+            if asked_for and code not in (NOTHING_TO_LEARN, NOT_WORTH_RESTARTING):
+                self._started_at[spec.name].pop()
+                continue
             if code == 0 and spec.name == self._until:
                 return
             if code == NOTHING_TO_LEARN:
@@ -120,15 +124,34 @@ class Supervisor:
                 )
             await self._before_restart(spec, code)
 
-    async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool]:
-        """Starts the service and waits for its end. Returns its exit code and whether it became healthy."""
+    async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool, bool]:
+        """Starts the service and waits for its end.
+
+        Returns its exit code, whether it became healthy, and whether a person asked for its end.
+        """
         _require_free(spec)
+        spec.take_restart_request()  # of a process that is no more
         self._started_at[spec.name].append(time.monotonic())
         process = await ServiceProcess.start(spec)
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
-        return await process.wait(), healthy
+        asked_for = await self._ended_on_request(process)
+        return await process.wait(), healthy, asked_for
+
+    async def _ended_on_request(self, process: ServiceProcess) -> bool:
+        """Returns when the process has ended; True where somebody asked for a restart, which ends it here."""
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                if process.spec.take_restart_request():
+                    self._tell(f"{process.spec.name} is restarted, as somebody asked")
+                    await process.stop(self._grace())
+                    return True
+                await asyncio.wait({ended}, timeout=_ASK_AGAIN_SECONDS)
+        finally:
+            ended.cancel()
+        return False
 
     async def _healthy(self, process: ServiceProcess) -> bool:
         """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.caller import Caller
+from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers import PeerCalls
@@ -42,6 +43,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         request_limits: RequestLimits,
         gate: Callable[[], None],
         access: Access,
+        calls: CallsInProgress,
     ) -> None:
         """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
@@ -50,6 +52,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self._limits = request_limits
         self._gate = gate
         self._access = access
+        self._calls = calls
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -82,7 +85,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                         self._access.require(caller, service, method)
                     self._gate()
                     async with asyncio.timeout(call.seconds_left()):
-                        with self._peers.one_of(context.peer()):
+                        with self._calls.one(method), self._peers.one_of(context.peer()):
                             return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
@@ -100,7 +103,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     if caller is not None:
                         self._access.require(caller, service, method)
                     self._gate()
-                    with self._peers.one_of(context.peer()):
+                    with self._calls.one(method), self._peers.one_of(context.peer()):
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply

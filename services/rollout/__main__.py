@@ -27,7 +27,10 @@ from services.rollout.engine.arguments import listening_for_weights
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.one_of_several import job_of_service
-from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
+from services.rollout.servicer import REQUEST_LIMITS, WAITING, RolloutServicer
+
+DRAIN_SECONDS = 10.0
+"""In which a response that has begun can be finished. Engines, router and leases end in what is left of the grace."""
 
 
 def main() -> int:
@@ -69,13 +72,15 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
         tls=listen.tls,
         tokens=listen.tokens,
         request_limits=REQUEST_LIMITS,
+        waiting=WAITING,
+        drain_seconds=DRAIN_SECONDS,
     )
     server.metrics.registry.register(registry)
     await service.start()
     gc.freeze()  # libraries and tokenizer stay: a collection that looks at them holds the loop for a third of a second
     try:
         await server.start()
-        signalled = asyncio.create_task(server.run_until_signal())
+        signalled = asyncio.create_task(server.run_until_signal(service.drain))
         lost = asyncio.create_task(service.lost())
         await asyncio.wait({signalled, lost}, return_when=asyncio.FIRST_COMPLETED)
         if not signalled.done():
