@@ -59,7 +59,8 @@ class _Responses:
 
     def add(self, reply: pb.GenerateResponse) -> pb.GenerateResponse:
         """The message as the reader asked for it."""
-        self._tokens[reply.index] += unpack_column(reply.tokens).tolist()
+        if reply.HasField("tokens"):
+            self._tokens[reply.index] += unpack_column(reply.tokens).tolist()
         if reply.status:
             del self._tokens[reply.index]
         if not self._request.return_tokens:

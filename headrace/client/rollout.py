@@ -23,7 +23,8 @@ from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
 
-DEFAULT_DEADLINE_SECONDS = 60.0
+DEFAULT_DEADLINE_SECONDS = 300.0
+"""As long as services wait for one another while one of them is restarted."""
 
 
 class Rollout(Closing):

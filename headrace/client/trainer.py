@@ -16,7 +16,8 @@ from headrace.client.watching import resumed
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 
-DEFAULT_DEADLINE_SECONDS = 60.0
+DEFAULT_DEADLINE_SECONDS = 300.0
+"""As long as services wait for one another while one of them is restarted."""
 # A save or an export waits for the end of the current step and then writes all the weights.
 _LONG_DEADLINE_SECONDS = 3600.0
 

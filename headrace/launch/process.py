@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ class ServiceSpec:
     """Where it listens; None: at its address."""
     restart_request: Path | None = None
     """A file that asks for a restart while it is there."""
+    held: Address | None = None
+    """A port that its starter listens on and passes to it (`--listener`): callers wait while it starts again."""
 
     @property
     def listens_at(self) -> Address:
@@ -60,11 +63,18 @@ class ServiceProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, spec: ServiceSpec) -> ServiceProcess:
-        """Returns once the process exists; it is not healthy yet."""
+    async def start(cls, spec: ServiceSpec, held: socket.socket | None = None) -> ServiceProcess:
+        """Returns once the process exists; it is not healthy yet. `held` listens at the spec's held port."""
         if spec.ending is not None:
             spec.ending.unlink(missing_ok=True)
-        process = GuardedProcess(spec.command, spec.log_file, spec.environment, orphan_seconds=GRACE_SECONDS)
+        descriptors = [held.fileno()] if held else []
+        process = GuardedProcess(
+            [*spec.command, *(f"--listener={number}" for number in descriptors)],
+            spec.log_file,
+            spec.environment,
+            orphan_seconds=GRACE_SECONDS,
+            descriptors=descriptors,
+        )
         await process.start()
         return cls(spec, process)
 

@@ -115,11 +115,17 @@ class RolloutService:
         self._teacher = teacher
         self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
+        self.started = asyncio.Event()
 
     def require_private(self) -> None:
         """Raises ConfigError where its endpoint can be reached from other machines."""
         if self._endpoint:
             self._endpoint.require_private()
+
+    def adopt_listener(self, descriptor: int) -> None:
+        """The endpoint's socket, which outlives this process; it does nothing without an endpoint."""
+        if self._endpoint:
+            self._endpoint.adopt(descriptor)
 
     async def start(self) -> None:
         """Starts engines and router, then production.
@@ -141,6 +147,7 @@ class RolloutService:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.stop()
             raise
+        self.started.set()
         self.parts.producer.start()
         if self.load_watch:
             self.load_watch.start()

@@ -58,7 +58,9 @@ def openai_parts(
     )
     policy = AgentPolicy(generator, encoder, tool_calls, slots)
     endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name)
-    server = EndpointServer(endpoint.application(), rollout.openai_port, host=rollout.openai_host)
+    server = EndpointServer(
+        endpoint.application(), rollout.openai_port, host=rollout.openai_host, end_calls=endpoint.calls.end
+    )
     if agent is None:
         return OpenaiParts(server, tool_calls, None)
     context = ContextLimit.of(rollout, job.sglang, architecture, job.placement.engine_groups)

@@ -28,6 +28,7 @@ from headrace.errors import (
     RetryableError,
     Unavailable,
 )
+from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.log import log
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.rollout.agents.protocol import (
@@ -67,6 +68,7 @@ class Endpoint:
         self._encoder = encoder
         self._model = model
         self._began = int(time.time())
+        self.calls = CallsInProgress()
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -86,7 +88,8 @@ class Endpoint:
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def guarded(request: Request) -> Response:
             try:
-                return await handler(request, self._sessions.find(request.path_params.get("session_id")))
+                with self.calls.one("the request"):
+                    return await handler(request, self._sessions.find(request.path_params.get("session_id")))
             except HeadraceError as error:
                 return _refusal(error)
             except ClientDisconnect:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.rpc.net import Address, free_port
+from headrace.rpc.net import Address, free_port, listener
 
-_STOP_SECONDS = 5.0
-_BACKLOG = 1024
+_DRAIN_SECONDS = 8
+_LAST_WORDS_SECONDS = 2
 
 
 class EndpointServer:
     """States: built → started → stopped."""
 
-    def __init__(self, application: Any, port: int | None = None, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        application: Any,
+        port: int | None = None,
+        *,
+        host: str = "127.0.0.1",
+        end_calls: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`end_calls` tells those who still wait for a response that they may ask again."""
+        self._end_calls = end_calls
+        self._adopted: socket.socket | None = None
         self._application = application
         self._address = Address(host, port or free_port(host))
         self.url = f"http://{self._address}"
@@ -34,25 +44,25 @@ class EndpointServer:
             def capture_signals(self) -> Iterator[None]:
                 yield  # they are the service's
 
-        listener = self._listener()
+        listening = self._listener()
         config = uvicorn.Config(
             self._application,
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=int(_STOP_SECONDS),
+            timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_WORDS_SECONDS,
         )
         self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def stop(self) -> None:
-        """Ends what is still answered after some seconds."""
+        """Answers nobody who comes from now on; who waits for a response gets it, or is told to ask again."""
         if self._serving is None:
             return
         self._server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * _STOP_SECONDS):
-                await self._serving
+        await asyncio.wait({self._serving}, timeout=_DRAIN_SECONDS)
+        self._end_calls()
+        await asyncio.wait({self._serving}, timeout=2 * _LAST_WORDS_SECONDS)
 
     def require_private(self) -> None:
         """Raises ConfigError where other machines can reach it."""
@@ -63,18 +73,19 @@ class EndpointServer:
                 field="rollout.openai_host",
             )
 
+    def adopt(self, descriptor: int) -> None:
+        """Listens on this socket, which the launcher keeps open: who comes while the service starts again, waits."""
+        self._adopted = socket.socket(fileno=descriptor)
+        self._adopted.set_inheritable(False)
+
     def _listener(self) -> socket.socket:
-        host, port = self._address.host, self._address.port
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._adopted is not None:
+            return self._adopted
         try:
-            listener.bind((host, port))
-            listener.listen(_BACKLOG)
+            return listener(self._address)
         except OSError as error:
-            listener.close()
             raise ConfigError(
-                f"--openai-host {host} --openai-port {port}: {error.strerror or error}: choose others, or leave "
-                "--openai-port out for any free one",
+                f"--openai-host {self._address.host} --openai-port {self._address.port}: {error.strerror or error}: "
+                "choose others, or leave --openai-port out for any free one",
                 field="rollout.openai_port",
             ) from error
-        return listener

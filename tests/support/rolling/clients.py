@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2
@@ -20,12 +25,14 @@ from tests.support.rolling.tally import Tally
 
 GROUPS_PER_STEP = 2
 _PAUSE_SECONDS = 0.02
+_LAST_EVENTS_SECONDS = 1.0
+"""In which watchers are sent what the others have done last."""
 
 
 class Clients:
     """Of the run whose services are at `addresses`. Each client works until `stopping` is set."""
 
-    def __init__(self, addresses: dict[str, str], openai_url: str, tally: Tally, record: Path) -> None:
+    def __init__(self, addresses: Mapping[str, str], openai_url: str | None, tally: Tally, record: Path) -> None:
         self.addresses = addresses
         self.tally = tally
         self.stopping = asyncio.Event()
@@ -38,17 +45,33 @@ class Clients:
         self._record = TrainingRecord(record)
 
     async def run(self) -> None:
-        """All of them side by side."""
-        async with BufferClient(self.addresses["buffer"]) as buffer:
-            await buffer.create_stream(
-                pb.StreamConfig(name="own", n_samples_per_prompt=2, groups_per_step=GROUPS_PER_STEP, max_staleness=1)
-            )
-        async with asyncio.TaskGroup() as tasks:
-            watchers = [tasks.create_task(each()) for each in (self._watch, self._watch_progress)]
-            others = (self._submit, self._produce, self._consume, self._score, self._generate, self._ask_openai, self._look)
-            await asyncio.gather(*(tasks.create_task(each()) for each in others))
-            for watcher in watchers:
-                watcher.cancel()
+        """All of them side by side, of the services that there are addresses of."""
+        if "buffer" in self.addresses:
+            async with BufferClient(self.addresses["buffer"]) as buffer:
+                await buffer.create_stream(
+                    pb.StreamConfig(
+                        name="own", n_samples_per_prompt=2, groups_per_step=GROUPS_PER_STEP, max_staleness=1
+                    )
+                )
+        await until_done(
+            {
+                "buffer": (self._submit, self._produce, self._consume, self._look_at_buffer),
+                "reward": (self._score,),
+                "rollout": (self._generate, self._look_at_rollout, *([self._ask_openai] if self._openai_url else [])),
+                "trainer": (self._look_at_trainer,),
+            },
+            {"buffer": self._watch, "trainer": self._watch_progress},
+            self.addresses,
+        )
+
+    def check(self) -> None:
+        """Every prompt was submitted once and every group consumed once, and watchers have seen it all in order."""
+        positions = [event.position for event in self.events]
+        assert positions == sorted(set(positions))
+        kinds = Counter(event.kind for event in self.events)
+        assert kinds["submitted"] == len(self.submitted)
+        assert kinds["consumed"] == len(self.consumed) == len(set(self.consumed)) > 0
+        assert self.steps == list(range(self.steps[0], self.steps[0] + len(self.steps))) if self.steps else True
 
     async def _submit(self) -> None:
         async with BufferClient(self.addresses["buffer"]) as buffer:
@@ -119,8 +142,6 @@ class Clients:
                     assert sum(reply.tokens.shape[0] for reply in replies) == 40 or replies[-1].status == 1, replies
 
     async def _ask_openai(self) -> None:
-        from openai import AsyncOpenAI
-
         async with AsyncOpenAI(base_url=f"{self._openai_url}/v1", api_key="none") as client:
             while not self.stopping.is_set():
                 with self.tally.call("openai"):
@@ -139,17 +160,38 @@ class Clients:
                 async for row in trainer.watch_progress():
                     self.steps.append(row.step)
 
-    async def _look(self) -> None:
-        async with (
-            TrainerClient(self.addresses["trainer"]) as trainer,
-            open_rollout(self.addresses["rollout"]) as rollout,
-            BufferClient(self.addresses["buffer"]) as buffer,
-        ):
+    async def _look_at_trainer(self) -> None:
+        async with TrainerClient(self.addresses["trainer"]) as trainer:
             while not self.stopping.is_set():
                 with self.tally.call("status of the trainer"):
                     await trainer.status()
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _look_at_rollout(self) -> None:
+        async with open_rollout(self.addresses["rollout"]) as rollout:
+            while not self.stopping.is_set():
                 with self.tally.call("fleet"):
                     await rollout.get_fleet()
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _look_at_buffer(self) -> None:
+        async with BufferClient(self.addresses["buffer"]) as buffer:
+            while not self.stopping.is_set():
                 with self.tally.call("stats"):
                     await buffer.stats("own")
                 await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def until_done(
+    jobs: Mapping[str, Sequence[Callable[[], Coroutine[Any, Any, None]]]],
+    watchers: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
+    addresses: Mapping[str, str],
+) -> None:
+    """Runs the jobs of the services that there are; watchers are ended when all jobs have ended."""
+    async with asyncio.TaskGroup() as tasks:
+        watching = [tasks.create_task(watch()) for service, watch in watchers.items() if service in addresses]
+        working = [tasks.create_task(job()) for service in addresses for job in jobs[service]]
+        await asyncio.gather(*working)
+        await asyncio.sleep(_LAST_EVENTS_SECONDS)
+        for watcher in watching:
+            watcher.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.rolling.clients import until_done
 from tests.support.rolling.tally import Tally
 
 _PAUSE_SECONDS = 0.02
-_SECONDS = 60.0
+_SECONDS = 300.0
 
 
 class Stubs:
@@ -41,16 +43,32 @@ class Stubs:
         self.events: list[buffer_pb2.LedgerEvent] = []
 
     async def run(self) -> None:
-        """All of them side by side."""
-        async with self._channel("buffer") as channel:
-            config = buffer_pb2.StreamConfig(name="plain", n_samples_per_prompt=1, groups_per_step=1, max_staleness=1000000)
-            request = buffer_pb2.CreateStreamRequest(config=config)
-            await buffer_pb2_grpc.BufferServiceStub(channel).CreateStream(request, timeout=_SECONDS)
-        async with asyncio.TaskGroup() as tasks:
-            watcher = tasks.create_task(self._watch())
-            others = (self._submit_and_put, self._score, self._generate, self._look)
-            await asyncio.gather(*(tasks.create_task(each()) for each in others))
-            watcher.cancel()
+        """All of them side by side, of the services that there are addresses of."""
+        if "buffer" in self._addresses:
+            async with self._channel("buffer") as channel:
+                config = buffer_pb2.StreamConfig(
+                    name="plain", n_samples_per_prompt=1, groups_per_step=1, max_staleness=1_000_000
+                )
+                request = buffer_pb2.CreateStreamRequest(config=config)
+                await buffer_pb2_grpc.BufferServiceStub(channel).CreateStream(request, timeout=_SECONDS)
+        await until_done(
+            {
+                "buffer": (self._submit_and_put,),
+                "reward": (self._score,),
+                "rollout": (self._generate, self._look_at_rollout),
+                "trainer": (self._look_at_trainer,),
+            },
+            {"buffer": self._watch},
+            self._addresses,
+        )
+
+    def check(self) -> None:
+        """Every prompt was submitted once and every group put once, and the watcher has seen it all in order."""
+        positions = [event.position for event in self.events]
+        assert positions == sorted(set(positions))
+        kinds = Counter(event.kind for event in self.events)
+        assert kinds["submitted"] == self.submitted
+        assert kinds["put"] == len(self.put) == len(set(self.put)) > 0
 
     @asynccontextmanager
     async def _channel(self, service: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -76,7 +94,7 @@ class Stubs:
                 for lease in leases:
                     with self.tally.call("plain put"):
                         reply = await stub.PutGroups(
-                            buffer_pb2.PutGroupsRequest(puts=[complete_put(lease)]), timeout=_SECONDS
+                            buffer_pb2.PutGroupsRequest(groups=[complete_put(lease)]), timeout=_SECONDS
                         )
                         assert not reply.results[0].HasField("refused"), reply
                     self.put.append(lease.group_id)
@@ -85,7 +103,7 @@ class Stubs:
     async def _watch(self) -> None:
         position = 0
         async with self._channel("buffer") as channel:
-            stub = buffer_pb2_grpc.BufferServiceStub(channel)
+            stub: Any = buffer_pb2_grpc.BufferServiceStub(channel)
             while True:
                 try:
                     async for reply in stub.Watch(buffer_pb2.WatchRequest(stream="plain", from_position=position)):
@@ -114,19 +132,24 @@ class Stubs:
                 with self.tally.call("plain generate"):
                     await _whole(stub)
 
-    async def _look(self) -> None:
-        async with self._channel("trainer") as trainer, self._channel("rollout") as rollout:
-            status = trainer_pb2_grpc.TrainerServiceStub(trainer).GetStatus
-            fleet = rollout_pb2_grpc.RolloutServiceStub(rollout).GetFleet
+    async def _look_at_trainer(self) -> None:
+        async with self._channel("trainer") as channel:
+            status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus
             while not self.stopping.is_set():
                 with self.tally.call("plain status"):
                     await status(trainer_pb2.GetStatusRequest(), timeout=_SECONDS)
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _look_at_rollout(self) -> None:
+        async with self._channel("rollout") as channel:
+            fleet = rollout_pb2_grpc.RolloutServiceStub(channel).GetFleet
+            while not self.stopping.is_set():
                 with self.tally.call("plain fleet"):
                     await fleet(rollout_pb2.GetFleetRequest(), timeout=_SECONDS)
                 await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _whole(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
+async def _whole(stub: Any) -> None:
     """One response; when its stream breaks it is begun again with the tokens that are there."""
     sampling = sample_pb2.SamplingParams(max_new_tokens=40)
     request = rollout_pb2.GenerateRequest(text="1 + 1 =", sampling=sampling, return_tokens=True)

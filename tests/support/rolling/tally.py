@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+CLIENTS = {
+    "buffer": ("submit prompts", "put groups", "consume and commit", "stats", "plain submit", "plain put"),
+    "reward": ("score", "plain score"),
+    "rollout": ("generate", "fleet", "plain generate", "plain fleet"),
+    "trainer": ("status of the trainer", "plain status"),
+}
 
 
 @dataclass
@@ -29,6 +37,13 @@ class Tally:
             self.calls[name] += 1
         seconds = time.monotonic() - began
         self.longest[name] = max(self.longest.get(name, 0.0), seconds)
+
+    async def until_all_have_called(self, services: Collection[str]) -> None:
+        """Waits until every client of the services has finished another call."""
+        before = {name: self.calls[name] for service in services for name in CLIENTS[service]}
+        async with asyncio.timeout(600):
+            while any(self.calls[name] == count for name, count in before.items()) and not self.failed:
+                await asyncio.sleep(0.05)
 
     def lines(self) -> Iterator[str]:
         """A table for people."""
