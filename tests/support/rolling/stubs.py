@@ -23,6 +23,7 @@ from tests.support.rolling.tally import Tally
 
 _PAUSE_SECONDS = 0.02
 _SECONDS = 300.0
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class Stubs:
@@ -110,7 +111,7 @@ class Stubs:
                         self.events += reply.events
                         position = reply.events[-1].position + 1
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    if error.code() not in _AGAIN:
                         self.tally.failed.append(f"plain watch: {error.code()} {error.details()}")
                 self.tally.calls["plain watch"] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -162,7 +163,7 @@ async def _whole(stub: Any) -> None:
                     assert reply.status != sample_pb2.SAMPLE_STATUS_COMPLETED or len(data) <= 4 * 40
                     return
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() not in _AGAIN:
                 raise
             await asyncio.sleep(_PAUSE_SECONDS)
         if data:

@@ -19,7 +19,7 @@ from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import unpack_column
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind, Shares
-from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
@@ -37,10 +37,10 @@ async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutC
     encoder = PromptEncoder(folder, apply_chat_template=False)
     generator, seeds = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), list[int]()
 
-    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> Any:
+    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
         params = merged_params(sampling, SamplingParams(max_new_tokens=9))
         seeds.append(params.seed or 0)
-        return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20)
+        return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20, begun=begun)
 
     slots = EngineSlots(Shares({Kind.CLIENTS: 3}), max_waiting=126)
     parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots))
