@@ -16,8 +16,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, slim_put, slim_release, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
+from headrace.client.resumed.watch import resumed
 from headrace.client.shared_waits import SharedWaits
-from headrace.client.watching import resumed
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
@@ -52,9 +52,8 @@ class BufferClient(Buffer):
 
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
         """Creates the stream if it does not exist. Raises AlreadyExists when it exists with another config."""
-        reply: pb.CreateStreamResponse = await self._call(
-            self._stub.CreateStream, pb.CreateStreamRequest(config=config)
-        )
+        request = pb.CreateStreamRequest(config=config)
+        reply: pb.CreateStreamResponse = await self._call(self._stub.CreateStream, request)
         return reply
 
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:

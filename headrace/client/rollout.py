@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.closing import Closing
-from headrace.client.response import whole_response
+from headrace.client.resumed.response import whole_response
 from headrace.errors import Unavailable
 from headrace.probe import Probe
 from headrace.rpc.call import call, stream

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.client.response import whole_response
+from headrace.client.resumed.response import whole_response
 from headrace.client.rollout import DEFAULT_DEADLINE_SECONDS, Rollout, RolloutClient
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument, Unavailable
 from headrace.rpc.log import log

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.closing import Closing
-from headrace.client.watching import resumed
+from headrace.client.resumed.watch import resumed
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 

@@ -49,7 +49,7 @@ class OneService(rollout_pb2_grpc.RolloutServiceServicer):
         for number in range(begun, 3):
             if number == self._ends_after:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-            status = sample_pb2.SAMPLE_STATUS_COMPLETED if number == 2 else None
+            status = sample_pb2.SAMPLE_STATUS_COMPLETED if number == 2 else sample_pb2.SAMPLE_STATUS_UNSPECIFIED
             tokens = pack_column("tokens", np.array([number], np.int32)) if request.return_tokens else None
             yield pb.GenerateResponse(text=str(number), tokens=tokens, status=status)
 

@@ -14,7 +14,7 @@ from headrace.rpc.retry import pause_seconds
 T = TypeVar("T", covariant=True)
 
 
-class Ask(Protocol[T]):
+class StreamCall(Protocol[T]):
     """One call of a stream, from where its reader has come to."""
 
     def __call__(self, *, deadline_seconds: float | None) -> AsyncIterator[T]:
@@ -29,7 +29,7 @@ _LONGEST_BACKOFF_SECONDS = 2.0
 
 async def resumed(
     channel: grpc.aio.Channel,
-    ask: Ask[T],
+    ask: StreamCall[T],
     *,
     deadline_seconds: float | None = None,
     away_seconds: float = AWAY_SECONDS,
