@@ -24,7 +24,7 @@ _NOT_CONTINUED = frozenset({"CANNOT_CONTINUE", "WEIGHTS_REFUSED"})
 
 
 class _Responses:
-    """What has come of each response to one request."""
+    """Holds the tokens that came of each response to one request."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
@@ -40,7 +40,7 @@ class _Responses:
         return len(self._tokens) < max(1, self._request.n) or any(self._tokens.values())
 
     def left(self) -> Iterator[tuple[pb.GenerateRequest, int]]:
-        """What is to be asked for now, and the index of its first response."""
+        """Yields each request to make now, and the index of its first response."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         request.return_tokens = True
