@@ -74,9 +74,10 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetens
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
 
-# Simulated, on no GPU: what one run on thousands of them would wait for.
+# Simulated, on no GPU: what one run on thousands of them would wait for; and small runs beside their simulation.
 bench-scaling: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.bench.scaling
+	@$(BIN)/python -m tests.bench.scaling.real
 
 bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)
@@ -87,6 +88,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		HEADRACE_AWAY_SECONDS=30 \
 		$(BIN)/python -m pytest tests/chaos
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/buffer/test_columns.py -k large
+	@HEADRACE_ROLLING_ROUNDS=10 $(BIN)/python -m pytest -s tests/chaos/rolling
 	@HEADRACE_BOMBS=100 $(BIN)/python -m pytest -s tests/contract/test_slow_answers.py
 	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
 	@HEADRACE_HOSTILE=100000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py

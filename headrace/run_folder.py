@@ -112,6 +112,10 @@ class RunFolder:
         """Has the reason if the trainer ended with an error (`headrace.process.ending`)."""
         return self.path / ".trainer-ended.json"
 
+    def restart_request(self, process: str) -> Path:
+        """Is there while somebody wants the process to be started again (`headrace restart`)."""
+        return self.path / f".restart-{process}"
+
     @property
     def services_file(self) -> Path:
         """Has addresses and process ids."""

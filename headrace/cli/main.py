@@ -54,6 +54,11 @@ _COMMANDS: Mapping[str, Command] = {
         "up SERVICE --config JOB.toml [flags]",
         "run one service here: buffer, reward, rollout, trainer",
     ),
+    "restart": Command(
+        _imported("restart", "headrace.cli"),
+        "restart SERVICE | all [RUN]",
+        "restart services of a live run one after the other, without a failed call",
+    ),
     "rollout": Command(_imported("rollout"), "rollout scale N [RUN]", "change the number of engines of a live run"),
     "agent": Command(_imported("agent"), "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
     "status": Command(_imported("status"), "status [RUN]", "show the state of a run and its services"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,6 +16,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, slim_put, slim_release, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
+from headrace.client.resumed.watch import resumed
 from headrace.client.shared_waits import SharedWaits
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
@@ -50,9 +52,8 @@ class BufferClient(Buffer):
 
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
         """Creates the stream if it does not exist. Raises AlreadyExists when it exists with another config."""
-        reply: pb.CreateStreamResponse = await self._call(
-            self._stub.CreateStream, pb.CreateStreamRequest(config=config)
-        )
+        request = pb.CreateStreamRequest(config=config)
+        reply: pb.CreateStreamResponse = await self._call(self._stub.CreateStream, request)
         return reply
 
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
@@ -268,10 +269,12 @@ class BufferClient(Buffer):
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.LedgerEvent]:
-        """The stream's history from a position on, then live, to the deadline. Watch again after a disconnect."""
+        """The stream's history from a position on, then live, to the deadline, also over restarts of the buffer."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
-        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=deadline_seconds, peer=self._peer):
+        ask = partial(rpc.stream, self._stub.Watch, request, peer=self._peer)
+        async for reply in resumed(self._channel, ask, deadline_seconds=deadline_seconds):
             for event in reply.events:
+                request.from_position = event.position + 1
                 yield event
 
     async def list_groups(
@@ -305,12 +308,9 @@ class BufferClient(Buffer):
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.damaged
 
-    async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
+    def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
         """Yields a copy of the whole ledger in pieces, with its summary last. `headrace buffer backup` writes it."""
-        async for reply in rpc.stream(
-            self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer
-        ):
-            yield reply
+        return rpc.stream(self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer)
 
     async def position(self) -> int:
         """Position of the latest event in the whole ledger."""

@@ -61,7 +61,7 @@ class RewardClient(Closing):
             raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
         return [unpack_result(result) for result in reply.results]
 
-    async def list_scorers(self, *, deadline_seconds: float = 10.0) -> list[ScorerInfo]:
+    async def list_scorers(self, *, deadline_seconds: float = 300.0) -> list[ScorerInfo]:
         """Lists the service's scorers, ordered by name."""
         reply = await call(
             self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -14,12 +16,15 @@ from google.protobuf.message import Message
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.closing import Closing
+from headrace.client.resumed.response import whole_response
 from headrace.errors import Unavailable
 from headrace.probe import Probe
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
+from headrace.rpc.retry import retry_until
 
-DEFAULT_DEADLINE_SECONDS = 60.0
+DEFAULT_DEADLINE_SECONDS = 300.0
+"""As long as services wait for one another while one of them is restarted."""
 
 
 class Rollout(Closing):
@@ -32,7 +37,11 @@ class Rollout(Closing):
     def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yields text as it is generated; the last message has the status and the policy ranges."""
+        """Yields text as it is generated; the last message has the status and the policy ranges.
+
+        A response whose service ends goes on where it stopped, at the next that answers; its ranges are then those of
+        the tokens after that.
+        """
 
     async def evaluate(
         self,
@@ -42,15 +51,22 @@ class Rollout(Closing):
         deadline_seconds: float = 3600.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Sequence[pb.EvalResult]:
-        """One result for each data set. `progress` is called with (finished samples, all samples)."""
-        results: Sequence[pb.EvalResult] = ()
-        async for reply in self.watch_evaluation(evaluation_id, datasets, deadline_seconds=deadline_seconds):
-            if progress:
-                progress(reply.done, reply.total)
-            results = reply.results
-        if not results:
-            raise Unavailable(f"evaluation {evaluation_id} ended without results: ask again")
-        return results
+        """One result for each data set. `progress` is called with (finished samples, all samples).
+
+        It begins again where its service ends.
+        """
+
+        async def attempt(left: float) -> Sequence[pb.EvalResult]:
+            results: Sequence[pb.EvalResult] = ()
+            async for reply in self.watch_evaluation(evaluation_id, datasets, deadline_seconds=left):
+                if progress:
+                    progress(reply.done, reply.total)
+                results = reply.results
+            if not results:
+                raise Unavailable(f"evaluation {evaluation_id} ended without results: ask again")
+            return results
+
+        return await retry_until(time.monotonic() + deadline_seconds, attempt)
 
     @abstractmethod
     def watch_evaluation(
@@ -102,6 +118,15 @@ class RolloutClient(Rollout):
     async def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
+        replies = whole_response(request, self.begin_response, deadline_seconds=deadline_seconds)
+        async with contextlib.aclosing(replies):
+            async for reply in replies:
+                yield reply
+
+    async def begin_response(
+        self, request: pb.GenerateRequest, deadline_seconds: float
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """One call of Generate, which ends with its service."""
         async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.resumed.response import whole_response
 from headrace.client.rollout import DEFAULT_DEADLINE_SECONDS, Rollout, RolloutClient
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument, Unavailable
 from headrace.rpc.log import log
@@ -44,8 +45,11 @@ class RolloutClients(Rollout):
     async def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """A service that ends before its first word is replaced by another one."""
-        replies = self._of_one(lambda service: service.generate(request, deadline_seconds=deadline_seconds))
+
+        def ask(asked: pb.GenerateRequest, seconds: float) -> AsyncGenerator[pb.GenerateResponse]:
+            return self._of_one(lambda service: service.begin_response(asked, seconds))
+
+        replies = whole_response(request, ask, deadline_seconds=deadline_seconds)
         async with contextlib.aclosing(replies):
             async for reply in replies:
                 yield reply

@@ -12,10 +12,12 @@ from google.protobuf.message import Message
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.closing import Closing
+from headrace.client.resumed.watch import resumed
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 
-DEFAULT_DEADLINE_SECONDS = 60.0
+DEFAULT_DEADLINE_SECONDS = 300.0
+"""As long as services wait for one another while one of them is restarted."""
 # A save or an export waits for the end of the current step and then writes all the weights.
 _LONG_DEADLINE_SECONDS = 3600.0
 
@@ -38,10 +40,26 @@ class TrainerClient(Closing):
         return reply
 
     async def watch_progress(self, from_step: int = 0) -> AsyncIterator[pb.WatchProgressResponse]:
-        """Yields every finished step from `from_step` on until the run ends. Watch again after a disconnect."""
-        request = pb.WatchProgressRequest(from_step=from_step)
-        async for reply in stream(self._stub.WatchProgress, request, deadline_seconds=None, peer=self._peer):
-            yield reply
+        """Yields every finished step from `from_step` on until the run ends, also over restarts of the trainer.
+
+        Raises Unavailable when the trainer has been away for five minutes.
+        """
+        step, rows, again = from_step, 0, 0
+
+        async def ask(*, deadline_seconds: float | None) -> AsyncIterator[pb.WatchProgressResponse]:
+            nonlocal again
+            again = rows
+            request = pb.WatchProgressRequest(from_step=step)
+            replies = stream(self._stub.WatchProgress, request, deadline_seconds=deadline_seconds, peer=self._peer)
+            async for row in replies:
+                if row.step == step and again:
+                    again -= 1  # it was there before the trainer ended
+                else:
+                    yield row
+
+        async for row in resumed(self._channel, ask):
+            step, rows = row.step, 1 + (rows if row.step == step else 0)
+            yield row
 
     async def pause(self) -> int:
         """Pauses the loop; returns the step that it stops before."""

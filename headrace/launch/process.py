@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,10 @@ class ServiceSpec:
     """Where it listens; None: at its address."""
     serves: bool = True
     """False where another machine's process serves at the address: this one is ready when that one is."""
+    restart_request: Path | None = None
+    """A file that asks for a restart while it is there."""
+    held: Address | None = None
+    """A port that its starter listens on and passes to it (`--listener`): callers wait while it starts again."""
 
     @property
     def listens_at(self) -> Address:
@@ -49,6 +54,13 @@ class ServiceSpec:
         """The address at which this machine asks whether it is ready."""
         return str(self.listens_at.from_here) if self.serves else self.address
 
+    def take_restart_request(self) -> bool:
+        """True once for each time that somebody asks for a restart."""
+        if self.restart_request is None or not self.restart_request.exists():
+            return False
+        self.restart_request.unlink(missing_ok=True)
+        return True
+
 
 class ServiceProcess:
     """A started service."""
@@ -58,11 +70,18 @@ class ServiceProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, spec: ServiceSpec) -> ServiceProcess:
-        """Returns once the process exists; it is not healthy yet."""
+    async def start(cls, spec: ServiceSpec, held: socket.socket | None = None) -> ServiceProcess:
+        """Returns once the process exists; it is not healthy yet. `held` listens at the spec's held port."""
         if spec.ending is not None:
             spec.ending.unlink(missing_ok=True)
-        process = GuardedProcess(spec.command, spec.log_file, spec.environment, orphan_seconds=GRACE_SECONDS)
+        descriptors = [held.fileno()] if held else []
+        process = GuardedProcess(
+            [*spec.command, *(f"--listener={number}" for number in descriptors)],
+            spec.log_file,
+            spec.environment,
+            orphan_seconds=GRACE_SECONDS,
+            descriptors=descriptors,
+        )
         await process.start()
         return cls(spec, process)
 

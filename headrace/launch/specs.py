@@ -154,6 +154,8 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         loads=_LOADS.get(service),
         ending=folder.ending if service == "trainer" else None,
         serves=service != "trainer" or not _node_rank(job),
+        restart_request=folder.restart_request(process),
+        held=_held(job, number) if service == ROLLOUT else None,
         keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
@@ -166,6 +168,13 @@ def _listens_at(job: Job, address: str) -> Address:
     if host is None:
         return own_place(address)
     return Address(host.strip("[]"), Address.parse(address.partition("|")[0]).port)
+
+
+def _held(job: Job, number: int | None) -> Address | None:
+    """The port of OpenAI's protocol, if the job names one; each of several services has its number above it."""
+    if (port := job.rollout.openai_port) is None:
+        return None
+    return Address(job.rollout.openai_host, port + (number or job.services.rollout_service or 0))
 
 
 def _metrics_at(job: Job, listens_at: Address) -> str:

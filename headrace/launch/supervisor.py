@@ -5,15 +5,18 @@ times within `window_seconds`. One that ends before it was ever healthy, or with
 fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
 One that ends with PEER_AWAY has waited for another service without success. Such an end does not count as a restart,
 unless they go on for `max_away_seconds` in a row; its last error names the other service and its address.
-The one that is named `until` ends the run with exit code 0.
+The one that is named `until` ends the run with exit code 0. A restart that a person asked for (`headrace restart`)
+waits for no backoff and does not count.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, NothingToLearn, Unavailable
@@ -21,7 +24,7 @@ from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
 from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
-from headrace.rpc.net import require_free
+from headrace.rpc.net import listener, require_free
 
 _ASK_AGAIN_SECONDS = 0.25
 _WORTH_SAYING_SECONDS = 2.0
@@ -96,10 +99,17 @@ class Supervisor:
             await self._stop_all()
 
     async def _keep(self, spec: ServiceSpec) -> None:
+        with _listening(spec) as held:
+            await self._keep_with(spec, held)
+
+    async def _keep_with(self, spec: ServiceSpec, held: socket.socket | None) -> None:
         ever_healthy = False
         while True:
-            code, healthy = await self._run_once(spec)
+            code, healthy, asked_for = await self._run_once(spec, held)
             ever_healthy = ever_healthy or healthy
+            if asked_for and code not in (NOTHING_TO_LEARN, NOT_WORTH_RESTARTING):
+                self._started_at[spec.name].pop()
+                continue
             if code == 0 and spec.name == self._until:
                 return
             if code == NOTHING_TO_LEARN:
@@ -120,16 +130,35 @@ class Supervisor:
                 )
             await self._before_restart(spec, code)
 
-    async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool]:
-        """Starts the service and waits for its end. Returns its exit code and whether it became healthy."""
+    async def _run_once(self, spec: ServiceSpec, held: socket.socket | None) -> tuple[int, bool, bool]:
+        """Starts the service and waits for its end.
+
+        Returns its exit code, whether it became healthy, and whether a person asked for its end.
+        """
         if spec.serves:
             _require_free(spec)
+        spec.take_restart_request()  # of a process that is no more
         self._started_at[spec.name].append(time.monotonic())
-        process = await ServiceProcess.start(spec)
+        process = await ServiceProcess.start(spec, held)
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
-        return await process.wait(), healthy
+        asked_for = await self._ended_on_request(process)
+        return await process.wait(), healthy, asked_for
+
+    async def _ended_on_request(self, process: ServiceProcess) -> bool:
+        """Returns when the process has ended; True where somebody asked for a restart, which ends it here."""
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                if process.spec.take_restart_request():
+                    self._tell(f"{process.spec.name} is restarted, as somebody asked")
+                    await process.stop(self._grace())
+                    return True
+                await asyncio.wait({ended}, timeout=_ASK_AGAIN_SECONDS)
+        finally:
+            ended.cancel()
+        return False
 
     async def _healthy(self, process: ServiceProcess) -> bool:
         """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""
@@ -192,6 +221,23 @@ class Supervisor:
                 await process.stop(self._grace())
                 if (took := time.monotonic() - asked) > _WORTH_SAYING_SECONDS:
                     self._tell(f"{spec.name} stopped after {took:.0f} s")
+
+
+@contextmanager
+def _listening(spec: ServiceSpec) -> Iterator[socket.socket | None]:
+    """The port that is held for the service. Raises ServiceFailed where somebody else has it."""
+    if spec.held is None:
+        yield None
+        return
+    try:
+        held = listener(spec.held)
+    except OSError as error:
+        raise ServiceFailed(
+            f"{spec.name} cannot be started: {spec.held}: {error.strerror or error}: choose another --openai-port, or "
+            "leave it out for any free one"
+        ) from error
+    with held:
+        yield held
 
 
 def _starting(process: ServiceProcess, seconds: float) -> str:

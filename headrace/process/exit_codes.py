@@ -33,6 +33,9 @@ PEER_AWAY = 75
 PEER_LOST = 76
 """Another rank is gone: this one is not to blame."""
 
+INTERRUPTED = 130
+"""A launcher's: a signal ended it before the run was finished, so that nobody takes the run for finished."""
+
 
 def exit_code(error: Exception, peers_errors: tuple[type[HeadraceError], ...] = ()) -> int:
     """The code of what ended a service; `peers_errors` are those that mean a peer is away."""

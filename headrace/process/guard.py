@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
     guard = os.getpid()
-    child = subprocess.Popen(command, process_group=0, preexec_fn=lambda: _before_exec(guard))
+    # It has the sockets that the parent passed on; everything else of this process is not inheritable.
+    child = subprocess.Popen(command, process_group=0, close_fds=False, preexec_fn=lambda: _before_exec(guard))
     print(f"pid {child.pid}", flush=True)  # noqa: T201  # the parent reads it
     os.dup2(2, 1)  # nothing more goes to the parent
     code, asked = _wait(child.pid, deadline=None)

@@ -26,7 +26,7 @@ class GuardedProcess:
     """Runs one command once.
 
     `orphan_seconds` is how long it may take to end when its starter was killed. With `asks_group`, a stop sends SIGTERM
-    to its whole group, for a program that does not pass the signal on.
+    to its whole group, for a program that does not pass the signal on. `descriptors` are passed on under their numbers.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class GuardedProcess:
         *,
         orphan_seconds: float = 0.0,
         asks_group: bool = False,
+        descriptors: Sequence[int] = (),
     ) -> None:
         self._asks_group = asks_group
+        self._descriptors = descriptors
         self.log_file = log_file
         self.log_start = 0
         """The byte of the log at which this start's output begins."""
@@ -58,6 +60,7 @@ class GuardedProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **self._environment},
+                pass_fds=self._descriptors,
                 start_new_session=True,  # Ctrl-C reaches the starter alone, which ends its processes in order
             )
         words = (await pipe_of(self._guard.stdout).readline()).decode().split()

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.caller import Caller
+from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers.calls import OneCall, PeerCalls, key_of
@@ -46,6 +47,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         gate: Callable[[], None],
         access: Access,
         connections: ConnectionGuard,
+        calls: CallsInProgress,
     ) -> None:
         """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
@@ -55,6 +57,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self._gate = gate
         self._access = access
         self._connections = connections
+        self._calls = calls
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -85,7 +88,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 try:
                     self._allow(context, caller, service, method)
                     async with asyncio.timeout(call.seconds_left()):
-                        with self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
+                        with (
+                            self._calls.one(method),
+                            self._peers.one_of(key_of(context.peer(), caller), caller) as peer,
+                        ):
                             data = await _received(context, method, peer)
                             return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
@@ -102,7 +108,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             with self._call(method, context, caller) as call:
                 try:
                     self._allow(context, caller, service, method)
-                    with self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
+                    with self._calls.one(method), self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
                         data = await _received(context, method, peer)
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))

@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, Unavailable
 _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
 _TRIES = 50
+_BACKLOG = 1024
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -165,6 +166,19 @@ def _is_numeric(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def listener(address: Address) -> socket.socket:
+    """A socket that listens there. Raises OSError."""
+    listening = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address.host, address.port))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def require_free(address: Address) -> None:

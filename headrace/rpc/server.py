@@ -1,13 +1,14 @@
 """A gRPC server as every service has it.
 
-States: built → started (serving) → draining (health says NOT_SERVING, no new calls, those in flight finish) → stopped.
+States: built → started (serving) → draining (health says NOT_SERVING, no new calls, those in flight finish, and those
+that only wait are told at once to ask again) → stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from headrace.errors import ConfigError, Unavailable
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.tokens import Tokens
+from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.keepalive import keepalive_options
 from headrace.rpc.log import log
@@ -38,6 +40,8 @@ from headrace.wire.limits import (
 )
 
 DRAIN_SECONDS = 3.0
+_LAST_WORDS_SECONDS = 1.0
+"""In which a call that cannot be finished is answered."""
 DEFAULT_LIMITS = RequestLimits()
 
 # Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.
@@ -89,10 +93,13 @@ class RpcServer:
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
         connections: ConnectionGuard | None = None,
+        waiting: Collection[str] = (),
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         """`request_limits`: what a request may have, by its method. With `tls` or `tokens` callers have roles.
 
-        `gate` raises what every call of the services is to be answered now; health and reflection go on.
+        `gate` raises what every call of the services is to be answered now; health and reflection go on. `waiting` are
+        methods that a signal ends at once; calls of the others have `drain_seconds` to finish.
         """
         self.name = name
         self.port = 0
@@ -100,6 +107,8 @@ class RpcServer:
         self._address = Address.parse(address)
         self._metrics_address = Address.parse(metrics_address) if metrics_address else None
         self._services = services
+        self._waiting = waiting
+        self._drain_seconds = drain_seconds
         for each in (self._address, self._metrics_address):
             if not (insecure or tls) and each is not None and not each.is_loopback:
                 raise ConfigError(
@@ -119,7 +128,10 @@ class RpcServer:
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
         access = Access.of(tls.path if tls else None, tokens)
         self.connections = connections or ConnectionGuard()
-        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate, access, self.connections)
+        self._calls = CallsInProgress()
+        interceptor = CallInterceptor(
+            *(names, self.metrics, self.peers, request_limits, gate, access, self.connections, self._calls)
+        )
         self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 
     @property
@@ -162,20 +174,24 @@ class RpcServer:
         status = health_pb2.HealthCheckResponse
         await self._set_health(status.SERVING if serving else status.NOT_SERVING)
 
-    async def run_until_signal(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains."""
+    async def run_until_signal(self, drained: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT, then drains; `drained` is what drains beside it."""
         asked = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, asked.set)
         await asked.wait()
-        await self.stop()
+        await asyncio.gather(self.stop(self._drain_seconds), *([drained()] if drained else []))
 
     async def stop(self, grace_seconds: float = DRAIN_SECONDS) -> None:
-        """Takes no new calls, lets those in flight finish for `grace_seconds`, then cancels them."""
+        """Takes no new calls, lets those in flight finish for `grace_seconds`, then tells them to ask again."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         log.info("draining", grace_seconds=grace_seconds)
-        await self._server.stop(grace_seconds)
+        stopping = asyncio.ensure_future(self._server.stop(grace_seconds + _LAST_WORDS_SECONDS))
+        self._calls.end(self._waiting)
+        await asyncio.wait({stopping}, timeout=grace_seconds)
+        self._calls.end()
+        await stopping
         self.connections.stop()
         self.metrics.stop()
 

@@ -25,7 +25,7 @@ from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import BufferApplication
-from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
+from services.buffer.servicer import REQUEST_LIMITS, WAITING, BufferServicer
 from services.buffer.store.base import Store
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
@@ -93,6 +93,7 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
+        waiting=WAITING,
     )
     server.metrics.registry.register(LedgerCollector(buffer.ledger))
     await server.start()

@@ -60,6 +60,8 @@ REQUEST_LIMITS = RequestLimits(
         "PutGroups": MAX_PUT_REQUEST_BYTES,
     }
 )
+WAITING = frozenset({"LeaseGroups", "LeaseBatch", "Watch"})
+"""Methods whose calls mostly wait for something to happen."""
 MAX_DAMAGES_LISTED = 1_000
 _ANSWER_MARGIN_SECONDS = 0.25
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
 from headrace.rpc.http.trust import trust_authority
@@ -28,7 +29,11 @@ from services.rollout.engine.arguments import listening_for_weights
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.one_of_several import job_of_service
-from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
+from services.rollout.servicer import REQUEST_LIMITS, WAITING, RolloutServicer
+from services.rollout.when_started import WhenStarted
+
+DRAIN_SECONDS = 10.0
+"""In which a response that has begun can be finished. Engines, router and leases end in what is left of the grace."""
 
 
 def main() -> int:
@@ -49,7 +54,7 @@ def main() -> int:
 
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     listen = listen_of(vars(arguments))
-    require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
+    require_free(Address.parse(listen.address))
     if listen.tls and job.rollout.agent_function_path:
         trust_authority(listen.tls)  # agents meet the endpoint with TLS
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -61,22 +66,32 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     service = rollout_service(
         *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus, listen=listen
     )
+    if arguments.listener is not None:
+        service.adopt_listener(arguments.listener)
+    servicer = WhenStarted(RolloutServicer(service.parts), service.started)
     server = RpcServer(
         "rollout",
         listen.address,
-        [Service(RolloutServicer(service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
+        [Service(servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
         metrics_address=listen.metrics_address,
         insecure=listen.insecure,
         tls=listen.tls,
         tokens=listen.tokens,
         request_limits=REQUEST_LIMITS,
+        waiting=WAITING,
+        drain_seconds=DRAIN_SECONDS,
     )
     server.metrics.registry.register(registry)
-    await service.start()
+    await server.start(ready=False)
+    try:
+        await service.start()
+    except HeadraceError:
+        await server.stop(0.0)
+        raise
     gc.freeze()  # libraries and tokenizer stay: a collection that looks at them holds the loop for a third of a second
     try:
-        await server.start()
-        signalled = asyncio.create_task(server.run_until_signal())
+        await server.set_ready()
+        signalled = asyncio.create_task(server.run_until_signal(service.drain))
         lost = asyncio.create_task(service.lost())
         await asyncio.wait({signalled, lost}, return_when=asyncio.FIRST_COMPLETED)
         if not signalled.done():
@@ -91,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add_listen_arguments(parser)
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="logs of engines and router")
     parser.add_argument("--number", type=int, help="which of several rollout services of the job this is, from 0")
+    parser.add_argument("--listener", type=int, help="descriptor of the socket that listens at the job's openai_port")
     parser.add_argument("--samples-dir", type=Path, help="texts of samples that failed; absent: none are written")
     return parser
 

@@ -19,7 +19,7 @@ from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.server import EndpointServer
-from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
@@ -59,7 +59,9 @@ class RolloutParts:
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
 
-    async def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncGenerator[Generation, None]:
+    async def ask(
+        self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation = NOTHING_YET
+    ) -> AsyncGenerator[Generation, None]:
         """Streams one response to a client, once it has a slot; both take at most the limit of a generation."""
         params, end = merged_params(sampling, self.params), time.monotonic() + self.generate_seconds
         async with self.slots.slot(Kind.CLIENTS, seconds=self.generate_seconds):
@@ -68,6 +70,7 @@ class RolloutParts:
                 request_id=f"generate-{uuid.uuid4().hex}",
                 seconds=end - time.monotonic(),
                 images=prompt.for_engine,
+                begun=begun,
             )
             async with aclosing(pieces):
                 async for piece in pieces:
@@ -112,6 +115,12 @@ class RolloutService:
         self._teacher = teacher
         self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
+        self.started = asyncio.Event()
+
+    def adopt_listener(self, descriptor: int) -> None:
+        """The endpoint's socket, which outlives this process; it does nothing without an endpoint."""
+        if self._endpoint:
+            self._endpoint.adopt(descriptor)
 
     async def start(self) -> None:
         """Starts engines and router, then production.
@@ -133,6 +142,7 @@ class RolloutService:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.stop()
             raise
+        self.started.set()
         self.parts.producer.start()
         if self.load_watch:
             self.load_watch.start()
@@ -154,6 +164,12 @@ class RolloutService:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
         assert self._router_kept is not None, "the service was not started"
         await asyncio.gather(self._router_kept, self.parts.fleet.lost())
+
+    async def drain(self) -> None:
+        """Takes no more groups and no more requests of OpenAI's protocol; those that have begun may finish."""
+        self.parts.producer.pause()
+        if self._endpoint:
+            await self._endpoint.stop()
 
     async def stop(self) -> None:
         """Returns leases, then ends engines and router."""

@@ -16,12 +16,14 @@ from headrace.wire.checks import cut_text, require_at_most, require_id
 from headrace.wire.limits import MAX_LEASES_PER_CALL, MAX_PUBLISH_FIELDS, MAX_RESPONSES
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts
+from services.rollout.engine.api import Generation
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
 from services.rollout.side_by_side import side_by_side
 from services.rollout.text_pieces import TextPieces
 from services.rollout.wire import (
+    begun_from_proto,
     checksums_from_proto,
     engine_to_proto,
     finish_response,
@@ -36,6 +38,8 @@ from services.rollout.wire import (
 Context = grpc.aio.ServicerContext[Any, Any]
 _ID = "publication_id"
 REQUEST_LIMITS = RequestLimits(num_fields={"BeginPublish": MAX_PUBLISH_FIELDS, "CommitPublish": MAX_PUBLISH_FIELDS})
+WAITING = frozenset({"LeaseTasks", "Evaluate"})
+"""Methods whose calls wait, or last longer than an ending service does."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -46,22 +50,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         require_at_most(request.n, MAX_RESPONSES, "n")
         self._parts.slots.require_room(max(1, request.n))
         encoder = self._parts.encoder
+        begun = begun_from_proto(request, encoder)
         prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
-        responses = [self._response(request, prompt, index) for index in range(max(1, request.n))]
+        responses = [self._response(request, prompt, begun, index) for index in range(max(1, request.n))]
         async with contextlib.aclosing(side_by_side(responses)) as replies:
             async for reply in replies:
                 yield reply
 
     async def _response(
-        self, request: pb.GenerateRequest, prompt: EncodedPrompt, index: int
+        self, request: pb.GenerateRequest, prompt: EncodedPrompt, begun: Generation, index: int
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The messages of one of the responses."""
         sampling = sample_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if index and sampling.HasField("seed"):
             sampling.seed += index
-        sent_tokens, pieces = 0, TextPieces(self._parts.encoder.decode)
-        async with contextlib.aclosing(self._parts.ask(prompt, sampling)) as answers:
+        sent_tokens, pieces = len(begun.tokens), TextPieces(self._parts.encoder.decode)
+        pieces.next(begun.tokens, is_last=True)
+        async with contextlib.aclosing(self._parts.ask(prompt, sampling, begun)) as answers:
             async for so_far in answers:
                 is_last = so_far.finish is not None and so_far.finish.is_final
                 if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:

@@ -18,13 +18,14 @@ from headrace.wire.limits import (
     MAX_DRAIN_SECONDS,
     MAX_ENGINES,
     MAX_MESSAGES,
+    MAX_NEW_TOKENS,
     MAX_PROBE_TOKENS,
     MAX_PROMPT_TOKENS,
     MAX_TENSORS,
 )
 from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.answers.response import Finish
-from services.rollout.engine.api import Generation
+from services.rollout.engine.api import NOTHING_YET, Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 
@@ -68,6 +69,20 @@ def prompt_from_proto(request: pb.GenerateRequest, encoder: PromptEncoder) -> En
     if kind == "text":
         return encoder.encode_plain(request.text)
     raise InvalidArgument("one of text, messages and tokens is needed", field="prompt")
+
+
+def begun_from_proto(request: pb.GenerateRequest, encoder: PromptEncoder) -> Generation:
+    """The response that the request continues, without the versions of its tokens. Raises InvalidArgument."""
+    if not request.HasField("begun"):
+        return NOTHING_YET
+    if request.n > 1 or request.sampling.json_schema or request.sampling.regex:
+        raise InvalidArgument(
+            "begun is one response, and one that follows no json_schema or regex: ask for each with a request of its "
+            "own, and begin a constrained one again",
+            field="begun",
+        )
+    tokens = _token_ids(request.begun, MAX_NEW_TOKENS, "begun", encoder.vocab_size)
+    return Generation(tokens, (0.0,) * len(tokens), Finish.ABORT, ())
 
 
 def reward_target_from_proto(request: pb.SetRewardRequest) -> tuple[str | None, str | None]:

@@ -180,6 +180,7 @@ async def stack(
                     "n_samples_per_prompt": SAMPLES,
                     "rollout_max_response_len": TOKENS,
                     "max_groups_in_flight": GROUPS,
+                    **job.get("rollout", {}),
                 },
                 "services": {"buffer_address": server.address, "reward_address": reward.address},
             }

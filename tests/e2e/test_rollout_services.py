@@ -38,7 +38,8 @@ WITHOUT_MODEL = ("--update-weight-probe-tolerance", "1e6")
 class Engine:
     """Of a rollout service that finds it at its address, and does not end it."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_seconds: float = 0.0) -> None:
+        self._token_seconds = token_seconds
         self._engine = GlooEngine()
         self.address = self._engine.url.removeprefix("http://")
 
@@ -51,7 +52,7 @@ class Engine:
             await self.end()
 
     async def begin(self) -> None:
-        self._engine = GlooEngine(int(self.address.rpartition(":")[2]))
+        self._engine = GlooEngine(int(self.address.rpartition(":")[2]), token_seconds=self._token_seconds)
         await self._engine.start(seconds=60)
 
     async def end(self) -> None:

@@ -18,9 +18,8 @@ from headrace.launch.earlier import earlier_start, is_finished, resumption, save
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import without_address
 from headrace.preflight.preflight import require_startable
+from headrace.process.exit_codes import INTERRUPTED
 from headrace.run_folder import RunFolder
-
-_INTERRUPTED_EXIT_CODE = 130
 
 
 def train(argv: Sequence[str]) -> int:
@@ -81,7 +80,7 @@ async def _train(launcher: Launcher, view: RunView) -> int:
         print(
             _interrupted(launcher.folder, saved_step(launcher.folder, launcher.job), launcher.job.rollout.num_rollout)
         )
-        return _INTERRUPTED_EXIT_CODE
+        return INTERRUPTED
     for line in view.summary():
         console.print(line, highlight=False)
     console.print(f"{folder}: metrics.jsonl, curves.png, checkpoints/, logs/", highlight=False, soft_wrap=True)

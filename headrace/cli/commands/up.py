@@ -12,6 +12,7 @@ from headrace.job.rules.scope import Scope
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import SERVICES
 from headrace.preflight.preflight import require_startable
+from headrace.process.exit_codes import INTERRUPTED
 from headrace.suggest import did_you_mean
 
 _USAGE = """usage: headrace up SERVICE --config JOB.toml [flags]
@@ -21,7 +22,7 @@ theirs, or in the same run's folder: start buffer and reward first, then rollout
 
 
 def up(argv: Sequence[str]) -> int:
-    """Serves until a signal; a trainer also ends by itself."""
+    """Serves until a signal and returns 0; a trainer ends by itself, and returns 130 where a signal was first."""
     if not argv or wants_help(argv):
         print(_USAGE.format(services=", ".join(SERVICES)))
         return 0
@@ -33,13 +34,13 @@ def up(argv: Sequence[str]) -> int:
     job = load_job(_config_first(words), lambda _: scope)
     for warning in require_startable(job, scope).warnings:
         _tell(f"warning: {warning}")
-    asyncio.run(_up(Launcher(job, [service], _tell)))
-    return 0
+    finished = asyncio.run(_up(Launcher(job, [service], _tell)))
+    return 0 if finished or service != "trainer" else INTERRUPTED
 
 
-async def _up(launcher: Launcher) -> None:
-    """Runs until a signal; a trainer may end by itself before one."""
-    await until_signal(asyncio.create_task(launcher.run()), _tell, launcher.grace_seconds)
+async def _up(launcher: Launcher) -> bool:
+    """Runs until a signal. True where a trainer has finished the run before one."""
+    return await until_signal(asyncio.create_task(launcher.run()), _tell, launcher.grace_seconds)
 
 
 def _tell(line: str) -> None:

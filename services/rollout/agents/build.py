@@ -63,7 +63,12 @@ def openai_parts(
     policy = AgentPolicy(generator, encoder, tool_calls, slots)
     gate = Gate(Access.of(listen.tls.path if listen.tls else None, listen.tokens))
     endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name, gate)
-    server = EndpointServer(endpoint.application(), rollout.openai_port, host=rollout.openai_host, tls=listen.tls)
+    server = EndpointServer(
+        *(endpoint.application(), rollout.openai_port),
+        host=rollout.openai_host,
+        tls=listen.tls,
+        end_calls=endpoint.calls.end,
+    )
     server.require_private(insecure=listen.insecure, has_tokens=listen.tokens is not None)
     if agent is None:
         return OpenaiParts(server, tool_calls, None)

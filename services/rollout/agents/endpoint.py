@@ -31,6 +31,7 @@ from headrace.errors import (
     Unauthenticated,
     Unavailable,
 )
+from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.log import log
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.protocol import (
@@ -76,6 +77,7 @@ class Endpoint:
         self._encoder = encoder
         self._model = model
         self._began = int(time.time())
+        self.calls = CallsInProgress()
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -98,8 +100,9 @@ class Endpoint:
         async def guarded(request: Request) -> Response:
             session_id = request.path_params.get("session_id")
             try:
-                async with self._gate.request(request, rpc, has_key=session_id is not None) as body:
-                    return await handler(request, self._sessions.find(session_id), body)
+                with self.calls.one("the request"):
+                    async with self._gate.request(request, rpc, has_key=session_id is not None) as body:
+                        return await handler(request, self._sessions.find(session_id), body)
             except HeadraceError as error:
                 return _refusal(error)
             except ClientDisconnect:

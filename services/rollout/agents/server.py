@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.rpc.http.certificates import require_named, server_context
 from headrace.rpc.http.door import Door, Guest
-from headrace.rpc.net import Address, free_port
+from headrace.rpc.net import Address, free_port, listener
 from headrace.rpc.tls import TlsFolder
 from headrace.wire.limits import MAX_HTTP_HEADER_BYTES
 
-_STOP_SECONDS = 5.0
-_BACKLOG = 1024
+_DRAIN_SECONDS = 8
+_LAST_WORDS_SECONDS = 2
 
 
 class EndpointServer:
     """States: built → started → stopped."""
 
     def __init__(
-        self, application: Any, port: int | None = None, *, host: str = "127.0.0.1", tls: TlsFolder | None = None
+        self,
+        application: Any,
+        port: int | None = None,
+        *,
+        host: str = "127.0.0.1",
+        tls: TlsFolder | None = None,
+        end_calls: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError where `tls` has no certificate for the host."""
+        """`end_calls` tells those who still wait for a response that they may ask again.
+
+        Raises ConfigError where `tls` has no certificate for the host.
+        """
+        self._end_calls = end_calls
+        self._adopted: socket.socket | None = None
         self._application = application
         self._address = Address(host, port or free_port(host))
         self._tls = tls
@@ -44,8 +55,8 @@ class EndpointServer:
         def protocol(guest: Guest) -> LimitedProtocol:
             return LimitedProtocol(guest, config=config, server_state=server.server_state, app_state={})
 
-        listener = self._listener()
-        door = Door(listener, protocol, server_context(self._tls, needs_certificate=False) if self._tls else None)
+        listening = self._listener()
+        door = Door(listening, protocol, server_context(self._tls, needs_certificate=False) if self._tls else None)
 
         class Server(uvicorn.Server):
             @contextlib.contextmanager
@@ -66,19 +77,19 @@ class EndpointServer:
             lifespan="off",
             server_header=False,
             h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
-            timeout_graceful_shutdown=int(_STOP_SECONDS),
+            timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_WORDS_SECONDS,
         )
         self._server = server = Server(config)
         self._serving = asyncio.create_task(server.serve())
 
     async def stop(self) -> None:
-        """Ends what is still answered after some seconds."""
+        """Answers nobody who comes from now on; who waits for a response gets it, or is told to ask again."""
         if self._serving is None:
             return
         self._server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * _STOP_SECONDS):
-                await self._serving
+        await asyncio.wait({self._serving}, timeout=_DRAIN_SECONDS)
+        self._end_calls()
+        await asyncio.wait({self._serving}, timeout=2 * _LAST_WORDS_SECONDS)
 
     def require_private(self, *, insecure: bool = False, has_tokens: bool = False) -> None:
         """Raises ConfigError where other machines can reach it, unencrypted.
@@ -96,18 +107,19 @@ class EndpointServer:
             field="rollout.openai_host",
         )
 
+    def adopt(self, descriptor: int) -> None:
+        """Listens on this socket, which the launcher keeps open: who comes while the service starts again, waits."""
+        self._adopted = socket.socket(fileno=descriptor)
+        self._adopted.set_inheritable(False)
+
     def _listener(self) -> socket.socket:
-        host, port = self._address.host, self._address.port
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._adopted is not None:
+            return self._adopted
         try:
-            listener.bind((host, port))
-            listener.listen(_BACKLOG)
+            return listener(self._address)
         except OSError as error:
-            listener.close()
             raise ConfigError(
-                f"--openai-host {host} --openai-port {port}: {error.strerror or error}: choose others, or leave "
-                "--openai-port out for any free one",
+                f"--openai-host {self._address.host} --openai-port {self._address.port}: {error.strerror or error}: "
+                "choose others, or leave --openai-port out for any free one",
                 field="rollout.openai_port",
             ) from error
-        return listener

@@ -86,10 +86,11 @@ class Generator:
         request_id: str,
         seconds: float,
         images: PromptImages | None = None,
+        begun: Generation = NOTHING_YET,
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
         return self._pieces(
-            *(prompt, params, NOTHING_YET, None), request_id=request_id, seconds=seconds, streaming=True, images=images
+            *(prompt, params, begun, None), request_id=request_id, seconds=seconds, streaming=True, images=images
         )
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:

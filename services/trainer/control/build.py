@@ -56,6 +56,9 @@ from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import trackers
 from services.trainer.weights.memory_files import MemoryFiles
 
+_CALL_SECONDS = 60.0
+"""For a call to a rollout service that has no deadline of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -91,7 +94,9 @@ class TrainerBuild:
 
     def rollout(self) -> Rollout | None:
         """A client of the job's rollout services; None where the trainer is alone."""
-        return None if self._job.debug.trains_alone else open_rollout(self.rollout_address)
+        return (
+            None if self._job.debug.trains_alone else open_rollout(self.rollout_address, deadline_seconds=_CALL_SECONDS)
+        )
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
         """Keeps each step for later, if the job asks for it."""

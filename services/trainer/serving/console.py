@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted
+from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted, Unavailable
 from headrace.rpc.log import log
 from services.trainer.serving.evaluations import Evaluations
 from services.trainer.serving.report import RunReport
@@ -106,6 +106,11 @@ class TrainerConsole:
         return self._leaving
 
     @property
+    def goes_on(self) -> bool:
+        """True where the run was left in the middle: another start goes on with it."""
+        return self._leaving and self._verdict is None and not self._status.error
+
+    @property
     def verdict(self) -> str | None:
         """Why the run was given up; None unless it was."""
         return self._verdict
@@ -134,7 +139,7 @@ class TrainerConsole:
         self._ended = True
         self._evaluations.stop("the run ended")
         for request in self._requests:
-            request.done.set_exception(_ended())
+            request.done.set_exception(self._gone())
         self._requests.clear()
         self._report.close()
 
@@ -191,7 +196,7 @@ class TrainerConsole:
         Cancelling the wait cancels nothing else: the loop may be in the middle of the action.
         """
         if self._ended:
-            raise _ended()
+            raise self._gone()
         if len(self._requests) >= MAX_REQUESTS:
             raise ResourceExhausted(
                 f"{MAX_REQUESTS} saves and exports wait for the end of the step: ask again after it"
@@ -226,6 +231,11 @@ class TrainerConsole:
         """The run cannot learn: it is left, and ends with the verdict."""
         self._verdict = verdict
         self.leave()
+
+    def _gone(self) -> HeadraceError:
+        if self.goes_on:
+            return Unavailable("the trainer has left the run, to go on with it later: ask again when it is back")
+        return FailedPrecondition("the run has ended: its last checkpoint and export are in its folder")
 
     async def _serve(self, state: TrainState) -> None:
         assert self._ranks is not None  # the loop runs only after open()
@@ -262,10 +272,6 @@ class TrainerConsole:
         self._status.policy_version = state.policy_version
         self._status.epoch = state.epoch
         self._status.groups_ready = 0
-
-
-def _ended() -> FailedPrecondition:
-    return FailedPrecondition("the run has ended: its last checkpoint and export are in its folder")
 
 
 _TIMES = {

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
+from headrace.errors import Unavailable
 from headrace.wire.checks import require_counter, require_id, require_path
 from services.trainer.serving.console import Steered, TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
@@ -45,6 +46,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             time = Timestamp()
             time.FromNanoseconds(int(row.time * 1e9))
             yield pb.WatchProgressResponse(step=row.step, time=time, metrics=row.metrics, warnings=row.warnings)
+        if self._console.goes_on:
+            raise Unavailable(
+                f"the trainer left the run after step {self._console.status.step}, to go on with it later: watch again"
+            )
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         self._console.pause()

@@ -7,16 +7,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.api.sample.v1 import sample_pb2
 from headrace.client import rollouts
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout, RolloutClient
 from headrace.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
+from headrace.wire.column import pack_column
 
 NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 GONE = f"127.0.0.1:{free_port()}"
@@ -42,10 +45,13 @@ class OneService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.heard.append("generate")
-        for number in range(3):
+        begun = request.begun.shape[0] if request.HasField("begun") else 0
+        for number in range(begun, 3):
             if number == self._ends_after:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-            yield pb.GenerateResponse(text=str(number))
+            status = sample_pb2.SAMPLE_STATUS_COMPLETED if number == 2 else sample_pb2.SAMPLE_STATUS_UNSPECIFIED
+            tokens = pack_column("tokens", np.array([number], np.int32)) if request.return_tokens else None
+            yield pb.GenerateResponse(text=str(number), tokens=tokens, status=status)
 
     async def PauseProduction(self, request: pb.PauseProductionRequest, context: Any) -> pb.PauseProductionResponse:
         self.heard.append("pause")
@@ -79,8 +85,9 @@ async def asked_as_one(services: Sequence[OneService], *others: str) -> AsyncIte
         yield await stack.enter_async_context(client)
 
 
-async def text_of(client: Rollout) -> str:
-    return "".join([reply.text async for reply in client.generate(pb.GenerateRequest())])
+async def text_of(client: Rollout, **request: Any) -> str:
+    replies = client.generate(pb.GenerateRequest(**request), deadline_seconds=5.0)
+    return "".join([reply.text async for reply in replies if not reply.HasField("tokens")])
 
 
 async def test_the_fleet_is_that_of_all_services_that_answer_and_says_which_one_does_not() -> None:
@@ -109,7 +116,7 @@ async def test_the_newest_version_answers_and_of_equals_the_one_with_less_to_do(
     assert [each.heard for each in (old, busy, idle, starting)] == [[], [], ["generate"], []]
 
 
-async def test_one_that_ends_before_its_first_word_is_replaced_and_later_its_caller_hears_of_it(
+async def test_a_response_goes_on_at_another_service_where_its_own_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rollouts, "_ANSWER_SECONDS", 0.5)
@@ -118,11 +125,21 @@ async def test_one_that_ends_before_its_first_word_is_replaced_and_later_its_cal
         assert await text_of(client) == "012"
         assert (gone.heard, well.heard) == (["generate"], ["generate"])
     async with asked_as_one([OneService(2, ends_after=1), well]) as client:
-        with pytest.raises(Unavailable):
-            await text_of(client)
+        with pytest.raises(Unavailable, match="gone"):
+            await text_of(client, sampling=sample_pb2.SamplingParams(regex="[0-9]*"))
+    async with asked_as_one([OneService(2, ends_after=2), OneService(2, ends_after=2), well]) as client:
+        services = client.services
+        response = client.generate(pb.GenerateRequest())
+        said = [(await anext(response)).text, (await anext(response)).text]
+        client.services = services[2:]
+        assert [*said, *[reply.text async for reply in response]] == ["0", "1", "2"]
+
+
+async def test_a_response_that_no_service_can_give_fails_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "_ANSWER_SECONDS", 0.1)
     async with asked_as_one([OneService(ready=False)], GONE) as client:
-        with pytest.raises(Unavailable):
-            await text_of(client)
+        with pytest.raises(Unavailable, match="no rollout service has a ready engine"):
+            _ = [reply async for reply in client.generate(pb.GenerateRequest(), deadline_seconds=0.3)]
 
 
 async def test_production_is_paused_at_all_of_them_and_one_that_is_away_is_named() -> None:

@@ -12,6 +12,7 @@ import yaml
 from helm_python import Chart, lint
 from helm_python.errors import HelmError
 
+from headrace.launch.grace import GRACE_SECONDS, LONGEST_GRACE_SECONDS
 from tests.support.deployments import DEPLOY, PORTS, PROBE, SERVICES, job_of, targets
 
 CHART = DEPLOY / "helm" / "headrace"
@@ -169,3 +170,16 @@ def test_other_values_make_another_job_of_the_trainer_and_the_same_ones_do_not()
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(HelmError, match=message):
         rendered(values)
+
+
+def test_a_new_reward_pod_serves_before_an_old_one_ends_and_every_pod_may_end_in_order() -> None:
+    objects = rendered(PLAIN)
+    strategy = of_kind(objects, "Deployment")["reward"]["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    reward = pods(objects)["reward"]["spec"]
+    seconds = float(reward["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert seconds + GRACE_SECONDS < reward["terminationGracePeriodSeconds"]
+    assert all(
+        pod["spec"]["terminationGracePeriodSeconds"] > (LONGEST_GRACE_SECONDS if name == "trainer" else GRACE_SECONDS)
+        for name, pod in pods(objects).items()
+    )

@@ -77,6 +77,13 @@ spec:
       ports:
         - {name: grpc, containerPort: {{ $port }}}
         - {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
+      {{- if eq .name "reward" }}
+      # So long nobody is sent here any more, and who is here is answered.
+      lifecycle:
+        preStop:
+          exec:
+            command: [sleep, "5"]
+      {{- end }}
       # No liveness: headrace up starts its service again by itself, and health says NOT_SERVING for reasons that another
       # start makes worse (engines that load, a database that is away). A gRPC probe has no certificate to show: exec has.
       startupProbe:

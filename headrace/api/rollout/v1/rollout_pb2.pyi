@@ -153,6 +153,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     RETURN_TOKENS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Tokenized as it is."""
     return_tokens: _builtins.bool
@@ -171,6 +172,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How to sample."""
 
+    @_builtins.property
+    def begun(self) -> _sample_pb2.Column:
+        """A response whose stream broke: its tokens so far, an int32 column of shape [T]. It goes on after them, they count for
+        max_new_tokens, and messages have what comes after them. With one response, and without json_schema and regex.
+        """
+
     def __init__(
         self,
         *,
@@ -180,10 +187,11 @@ class GenerateRequest(_message.Message):
         sampling: _sample_pb2.SamplingParams | None = ...,
         return_tokens: _builtins.bool = ...,
         n: _builtins.int = ...,
+        begun: _sample_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "n", b"n", "prompt", b"prompt", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "messages", b"messages", "n", b"n", "prompt", b"prompt", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -95,6 +95,8 @@ class Presence:
             self._endure_silence(next(answer for answer in asked if isinstance(answer, HeadraceError)))
             return NOBODY
         self._silent_at = -_SILENCE_GAP_SECONDS
+        if not (fleets := {number: fleet for number, fleet in fleets.items() if _has_started(fleet)}):
+            return NOBODY
         if all(fleet.policy_version != state.policy_version for fleet in fleets.values()):
             return EVERYBODY
         if state.step != state.policy_version:
@@ -137,6 +139,11 @@ def _answer(call: asyncio.Future[pb.GetFleetResponse]) -> pb.GetFleetResponse | 
     if not call.done() or isinstance(call.exception(), DeadlineExceeded | Unavailable):
         return None
     return call.result()
+
+
+def _has_started(fleet: pb.GetFleetResponse) -> bool:
+    """False for a service that answers while its first engines start."""
+    return any(engine.state != pb.ENGINE_STATE_STARTING for engine in fleet.engines)
 
 
 def _is_alive(fleet: pb.GetFleetResponse) -> bool:

@@ -1,0 +1,1 @@
+"""Services that are restarted on purpose, under load."""
