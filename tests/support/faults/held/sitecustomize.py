@@ -9,6 +9,7 @@ once, by one process; an empty answer of LeaseGroups carries out none.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -19,8 +20,7 @@ _LOOK_SECONDS = 0.005
 
 def hold_calls(orders: Path) -> None:
     """Every call of grpc.aio asks for an order first."""
-    import grpc.aio._channel as channel
-
+    channel = importlib.import_module("grpc.aio._channel")  # to import it would give mypy the whole of grpc's inside
     base: Any = channel.UnaryUnaryMultiCallable
     call = base.__call__
 
