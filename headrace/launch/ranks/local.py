@@ -18,10 +18,11 @@ import time
 import uuid
 from pathlib import Path
 
-from headrace.launch.process import meaning
+from headrace.process.ended import meaning
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.linux import die_with_parent
 from headrace.process.log_file import open_log, tail
+from headrace.process.memory import resident_bytes
 
 PEER_SECONDS = 20.0
 """Longer than ranks need to notice that one of them is gone."""
@@ -56,12 +57,14 @@ class _Ranks:
         self._logs = [None, *(log_dir / f"trainer-rank-{rank}.log" for rank in range(1, num_ranks))]
         self._processes = [_start(rank, num_ranks, command, rendezvous, log) for rank, log in enumerate(self._logs)]
         self._failed: list[int] = []
+        self._resident: dict[int, int] = {}
         self._deadline: float | None = None
 
     def wait(self) -> int:
         """Returns when all ranks have ended: the exit code of the rank to blame, or 0."""
         while any(process.poll() is None for process in self._processes):
             self._look_for_failures()
+            self._look_at_memory()
             received = signal.sigtimedwait(_SIGNALS, 1.0)
             if received and received.si_signo != signal.SIGCHLD:
                 self._signal_all(signal.Signals(received.si_signo))
@@ -79,6 +82,10 @@ class _Ranks:
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._signal_all(signal.SIGKILL)
 
+    def _look_at_memory(self) -> None:
+        for rank, process in enumerate(self._processes):
+            self._resident[rank] = resident_bytes(process.pid) or self._resident.get(rank, 0)
+
     def _exit_code(self, rank: int) -> int:
         code = self._processes[rank].wait()
         return 128 - code if code < 0 else code
@@ -90,7 +97,7 @@ class _Ranks:
 
     def _tell(self, rank: int) -> None:
         code, log = self._exit_code(rank), self._logs[rank]
-        print(f"rank {rank} ended with {meaning(code)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
+        print(f"rank {rank} ended with {meaning(code, self._resident.get(rank))}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         if log is not None:
             print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
 

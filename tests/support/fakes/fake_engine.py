@@ -106,6 +106,11 @@ class FakeEngine:
         """As it was told."""
         return self.takes_bytes
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """What it had in memory when last looked at; None where nobody looks."""
+        return None
+
     def last_lines(self) -> str:
         """It says nothing."""
         return "(a fake engine)"
