@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,6 +57,8 @@ class Launcher:
         ]
         self._tell = tell
         self._policy = policy
+        self._entries: Mapping[str, ServiceEntry] = {}
+        self._again: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed.
@@ -96,7 +99,23 @@ class Launcher:
         for each in self._specs:
             entries[each.name] = ServiceEntry(each.address, each.metrics_address, pids.get(each.name))
         in_order = sorted(entries.items(), key=lambda entry: _rank(entry[0]))
-        self.folder.write_services(dict(in_order))
+        self._entries = dict(in_order)
+        self._save_entries()
+
+    def _save_entries(self) -> None:
+        """Tries again, once a second, on a disk that is full: services go on meanwhile."""
+        if self._again:
+            self._again.cancel()
+        try:
+            self.folder.write_services(self._entries)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            if self._again is None:
+                self._tell(f"{self.folder.services_file} cannot be written: the disk is full. Free some space there")
+            self._again = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._save_entries)
+        else:
+            self._again = None
 
 
 def _rank(process: str) -> tuple[int, int]:
