@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import os
 import signal
@@ -23,8 +22,8 @@ from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
+from headrace.whole_file import FULL_DISK
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -109,7 +108,7 @@ class Launcher:
         try:
             self.folder.write_services(self._entries)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL_DISK:
                 raise
             if self._again is None:
                 self._tell(f"{self.folder.services_file} cannot be written: the disk is full. Free some space there")
@@ -131,7 +130,7 @@ def _usable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename2 or error.filename or folder
-        way = "free some space there" if error.errno in _FULL else "make it a folder that you can write to"
+        way = "free some space there" if error.errno in FULL_DISK else "make it a folder that you can write to"
         raise FailedPrecondition(
             f"run folder {folder} cannot be used: {where}: {error.strerror}: {way}, or choose another --run-dir or "
             "--run-name"

@@ -23,7 +23,7 @@ from headrace.errors import (
     ResourceExhausted,
     error_classes,
 )
-from services.trainer.files.full_disk import FULL
+from headrace.whole_file import FULL_DISK
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class FileWork:
 
     def _of_disk(self, error: OSError | SafetensorError) -> HeadraceError:
         number = error.errno if isinstance(error, OSError) else _errno(str(error))
-        if number in FULL:
+        if number in FULL_DISK:
             return ResourceExhausted(f"the disk is full: {error}: free some space, or name a folder on another disk")
         return self._refusal(f"the disk refuses: {error}")
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import DiskFull
 from headrace.rpc.log import log
+from headrace.whole_file import FULL_DISK
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 PATIENCE_SECONDS = 300.0
 _AGAIN_SECONDS = 0.5
 
@@ -27,7 +26,7 @@ async def outlast(write: Callable[[], None], file: Path, *, patience_seconds: fl
         try:
             await asyncio.to_thread(write)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL_DISK:
                 raise
             full = DiskFull(
                 f"the disk is full: {file}: {error.strerror}. Delete other files on it, and the training goes on by "
