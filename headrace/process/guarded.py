@@ -85,7 +85,7 @@ class GuardedProcess:
 
     @property
     def resident_bytes(self) -> int | None:
-        """What it and those below it had in memory when last looked at; None before that."""
+        """Memory that it and those below it had when last looked at; None before that."""
         return self._memory.last if self._memory else None
 
     async def wait(self) -> int:

@@ -70,7 +70,7 @@ class Columns:
         self._uploads: dict[bytes, _Upload] = {}
         self._swept = time.monotonic()
         self._touched: dict[bytes, float] = {}
-        """SHA-256 → when it was uploaded last, or first seen here. By the wall clock, a jump would delete all at once."""
+        """SHA-256 → when it was uploaded last, or first seen here. By the wall clock a jump would delete them."""
         self._num_keepers = 0
         self._num_deleted = 0
         self._unlinking: set[asyncio.Future[None]] = set()

@@ -70,7 +70,7 @@ class ExternalEngine:
 
     @property
     def resident_bytes(self) -> int | None:
-        """What it had in memory when last looked at; None where nobody looks."""
+        """Memory that it had when last looked at; None where nobody looks."""
         return None
 
     def last_lines(self) -> str:

@@ -36,6 +36,7 @@ class Survived:
 
     outcomes: Sequence[Outcome]
     is_clean: bool
+    """Nothing of the audit's, and no step that took less than no time."""
     audit: str
     told: str
 
@@ -59,7 +60,14 @@ async def campaign(run: StandInRun, cases: Iterable[tuple[Fault, str]]) -> Survi
         await _more_steps(run)
     told += run.run.log.read_text(errors="replace")
     found = await audited(run.run.folder, "train", 60.0, deep=True)
-    return Survived(outcomes, found.verdict.is_clean, described(found), told)
+    negative = [
+        f"step {row['step']}: {name} is {value}"
+        for row in run.run.metrics()
+        for name, value in row.items()
+        if name.startswith("time/") and value < 0
+    ]
+    is_clean = found.verdict.is_clean and not negative
+    return Survived(outcomes, is_clean, "\n".join([described(found), *negative]), told)
 
 
 async def _one(run: StandInRun, fault: Fault, phase: str) -> Outcome:

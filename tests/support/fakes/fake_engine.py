@@ -107,9 +107,8 @@ class FakeEngine:
         return self.takes_bytes
 
     @property
-    def resident_bytes(self) -> int | None:
-        """What it had in memory when last looked at; None where nobody looks."""
-        return None
+    def resident_bytes(self) -> None:
+        """Memory of nobody."""
 
     def last_lines(self) -> str:
         """It says nothing."""

@@ -22,6 +22,7 @@ from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.workers.errors import WorkerCrashed
 from headrace.process.workers.pool import WorkerPool
 from headrace.rpc.net import free_port
+from tests.chaos.survival.certificates import DAYS
 from tests.chaos.survival.clock import clock_environment, library
 from tests.chaos.survival.phases import PHASES
 from tests.support.faults.out_of_memory import is_possible, kill_for_memory
@@ -136,6 +137,21 @@ async def history(client: BufferClient) -> list[pb.LedgerEvent]:
         if event.position >= end:
             break
     return found
+
+
+@pytest.mark.skipif("clock" not in KINDS, reason="long: make chaos sets HEADRACE_SURVIVAL")
+@needs_faketime
+def test_a_clock_beyond_a_certificates_days_keeps_connections_and_refuses_new_ones_until_it_is_right(
+    tmp_path: Path,
+) -> None:
+    clock = tmp_path / "clock"
+    program = [sys.executable, "-m", "tests.chaos.survival.certificates", str(tmp_path / "tls"), str(clock)]
+    environment = os.environ | clock_environment(clock)
+    done = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [[days, True, 0 <= days < 30] for days in DAYS]
+    assert "certificate has expired" in done.stderr
 
 
 @pytest.mark.skipif("disk" not in KINDS, reason="long: make chaos sets HEADRACE_SURVIVAL")
