@@ -21,6 +21,7 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.stand_in_run import StandInRun
 
 _FLAGS = ("--num-rollout", "1000000", "--save-interval", "4", "--use-fault-tolerance")
+_HOW = {"memory": kill_for_memory, "kill": kill_9}
 _JUMPS = (1.0, -1.0, 72.0, -72.0)
 
 
@@ -29,6 +30,7 @@ async def survive(folder: Path, kind: str, phases: Sequence[str]) -> Survived:
     checkpoint = make_tiny_qwen3(folder / "model")
     flags, environment = _FLAGS, {}
     faults: list[Fault]
+    how = _HOW.get(kind)
     if kind == "disk":
         runs = folder / "runs"
         disk, ledger = SmallDisk(runs, 48), SmallDisk(runs / "survive" / "ledger", 24)
@@ -39,11 +41,11 @@ async def survive(folder: Path, kind: str, phases: Sequence[str]) -> Survived:
         environment = clock_environment(offset)
         faults = [ClockJump(offset, hours) for hours in _JUMPS]
     else:
-        how = {"memory": kill_for_memory, "kill": kill_9}[kind]
+        assert how is not None, kind
         name = {"memory": "out of memory", "kill": "kill -9"}[kind]
         faults = [Killed(name, process, how) for process in (*PROCESSES, "engine")]
     run = StandInRun(folder, checkpoint, *flags, environment=environment)
-    return await campaign(run, [(fault, phase) for phase in phases for fault in faults])
+    return await campaign(run, [(fault, phase) for phase in phases for fault in faults], how)
 
 
 def main(argv: Sequence[str]) -> int:

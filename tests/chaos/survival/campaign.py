@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,8 +44,12 @@ class Survived:
         file.write_text(json.dumps(asdict(self), indent=1))
 
 
-async def campaign(run: StandInRun, cases: Iterable[tuple[Fault, str]]) -> Survived:
+async def campaign(
+    run: StandInRun, cases: Iterable[tuple[Fault, str]], kill_launcher: Callable[[int], None] | None = None
+) -> Survived:
     """Strikes in each phase, and waits each time for the run to go on by itself. Ends it, continues it, and audits.
+
+    With `kill_launcher` it is not asked to end: its launcher is killed, and everything else ends after it.
 
     Raises AssertionError with the ends of all logs where it does not go on.
     """
@@ -55,6 +59,11 @@ async def campaign(run: StandInRun, cases: Iterable[tuple[Fault, str]]) -> Survi
         for fault, phase in cases:
             outcomes.append(await _one(run, fault, phase))
             print(outcomes[-1], flush=True)
+        if kill_launcher:
+            await asyncio.to_thread(kill_launcher, run.run.pid)
+            async with asyncio.timeout(_GO_ON_SECONDS):
+                while run.run.is_running or run.run.folder.running_services():
+                    await asyncio.sleep(0.05)
     told = run.run.log.read_text(errors="replace")
     async with run.started():  # the same command: its checkpoint is read
         await _more_steps(run)
