@@ -16,7 +16,7 @@ from headrace.rpc.log import log
 from headrace.whole_file import replacing
 from services.trainer.serving.curves import draw_curves
 from services.trainer.serving.evaluation_curves import draw_evaluations
-from services.trainer.serving.row import MetricsRow
+from services.trainer.serving.row import MetricsRow, Packer
 from services.trainer.serving.timeline import draw_timeline
 from services.trainer.serving.trackers import OpenTrackers, Tracker
 
@@ -33,6 +33,7 @@ class RunReport:
         self._open_trackers = open_trackers
         self._trackers: Sequence[Tracker] = ()
         self.rows: list[MetricsRow] = []
+        self._packer = Packer()
         self._said = False
         self._is_behind = False
         """metrics.jsonl lacks more than the newest of `rows`, or has others."""
@@ -43,7 +44,7 @@ class RunReport:
 
     def resume(self, step: int) -> None:
         """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
-        self.rows = [row for row in _read(self._path) if row.step <= step]
+        self.rows = [row for row in _read(self._path, self._packer) if row.step <= step]
         self._is_behind = True
         self._write()
         self._trackers = self._open_trackers(step)
@@ -57,7 +58,7 @@ class RunReport:
         untracked: Collection[str] = (),
     ) -> None:
         """Adds a row to metrics.jsonl, the live stream and, but for the `untracked` ones, the trackers."""
-        row = MetricsRow(step, time.time(), dict(metrics), tuple(warnings))
+        row = MetricsRow(step, time.time(), self._packer.packed(metrics), tuple(warnings))
         self.rows.append(row)
         self._write()
         for tracker in self._trackers:
@@ -124,7 +125,7 @@ def _line(row: MetricsRow) -> str:
     return json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n"
 
 
-def _read(path: Path) -> list[MetricsRow]:
+def _read(path: Path, packer: Packer) -> list[MetricsRow]:
     if not path.exists():
         return []
     rows = []
@@ -134,6 +135,11 @@ def _read(path: Path) -> list[MetricsRow]:
         except ValueError:
             continue  # the line that a kill tore
         rows.append(
-            MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
+            MetricsRow(
+                fields.pop("step"),
+                fields.pop("time"),
+                warnings=fields.pop("warnings", ()),
+                metrics=packer.packed(fields),
+            )
         )
     return rows

@@ -44,7 +44,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async for row in self._report.watch(from_step):
             time = Timestamp()
             time.FromNanoseconds(int(row.time * 1e9))
-            yield pb.WatchProgressResponse(step=row.step, time=time, metrics=row.metrics, warnings=row.warnings)
+            yield pb.WatchProgressResponse(step=row.step, time=time, metrics=dict(row.metrics), warnings=row.warnings)
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         self._console.pause()

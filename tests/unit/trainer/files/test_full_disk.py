@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_a_start_on_a_full_disk_deletes_no_metrics(tmp_path: Path) -> None:
     after.write(3, {"again": 1.0})
     assert steps(file) == [1, 2, 3]
     assert "again" in file.read_text()
+
+
+def test_rows_that_a_trainer_keeps_in_memory_are_small(tmp_path: Path) -> None:
+    report = RunReport(tmp_path)
+    report.resume(0)
+    rows = [{f"part/number_{i}": step + i / 7 for i in range(60)} for step in range(400)]
+    tracemalloc.start()
+    for step, row in enumerate(rows):
+        report.write(step, row)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept / len(rows) < 1000
+    assert [dict(row.metrics) for row in report.rows] == rows
+    again = RunReport(tmp_path)
+    again.resume(len(rows))
+    assert [dict(row.metrics) for row in again.rows] == rows
 
 
 def test_a_line_that_was_torn_hides_none_of_those_behind_it(tmp_path: Path) -> None:
