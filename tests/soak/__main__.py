@@ -52,8 +52,10 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
         busy.cancel()
         await asyncio.gather(busy, return_exceptions=True)
         steps = len(run.run.trained())
+        history = (run.run.folder.ledger / "ledger.sqlite").stat().st_size
     found = judged(sampling.lines, seconds)
     print(f"{seconds / 60:.0f} minutes, {steps} steps; {dict(traffic.done)}")
+    print(f"history and records grow by design: the ledger's has {history / steps:.0f} bytes a step")
     print(table(found))
     draw(sampling.lines, folder / "soak.svg")
     print(f"the lines: {folder / 'soak.svg'}")
@@ -64,7 +66,11 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
 
 def _folders(run: StandInRun) -> dict[str, Path]:
     folder = run.run.folder
-    return {"ledger": folder.ledger, "checkpoints": folder.path / "checkpoints", "samples": folder.samples}
+    return {
+        "payloads": folder.ledger / "payloads",
+        "checkpoints": folder.path / "checkpoints",
+        "samples": folder.samples,
+    }
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +36,15 @@ def test_a_leak_is_found_and_its_rate_is_about_right(an_hour: float) -> None:
     assert verdict is not None
     assert verdict.grows
     assert verdict.slope / MIB == pytest.approx(an_hour, rel=0.2)
+
+
+def test_a_line_that_rises_and_flattens_in_the_second_half_is_warm_up() -> None:
+    seconds = [float(i) for i in range(300)]
+    warm = [(one, 600 * MIB * (1 - 0.4 * math.exp(-one / 50))) for one in seconds]
+    verdict = judge(warm, BOUNDS["memory"])
+    assert verdict is not None
+    assert verdict.slope > 100 * MIB
+    assert not verdict.grows
 
 
 @pytest.mark.parametrize("noise", [0.0, 5.0, 40.0])

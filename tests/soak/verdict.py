@@ -1,7 +1,8 @@
 """Whether a line grows: the median of all its slopes (Theil-Sen), which single outliers do not move.
 
 Only the second half counts: caches, pools and allocators fill in the first. A line grows when it gains more than its
-bound in an hour, even by the lower end of the slopes' confidence interval, and more than its noise in the time seen.
+bound in an hour, even by the lower end of the slopes' confidence interval, more than its noise in the time seen, and
+does not flatten: in the last quarter it still gains at least half as fast.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def judge(points: Sequence[tuple[float, float]], bound: Bound) -> Verdict | None
     half = second_half(points)
     if len(half) < _LEAST_POINTS:
         return None
-    slopes = sorted((later[1] - one[1]) / (later[0] - one[0]) * 3600 for one, later in _pairs(half))
+    slopes = sorted(_slopes(half))
     slope, level = median(slopes), median(value for _, value in half)
     least = slopes[max(0, round((len(slopes) - _Z * _deviation(len(half))) / 2) - 1)]
     hours = (half[-1][0] - half[0][0]) / 3600
     grows = least > bound.an_hour and slope * hours > bound.at_all + bound.share * level
+    if grows:
+        grows = median(_slopes(second_half(half))) > slope / 2
     return Verdict(slope, least, level, grows)
 
 
@@ -69,8 +72,10 @@ def second_half(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, 
     return half[:: math.ceil(len(half) / _MOST_POINTS)]
 
 
-def _pairs(points: Sequence[tuple[float, float]]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    return [(one, later) for i, one in enumerate(points) for later in points[i + 1 :] if later[0] > one[0]]
+def _slopes(points: Sequence[tuple[float, float]]) -> list[float]:
+    """An hour, of all pairs."""
+    pairs = ((one, later) for i, one in enumerate(points) for later in points[i + 1 :] if later[0] > one[0])
+    return [(later[1] - one[1]) / (later[0] - one[0]) * 3600 for one, later in pairs]
 
 
 def _deviation(count: int) -> float:
