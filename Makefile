@@ -1,4 +1,5 @@
 # quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images | gpu: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | protos | bench | chaos | soak | mutants | images: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,7 +14,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit soak clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -85,7 +86,7 @@ bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safeten
 chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_KILLS=100 HEADRACE_FAILPOINTS=all HEADRACE_CROWD=10000 \
 		HEADRACE_RANK_KILLS=20 HEADRACE_PLACEMENTS=1 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
-		HEADRACE_AWAY_SECONDS=30 \
+		HEADRACE_AWAY_SECONDS=30 HEADRACE_SURVIVAL="disk clock memory kill" \
 		$(BIN)/python -m pytest tests/chaos
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/buffer/test_columns.py -k large
 	@HEADRACE_ROLLING_ROUNDS=10 $(BIN)/python -m pytest -s tests/chaos/rolling
@@ -102,6 +103,11 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
+
+# A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5; the lines are drawn into SOAK_FOLDER.
+SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
+soak: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
 
 # The images of deploy/Containerfile, for CPUs; IMAGES="buffer reward" builds fewer, BUILD_FLAGS are for podman.
 IMAGES ?= buffer reward rollout trainer

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
 from headrace.process.exit_codes import NOTHING_TO_LEARN
 from headrace.suggest import did_you_mean
+from headrace.whole_file import FULL_DISK
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384
@@ -109,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        _say(f"{error.filename or name}: {error.strerror or error}")
+        way = ": free some space there, or name a folder on another disk" if error.errno in FULL_DISK else ""
+        _say(f"{error.filename or name}: {error.strerror or error}{way}")
         return 1
     except Exception as error:  # noqa: BLE001  # a person gets one line, not a traceback
         _say(f"this is a bug in headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from headrace.launch.specs import SERVICES, address_in, address_of, addressed, f
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
-from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
+from headrace.whole_file import FULL_DISK
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,6 +56,8 @@ class Launcher:
         ]
         self._tell = tell
         self._policy = policy
+        self._entries: Mapping[str, ServiceEntry] = {}
+        self._again: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed.
@@ -96,7 +98,23 @@ class Launcher:
         for each in self._specs:
             entries[each.name] = ServiceEntry(each.address, each.metrics_address, pids.get(each.name))
         in_order = sorted(entries.items(), key=lambda entry: _rank(entry[0]))
-        self.folder.write_services(dict(in_order))
+        self._entries = dict(in_order)
+        self._save_entries()
+
+    def _save_entries(self) -> None:
+        """Tries again, once a second, on a disk that is full: services go on meanwhile."""
+        if self._again:
+            self._again.cancel()
+        try:
+            self.folder.write_services(self._entries)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            if self._again is None:
+                self._tell(f"{self.folder.services_file} cannot be written: the disk is full. Free some space there")
+            self._again = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._save_entries)
+        else:
+            self._again = None
 
 
 def _rank(process: str) -> tuple[int, int]:
@@ -112,7 +130,7 @@ def _usable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename2 or error.filename or folder
-        way = "free some space there" if error.errno in _FULL else "make it a folder that you can write to"
+        way = "free some space there" if error.errno in FULL_DISK else "make it a folder that you can write to"
         raise FailedPrecondition(
             f"run folder {folder} cannot be used: {where}: {error.strerror}: {way}, or choose another --run-dir or "
             "--run-name"

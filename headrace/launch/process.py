@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.launch.grace import GRACE_SECONDS
+from headrace.process.ended import meaning
 from headrace.process.ending import Ending
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import doing, last_error, last_words, tail
@@ -94,6 +95,10 @@ class ServiceProcess:
         """None while it runs; 128 + n when signal n ended it."""
         return self._process.exit_code
 
+    def ended_with(self, code: int) -> str:
+        """Its exit code in words, with the memory that it had if it was killed."""
+        return meaning(code, self._process.resident_bytes)
+
     @property
     def doing(self) -> str:
         """The last event that it logged; before that, the libraries that it loads."""
@@ -133,8 +138,3 @@ class ServiceProcess:
     async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Asks it to end, and kills it after the grace period. Idempotent."""
         await self._process.stop(grace_seconds)
-
-
-def meaning(code: int) -> str:
-    """Describes an exit code for people."""
-    return f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from headrace.errors import HeadraceError, NothingToLearn, Unavailable
 from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
+from headrace.launch.process import ServiceProcess, ServiceSpec
 from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.rpc.net import listener, require_free
 
@@ -120,13 +120,15 @@ class Supervisor:
                 )
             if code == NOT_WORTH_RESTARTING or not ever_healthy:
                 when = "" if ever_healthy else " before it was ready"
-                raise ServiceFailed(f"{spec.name} ended with {meaning(code)}{when}; {self._running[spec.name].why}")
+                ended = self._running[spec.name].ended_with(code)
+                raise ServiceFailed(f"{spec.name} ended with {ended}{when}; {self._running[spec.name].why}")
             if code == PEER_AWAY:
                 await self._until_peers_may_be_back(spec)
                 continue
             if spec.no_restart is not None:
+                ended = self._running[spec.name].ended_with(code)
                 raise ServiceFailed(
-                    f"{spec.name} ended with {meaning(code)}: {spec.no_restart}; {self._running[spec.name].why}"
+                    f"{spec.name} ended with {ended}: {spec.no_restart}; {self._running[spec.name].why}"
                 )
             await self._before_restart(spec, code)
 
@@ -200,16 +202,17 @@ class Supervisor:
 
     async def _before_restart(self, spec: ServiceSpec, code: int) -> None:
         started_at = self._started_at[spec.name]
+        ended = self._running[spec.name].ended_with(code)
         while started_at and time.monotonic() - started_at[0] > self._policy.window_seconds:
             started_at.popleft()
         restarts = len(started_at)
         if restarts > (self._policy.max_restarts if spec.max_restarts is None else spec.max_restarts):
             raise ServiceFailed(
                 f"{spec.name} ended {restarts} times in {self._policy.window_seconds:.0f} s, last with "
-                f"{meaning(code)}; {self._running[spec.name].why}"
+                f"{ended}; {self._running[spec.name].why}"
             )
         pause = self._policy.backoff_seconds(max(restarts - 1, 0))
-        self._tell(f"{spec.name} ended with {meaning(code)}: restart {restarts} in {pause:g} s")
+        self._tell(f"{spec.name} ended with {ended}: restart {restarts} in {pause:g} s")
         await asyncio.sleep(pause)
 
     async def _stop_all(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import AlreadyExists, DataLoss, NotFound
+from headrace.whole_file import replacing
 
 _MANIFEST = "backup.json"
 _FILES = "files"
@@ -61,7 +62,8 @@ async def write_backup(parts: AsyncIterable[pb.BackupResponse], folder: Path) ->
         summary.store, summary.position, [BackupFile(f.name, f.num_bytes, f.sha256.hex()) for f in summary.files]
     )
     _check(backup, folder / _FILES)
-    (folder / _MANIFEST).write_text(json.dumps(asdict(backup), indent=2) + "\n")
+    with replacing(folder / _MANIFEST) as draft:
+        draft.write_text(json.dumps(asdict(backup), indent=2) + "\n")
     return backup
 
 
@@ -97,12 +99,15 @@ def require_new(folder: Path) -> None:
 def _write(folder: Path, chunk: pb.BackupChunk) -> None:
     path = _inside(folder, chunk.file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        if file.tell() != chunk.offset:
-            raise DataLoss(
-                f"{chunk.file} continues at byte {chunk.offset}, but {file.tell()} bytes arrived: start again"
-            )
-        file.write(chunk.data)
+    try:
+        with path.open("ab") as file:
+            if file.tell() != chunk.offset:
+                raise DataLoss(
+                    f"{chunk.file} continues at byte {chunk.offset}, but {file.tell()} bytes arrived: start again"
+                )
+            file.write(chunk.data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write's own error names no file
 
 
 def _inside(folder: Path, name: str) -> Path:

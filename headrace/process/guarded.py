@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import Internal
+from headrace.process.ended import ResidentMemory
 from headrace.process.guard import SWEEP_NOW, guard_command
 from headrace.process.linux import descendants
 from headrace.process.log_file import last_lines, open_log, tail
@@ -49,6 +50,8 @@ class GuardedProcess:
         self._orphan_seconds = orphan_seconds
         self._guard: asyncio.subprocess.Process | None = None
         self._pid: int | None = None
+        self._memory: ResidentMemory | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once the process exists."""
@@ -68,6 +71,8 @@ class GuardedProcess:
             await self._guard.wait()
             raise Internal(f"{self._command[0]} could not be started:\n{tail(self.log_file, start=self.log_start)}")
         self._pid = int(words[1])
+        self._memory = ResidentMemory(self._pid)
+        self._looking = asyncio.create_task(self._memory.watch(self._guard.wait))
 
     @property
     def pid(self) -> int:
@@ -80,6 +85,11 @@ class GuardedProcess:
     def exit_code(self) -> int | None:
         """None while anything of it runs; 128 + n when signal n ended it."""
         return self._running.returncode
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Memory that it and those below it had when last looked at; None before that."""
+        return self._memory.last if self._memory else None
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from io import FileIO
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_BYTES = 64 << 20
 _TAIL_BYTES = 65_536
@@ -21,7 +23,7 @@ _NOISE = re.compile(r"\b(User|Future|Deprecation)Warning: |^\s*(warnings\.)?warn
 _SECONDHAND = "PEER_LOST"
 
 
-def open_log(file: Path) -> BinaryIO:
+def open_log(file: Path) -> FileIO:
     """Opens the log for one start of its process; `tell()` is where this start's part begins.
 
     A line with the time separates it from the part of the start before.
@@ -29,11 +31,15 @@ def open_log(file: Path) -> BinaryIO:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         file.replace(file.with_name(f"{file.name}.1"))
-    log = file.open("ab")
+    log = file.open("ab", buffering=0)
     if log.tell():
-        log.write(f"\n---- started again at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
-        log.flush()
+        _try_to_write(log, f"\n---- started again at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
     return log
+
+
+def _try_to_write(log: FileIO, line: bytes) -> None:
+    with suppress(OSError):  # a full disk must not keep a service from its start
+        log.write(line)
 
 
 def last_lines(file: Path, count: int, start: int = 0) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.process.linux import descendants
+from headrace.process.linux import children, descendants
 
 _KIB = 1024
 
@@ -13,6 +13,22 @@ _KIB = 1024
 def of_tree(pid: int) -> int:
     """Returns the bytes of a process and those below it; what they share counts once."""
     return sum(_proportional(each) for each in (pid, *descendants(pid)))
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the bytes of a process that are in memory, with what it shares; 0 when it has ended."""
+    try:
+        return _field(Path(f"/proc/{pid}/status"), "VmRSS") * _KIB
+    except OSError:
+        return 0
+
+
+def resident_of_tree(pid: int) -> int:
+    """Returns the resident bytes of a process and those below it; cheap, and what they share counts for each."""
+    found = [pid]
+    for each in found:
+        found.extend(children(each))
+    return sum(resident_bytes(each) for each in found)
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -23,10 +23,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.launch.process import meaning
+from headrace.process.ended import meaning
 from headrace.process.exit_codes import PEER_AWAY, PEER_LOST
 from headrace.process.linux import die_with_parent
 from headrace.process.log_file import open_log, tail
+from headrace.process.memory import resident_bytes
 from headrace.rpc.net import Address
 
 PEER_SECONDS = 20.0
@@ -87,12 +88,14 @@ class _Ranks:
         self._logs = [None, *(log_dir / f"trainer-rank-{name}.log" for name in self._names[1:])]
         self._processes = [_start(place, command, log) for place, log in zip(places, self._logs, strict=True)]
         self._failed: list[int] = []
+        self._resident: dict[int, int] = {}
         self._deadline: float | None = None
 
     def wait(self) -> int:
         """Returns when all ranks have ended: the exit code of the rank to blame, or 0."""
         while any(process.poll() is None for process in self._processes):
             self._look_for_failures()
+            self._look_at_memory()
             received = signal.sigtimedwait(_SIGNALS, 1.0)
             if received and received.si_signo != signal.SIGCHLD:
                 self._signal_all(signal.Signals(received.si_signo))
@@ -110,6 +113,10 @@ class _Ranks:
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._signal_all(signal.SIGKILL)
 
+    def _look_at_memory(self) -> None:
+        for rank, process in enumerate(self._processes):
+            self._resident[rank] = resident_bytes(process.pid) or self._resident.get(rank, 0)
+
     def _exit_code(self, rank: int) -> int:
         code = self._processes[rank].wait()
         return 128 - code if code < 0 else code
@@ -121,7 +128,8 @@ class _Ranks:
 
     def _tell(self, rank: int) -> None:
         code, log = self._exit_code(rank), self._logs[rank]
-        print(f"rank {self._names[rank]} ended with {meaning(code)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
+        said = meaning(code, self._resident.get(rank))
+        print(f"rank {self._names[rank]} ended with {said}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         if log is not None:
             print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
 

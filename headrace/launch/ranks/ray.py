@@ -23,8 +23,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.devices.ranks import rank_devices
-from headrace.launch.process import meaning
 from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
+from headrace.process.ended import meaning
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.guard import SWEEP_NOW, guard_command
 from headrace.process.log_file import open_log, tail

@@ -78,4 +78,5 @@ def _how(returncode: int) -> str:
     if returncode >= 0:
         return f"exit code {returncode}"
     names = {int(number): number.name for number in signal.Signals}
-    return names.get(-returncode, f"signal {-returncode}")
+    killed = " (killed: out of memory?)" if returncode == -signal.SIGKILL else ""
+    return names.get(-returncode, f"signal {-returncode}") + killed

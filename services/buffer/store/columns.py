@@ -68,7 +68,9 @@ class Columns:
         self._whole: dict[bytes, int] = {}
         """SHA-256 → bytes."""
         self._uploads: dict[bytes, _Upload] = {}
-        self._swept = time.time()
+        self._swept = time.monotonic()
+        self._touched: dict[bytes, float] = {}
+        """SHA-256 → when it was uploaded last, or first seen here. By the wall clock a jump would delete them."""
         self._num_keepers = 0
         self._num_deleted = 0
         self._unlinking: set[asyncio.Future[None]] = set()
@@ -99,10 +101,11 @@ class Columns:
 
     async def upload(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         """Returns (next offset, True once the column is durable). Raises DataLoss when its digest differs."""
-        if time.time() - self._swept > _ORPHAN_SECONDS:
+        self._touched[sha256] = time.monotonic()
+        if time.monotonic() - self._swept > _ORPHAN_SECONDS:
             await self._sweep()
         if sha256 in self._whole:
-            return await self._again(sha256, num_bytes)
+            return self._again(sha256, num_bytes)
         upload = self._upload(sha256, num_bytes)
         async with upload.lock:
             if sha256 in self._whole:
@@ -117,12 +120,11 @@ class Columns:
                 self._whole[sha256] = num_bytes
         return answer
 
-    async def _again(self, sha256: bytes, num_bytes: int) -> tuple[int, bool]:
+    def _again(self, sha256: bytes, num_bytes: int) -> tuple[int, bool]:
         if self._whole[sha256] != num_bytes:
             raise InvalidArgument(
                 f"column {sha256.hex()[:16]}… has {self._whole[sha256]} bytes, not {num_bytes}", field="num_bytes"
             )
-        await self._pool.run(os.utime, self._path(sha256))  # not an orphan yet
         return num_bytes, True
 
     def _upload(self, sha256: bytes, num_bytes: int) -> _Upload:
@@ -277,20 +279,18 @@ class Columns:
 
     async def _sweep(self) -> None:
         """Deletes columns that no sample named in time."""
-        self._swept = time.time()
-        async for path in paced(await self._pool.run(self._old_files)):
+        now = self._swept = time.monotonic()
+        before, self._touched = self._touched, {}
+        async for path in paced(await self._pool.run(lambda: list(filter(_is_ours, self._folder.iterdir())))):
             sha256 = bytes.fromhex(path.name.partition(".")[0])
-            if path.suffix == "" and sha256 in self._counts:
+            touched = self._touched.setdefault(sha256, before.get(sha256, now))
+            if now - touched <= _ORPHAN_SECONDS or (path.suffix == "" and sha256 in self._counts):
                 continue
             if path.suffix == "":
                 self._whole.pop(sha256, None)
             elif path.suffix == ".part":
                 self._uploads.pop(sha256, None)
             path.unlink(missing_ok=True)
-
-    def _old_files(self) -> list[Path]:
-        ours = filter(_is_ours, self._folder.iterdir())
-        return [path for path in ours if self._swept - path.stat().st_mtime > _ORPHAN_SECONDS]
 
     @property
     def _folder(self) -> Path:

@@ -68,6 +68,11 @@ class ExternalEngine:
         """Unknown here."""
         return None
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Memory that it had when last looked at; None where nobody looks."""
+        return None
+
     def last_lines(self) -> str:
         """Says where its log is not."""
         return f"{self.url} was started elsewhere, and its log is there"

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.process import memory
+from headrace.process.ended import meaning
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
@@ -45,6 +46,10 @@ class EngineProcess(Protocol):
     def memory_bytes(self) -> int | None:
         """Returns the memory of this machine that it takes now; None where nobody knows."""
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Memory that it had when last looked at; None where nobody looks."""
+
     def last_lines(self) -> str:
         """Returns the end of the log."""
 
@@ -67,7 +72,7 @@ class ServerProcess:
         async with EngineClient(self.url) as client:
             while not await _answers(client):
                 if self._child.exit_code is not None:
-                    raise self._not_started(f"ended with exit code {self._child.exit_code}")
+                    raise self._not_started(f"ended with {meaning(self._child.exit_code, self.resident_bytes)}")
                 if time.monotonic() > end:
                     await self.stop()
                     raise self._not_started(f"did not answer within {seconds:g} s")
@@ -93,6 +98,11 @@ class ServerProcess:
     def memory_bytes(self) -> int | None:
         """Returns the memory of its process and those below it."""
         return memory.of_tree(self.pid) if self.exit_code is None else None
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Memory that it had when last looked at; None where nobody looks."""
+        return self._child.resident_bytes
 
     def last_lines(self) -> str:
         """Returns the end of the log."""

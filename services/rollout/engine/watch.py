@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.job.schema.run import PlacementSection
+from headrace.process.ended import meaning
 from headrace.rpc.log import log
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
@@ -63,7 +64,8 @@ class Watch:
             while True:
                 await asyncio.wait([ended], timeout=self._timing.check_interval_seconds)
                 if ended.done():
-                    return f"ended with exit code {ended.result()}; the end of its log:\n{process.last_lines()}"
+                    how = meaning(ended.result(), process.resident_bytes)
+                    return f"ended with {how}; the end of its log:\n{process.last_lines()}"
                 missed = 0 if await self._is_well(engine) else missed + 1
                 if missed >= self._timing.missed_checks:
                     return f"missed {missed} checks in a row"

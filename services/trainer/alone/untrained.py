@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.record import TrainingRecord
+from services.trainer.files.full_disk import outlast
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
@@ -30,7 +31,7 @@ class UntrainedRanks:
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """The batch's figures. Its samples are written down as those that the step was fed."""
-        self._record.append(step, batch)
+        await outlast(lambda: self._record.append(step, batch), self._record.path)
         self._safe = TrainState(step + 1, 0, self._epoch)
         return statistics(batch, step)
 

@@ -12,6 +12,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
 from services.trainer.data.set_aside import SetAside
+from services.trainer.files.full_disk import outlast
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.state import TrainState
@@ -59,8 +60,8 @@ class TrainerRanks:
         """One rollout step's optimizer steps."""
         with self._console.phase(pb.PHASE_TRAINING):
             trained = await self._group.train(step, self._set_aside.applied(batch).samples)
-        self._set_aside.append(step, trained.set_aside)
-        self._record.append(step, batch)
+        await outlast(lambda: self._set_aside.append(step, trained.set_aside), self._set_aside.path)
+        await outlast(lambda: self._record.append(step, batch), self._record.path)
         figures = statistics(self._set_aside.applied(batch), step)
         if trained.is_logged:
             self._console.keep_from_trackers(figures)

@@ -16,9 +16,9 @@ class TrainingRecord:
     """Appends to trained.jsonl: {"step", "digest", "sample_ids"}."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def append(self, step: int, batch: Batch) -> None:
         """Durable when it returns."""
         line = {"step": step, "digest": batch.digest.hex(), "sample_ids": [s.sample_id for s in batch.samples]}
-        append_rows(self._path, [line])
+        append_rows(self.path, [line])

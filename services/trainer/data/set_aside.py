@@ -18,7 +18,7 @@ class SetAside:
     """Appends to set_aside.jsonl: {"step", "sample_id", "reason", "message"}."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._messages = _read(path)
 
     def applied(self, batch: Batch) -> Batch:
@@ -35,7 +35,7 @@ class SetAside:
             if one.reason != _GONE
         ]
         if rows:
-            append_rows(self._path, rows)
+            append_rows(self.path, rows)
             self._messages |= {str(row["sample_id"]): str(row["message"]) for row in rows}
 
 

@@ -6,7 +6,6 @@ collectives, and all tell each other how it went before anyone goes on. After a 
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from headrace.errors import (
     ResourceExhausted,
     error_classes,
 )
+from headrace.whole_file import FULL_DISK
 
 T = TypeVar("T")
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ERROR_BYTES = 4096
 _MESSAGE_CHARACTERS = 900
 
@@ -98,7 +97,7 @@ class FileWork:
 
     def _of_disk(self, error: OSError | SafetensorError) -> HeadraceError:
         number = error.errno if isinstance(error, OSError) else _errno(str(error))
-        if number in _FULL:
+        if number in FULL_DISK:
             return ResourceExhausted(f"the disk is full: {error}: free some space, or name a folder on another disk")
         return self._refusal(f"the disk refuses: {error}")
 

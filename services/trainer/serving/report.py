@@ -1,4 +1,7 @@
-"""Writes a run's records: metrics.jsonl, its pictures, trackers, a live stream for watchers."""
+"""Writes a run's records: metrics.jsonl, its pictures, trackers, a live stream for watchers.
+
+A disk that refuses metrics.jsonl ends no training: rows stay in memory, and all of them are written when it has space.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from headrace.rpc.log import log
+from headrace.whole_file import replacing
 from services.trainer.serving.curves import draw_curves
 from services.trainer.serving.evaluation_curves import draw_evaluations
-from services.trainer.serving.row import MetricsRow
+from services.trainer.serving.row import MetricsRow, Packer
 from services.trainer.serving.timeline import draw_timeline
 from services.trainer.serving.trackers import OpenTrackers, Tracker
 
@@ -28,6 +33,10 @@ class RunReport:
         self._open_trackers = open_trackers
         self._trackers: Sequence[Tracker] = ()
         self.rows: list[MetricsRow] = []
+        self._packer = Packer()
+        self._said = False
+        self._is_behind = False
+        """metrics.jsonl lacks more than the newest of `rows`, or has others."""
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
         self._drawn = time.monotonic()
         self._changed = asyncio.Event()
@@ -35,10 +44,9 @@ class RunReport:
 
     def resume(self, step: int) -> None:
         """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
-        self.rows = [row for row in _read(self._path) if row.step <= step]
-        self._path.write_text("")
-        for row in self.rows:
-            self._append(row)
+        self.rows = [row for row in _read(self._path, self._packer) if row.step <= step]
+        self._is_behind = True
+        self._write()
         self._trackers = self._open_trackers(step)
 
     def write(
@@ -50,9 +58,9 @@ class RunReport:
         untracked: Collection[str] = (),
     ) -> None:
         """Adds a row to metrics.jsonl, the live stream and, but for the `untracked` ones, the trackers."""
-        row = MetricsRow(step, time.time(), dict(metrics), tuple(warnings))
+        row = MetricsRow(step, time.time(), self._packer.packed(metrics), tuple(warnings))
         self.rows.append(row)
-        self._append(row)
+        self._write()
         for tracker in self._trackers:
             tracker.log(step, {name: value for name, value in metrics.items() if name not in untracked})
         if time.monotonic() - self._drawn > _REDRAW_SECONDS:
@@ -62,6 +70,8 @@ class RunReport:
     def close(self) -> None:
         """Draws the last pictures; watchers end."""
         self._closed = True
+        if self._is_behind:
+            self._write()
         if self.rows:
             self._draw()
         self._drawing.shutdown(wait=True)
@@ -86,10 +96,21 @@ class RunReport:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _append(self, row: MetricsRow) -> None:
-        with self._path.open("a") as file:
-            warnings = {"warnings": row.warnings} if row.warnings else {}
-            file.write(json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n")
+    def _write(self) -> None:
+        """Adds the newest row to the file, or replaces the file by all of them."""
+        try:
+            if self._is_behind:
+                with replacing(self._path) as draft:
+                    draft.write_text("".join(map(_line, self.rows)))
+            else:
+                with self._path.open("a") as file:
+                    file.write(_line(self.rows[-1]))
+        except OSError as error:
+            if not self._said:
+                log.warning("metrics_not_written", file=str(self._path), error=str(error), until="the disk takes them")
+            self._is_behind = self._said = True
+        else:
+            self._is_behind = self._said = False
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
@@ -99,7 +120,12 @@ class RunReport:
         self._drawing.submit(draw_evaluations, rows, self._folder / "evaluations.png")
 
 
-def _read(path: Path) -> list[MetricsRow]:
+def _line(row: MetricsRow) -> str:
+    warnings = {"warnings": row.warnings} if row.warnings else {}
+    return json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n"
+
+
+def _read(path: Path, packer: Packer) -> list[MetricsRow]:
     if not path.exists():
         return []
     rows = []
@@ -107,8 +133,13 @@ def _read(path: Path) -> list[MetricsRow]:
         try:
             fields = json.loads(line)
         except ValueError:
-            break  # the line that a kill tore
+            continue  # the line that a kill tore
         rows.append(
-            MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
+            MetricsRow(
+                fields.pop("step"),
+                fields.pop("time"),
+                warnings=fields.pop("warnings", ()),
+                metrics=packer.packed(fields),
+            )
         )
     return rows

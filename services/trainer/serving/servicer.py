@@ -45,7 +45,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async for row in self._report.watch(from_step):
             time = Timestamp()
             time.FromNanoseconds(int(row.time * 1e9))
-            yield pb.WatchProgressResponse(step=row.step, time=time, metrics=row.metrics, warnings=row.warnings)
+            yield pb.WatchProgressResponse(step=row.step, time=time, metrics=dict(row.metrics), warnings=row.warnings)
         if self._console.goes_on:
             raise Unavailable(
                 f"the trainer left the run after step {self._console.status.step}, to go on with it later: watch again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from headrace.errors import ConfigError
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.secrets import without_secrets
+from headrace.rpc.log import log
 
 
 class Tracker(Protocol):
@@ -50,17 +52,26 @@ class TensorBoard:
     """Events in the run's folder."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._folder = folder / "tensorboard"
+        self._maybe_writer: SummaryWriter | None = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes them to the file at once."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Writes them to the file at once. What a full disk refuses is left out: metrics.jsonl has it later."""
+        try:
+            if self._maybe_writer is None:
+                self._maybe_writer = SummaryWriter(str(self._folder))
+            for name, value in metrics.items():
+                self._maybe_writer.add_scalar(name, value, step)
+            self._maybe_writer.flush()
+        except OSError as error:
+            self._maybe_writer = None  # its thread ended with the error
+            log.warning("tensorboard_not_written", step=step, error=str(error))
 
     def close(self) -> None:
         """Closes the file."""
-        self._writer.close()
+        if self._maybe_writer:
+            with suppress(OSError):
+                self._maybe_writer.close()
 
 
 class Wandb:

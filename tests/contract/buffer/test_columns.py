@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.job.schema.buffer import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
+from services.buffer.store.columns import Columns
 from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.verify import verify
 from tests.support.ledgers.buffer_samples import completed_sample, text_prompts
@@ -105,6 +107,31 @@ async def test_a_column_is_kept_once_and_deleted_with_the_last_sample_that_names
     assert await client.fetch_samples("train", [s.envelope.sample_id for s in put.samples]) == list(put.samples)
     await train(client, epoch, 2)
     await become(tmp_path, 0)
+
+
+async def test_a_wall_clock_that_jumps_deletes_no_column_and_an_hour_that_passes_deletes_those_without_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = Columns(tmp_path)
+    sha256 = await upload_of(columns, b"uploaded, and its sample is not put yet")
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, 0))  # as after a jump by decades
+    await columns._sweep()
+    assert files_in(tmp_path) == {sha256.hex()}
+    real = time.monotonic
+    monkeypatch.setattr("services.buffer.store.columns.time.monotonic", lambda: real() + 3601)
+    newer = await upload_of(columns, b"another")
+    assert files_in(tmp_path) == {newer.hex()}
+
+
+async def upload_of(columns: Columns, data: bytes) -> bytes:
+    sha256 = hashlib.sha256(data).digest()
+    assert await columns.upload(sha256, len(data), 0, data) == (len(data), True)
+    return sha256
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 async def test_a_stranger_in_the_folder_is_left_alone(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ class FakeEngine:
         """As it was told."""
         return self.takes_bytes
 
+    @property
+    def resident_bytes(self) -> None:
+        """Memory of nobody."""
+
     def last_lines(self) -> str:
         """It says nothing."""
         return "(a fake engine)"

@@ -170,7 +170,9 @@ def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out")
 
     monkeypatch.setitem(cli._COMMANDS, "export", cli.Command(full, "", ""))  # type: ignore[arg-type]
-    assert refused(capsys, "export") == "headrace: /data/out: No space left on device\n"
+    assert refused(capsys, "export") == (
+        "headrace: /data/out: No space left on device: free some space there, or name a folder on another disk\n"
+    )
 
 
 def test_a_port_that_is_taken(load_with, tmp_path: Path) -> None:

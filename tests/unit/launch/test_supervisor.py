@@ -113,7 +113,7 @@ async def test_a_killed_service_comes_back_at_the_same_address_without_its_old_c
         old, new = stage.children()
         assert not alive(old)
         assert alive(new)
-    assert "fake ended with signal 9: restart 1 in 0.05 s" in stage.told
+    assert "fake ended with signal 9 (killed: out of memory? It had " in stage.told[1]
 
 
 async def test_cancelling_ends_services_and_their_descendants(stage: Stage) -> None:
@@ -174,9 +174,9 @@ async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Sta
     ranks = replace(
         service, command=[*starter, sys.executable, "-c", code, *service.command[1:]], no_restart="pass --a-flag"
     )
-    with pytest.raises(ServiceFailed, match="fake ended with signal 9: pass --a-flag") as error:
+    with pytest.raises(ServiceFailed, match=r"fake ended with signal 9 \(.*\): pass --a-flag") as error:
         await stage.supervisor(ranks).run()
-    assert "rank 1 ended with signal 9" in error.value.message
+    assert "rank 1 ended with signal 9 (killed: out of memory? It had " in error.value.message
     assert "step 7: out of memory soon" in error.value.message
 
 

@@ -120,6 +120,11 @@ class RayEngine:
         """Unknown: it is another machine's."""
         return None
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Memory that it had when last looked at; None where nobody looks."""
+        return None
+
     def last_lines(self) -> str:
         """Returns the end of its log, once it has ended."""
         return self._ending.result()[1] if self._ending and self._ending.done() else "(its log is on its machine)"

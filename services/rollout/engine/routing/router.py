@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.process.ended import meaning
 from headrace.process.guarded import GuardedProcess
 from headrace.rpc.log import log
 from headrace.rpc.net import free_port
@@ -132,7 +133,8 @@ class Router:
             while missed < self._timing.missed_checks:
                 await asyncio.wait([ended], timeout=self._timing.check_interval_seconds)
                 if ended.done():
-                    return f"ended with exit code {ended.result()}; the end of its log:\n{child.last_lines()}"
+                    how = meaning(ended.result(), child.resident_bytes)
+                    return f"ended with {how}; the end of its log:\n{child.last_lines()}"
                 missed = 0 if await self._answers(self._timing.check_timeout_seconds) else missed + 1
         finally:
             ended.cancel()

@@ -1,0 +1,123 @@
+"""One run under many faults, one after the other, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headrace.cli.commands.audit import audited, described
+from tests.chaos.survival.faults import Fault
+from tests.chaos.survival.phases import until_phase
+from tests.support.processes.stand_in_run import StandInRun
+
+_MORE_STEPS = 3
+_GO_ON_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one fault in one phase."""
+
+    fault: str
+    phase: str
+    away_seconds: float
+    """From the end of the fault to the next step."""
+    restarts: int
+    """Services that the launcher started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """What a run looked like in the end."""
+
+    outcomes: Sequence[Outcome]
+    is_clean: bool
+    """Nothing of the audit's, and no step that took less than no time."""
+    audit: str
+    told: str
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self), indent=1))
+
+
+async def campaign(
+    run: StandInRun, cases: Iterable[tuple[Fault, str]], kill_launcher: Callable[[int], None] | None = None
+) -> Survived:
+    """Strikes in each phase, and waits each time for the run to go on by itself. Ends it, continues it, and audits.
+
+    With `kill_launcher` it is not asked to end: its launcher is killed, and everything else ends after it.
+
+    Raises AssertionError with the ends of all logs where it does not go on.
+    """
+    outcomes = []
+    async with run.started():
+        await _more_steps(run)
+        for fault, phase in cases:
+            outcomes.append(await _one(run, fault, phase))
+            print(outcomes[-1], flush=True)
+        if kill_launcher:
+            await asyncio.to_thread(kill_launcher, run.run.pid)
+            async with asyncio.timeout(_GO_ON_SECONDS):
+                while run.run.is_running or run.run.folder.running_services():
+                    await asyncio.sleep(0.05)
+    told = run.run.log.read_text(errors="replace")
+    async with run.started():  # the same command: its checkpoint is read
+        await _more_steps(run)
+    told += run.run.log.read_text(errors="replace")
+    found = await audited(run.run.folder, "train", 60.0, deep=True)
+    negative = [
+        f"step {row['step']}: {name} is {value}"
+        for row in run.run.metrics()
+        for name, value in row.items()
+        if name.startswith("time/") and value < 0
+    ]
+    is_clean = found.verdict.is_clean and not negative
+    return Survived(outcomes, is_clean, "\n".join([described(found), *negative]), told)
+
+
+async def _one(run: StandInRun, fault: Fault, phase: str) -> Outcome:
+    before = _restarts(run)
+    await until_phase(run, phase)
+    await fault.strike(run)
+    await fault.heal(run)
+    healed = asyncio.get_running_loop().time()
+    await _more_steps(run)
+    away = asyncio.get_running_loop().time() - healed
+    return Outcome(fault.name, phase, round(away, 1), _restarts(run) - before)
+
+
+async def _more_steps(run: StandInRun) -> None:
+    """A trainer that starts again goes back to its checkpoint: what it wrote down of its steps counts."""
+    file = run.run.folder.training_record
+    before = _lines(file)
+    try:
+        async with asyncio.timeout(_GO_ON_SECONDS):
+            while _lines(file) < before + _MORE_STEPS:
+                assert run.run.is_running, run.run.last_words()
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"no step in {_GO_ON_SECONDS:g} s\n{run.run.last_words()}") from None
+
+
+def _restarts(run: StandInRun) -> int:
+    return run.run.log.read_text(errors="replace").count(": restart ")
+
+
+def _lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def table(outcomes: Sequence[Outcome], phases: Sequence[str]) -> str:
+    """Faults × phases, and how often each was survived."""
+    counts = Counter((each.fault, each.phase) for each in outcomes)
+    faults = sorted({each.fault for each in outcomes})
+    lines = [f"| fault | {' | '.join(phases)} | longest away |", "|" + " --- |" * (len(phases) + 2)]
+    for fault in faults:
+        numbers = [str(counts[fault, phase] or "") for phase in phases]
+        longest = max(each.away_seconds for each in outcomes if each.fault == fault)
+        lines.append(f"| {fault} | {' | '.join(numbers)} | {longest:.0f} s |")
+    return "\n".join(lines)

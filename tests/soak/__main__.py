@@ -1,0 +1,83 @@
+"""`python -m tests.soak FOLDER`: a job for SOAK_HOURS (4), or for SOAK_MINUTES, under all sorts of traffic.
+
+Prints a verdict for each process and quantity and draws FOLDER/soak.svg. Exit code 0: nothing grows, and the audit
+finds nothing. SOAK_EVERY is how often processes are looked at, in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.cli.commands.audit import audited, described
+from tests.soak.report import draw, judged, table
+from tests.soak.sampling import Sampling
+from tests.soak.traffic import Traffic, write_reward
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.stand_in_run import StandInRun
+from tests.support.processes.training_run import SUMS
+
+_HOURS = float(os.environ.get("SOAK_HOURS", "4"))
+SECONDS = float(os.environ["SOAK_MINUTES"]) * 60 if "SOAK_MINUTES" in os.environ else _HOURS * 3600
+_EVERY_SECONDS = float(os.environ.get("SOAK_EVERY", "2" if SECONDS < 3600 else "10"))
+_FLAGS = (
+    *("--num-rollout", "100000000", "--save-interval", "20", "--use-fault-tolerance"),
+    *("--eval-interval", "100", "--sample-log-bytes", str(8 << 20)),
+)
+
+
+async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
+    """True when nothing grows and nothing was lost."""
+    reward, prompts = folder / "reward.py", folder / "evaluated.jsonl"
+    write_reward(reward, 0)
+    prompts.write_text("".join(f'{{"prompt": "{row["prompt"]}", "label": "{row["label"]}"}}\n' for row in SUMS[:4]))
+    flags = (*_FLAGS, "--eval-prompt-data", "sums", str(prompts))
+    run = StandInRun(folder, make_tiny_qwen3(folder / "model"), *flags, reward_file=reward)
+    sampling = Sampling()
+    async with run.started():
+        await run.run.until_step(3)
+        traffic = Traffic(run, reward, seconds)
+        busy = asyncio.create_task(traffic.go_on(every_seconds))
+        sampling = Sampling()
+        while sampling.seconds < seconds:
+            assert run.run.is_running, run.run.last_words()
+            if busy.done():
+                busy.result()
+            roots = {"launcher": run.run.pid} | ({"engine": run.engine.pid} if run.engine else {})
+            await asyncio.to_thread(sampling.look, roots, _folders(run))
+            await asyncio.sleep(every_seconds)
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
+        steps = len(run.run.trained())
+        history = (run.run.folder.ledger / "ledger.sqlite").stat().st_size
+    found = judged(sampling.lines, seconds)
+    print(f"{seconds / 60:.0f} minutes, {steps} steps; {dict(traffic.done)}")
+    print(f"history and records grow by design: the ledger's has {history / steps:.0f} bytes a step")
+    print(table(found))
+    draw(sampling.lines, folder / "soak.svg")
+    print(f"the lines: {folder / 'soak.svg'}")
+    audit = await audited(run.run.folder, "train", 120.0, deep=True)
+    print(described(audit))
+    return audit.verdict.is_clean and not any(each.verdict.grows for each in found)
+
+
+def _folders(run: StandInRun) -> dict[str, Path]:
+    folder = run.run.folder
+    return {
+        "payloads": folder.ledger / "payloads",
+        "checkpoints": folder.path / "checkpoints",
+        "samples": folder.samples,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    folder = Path(argv[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    return 0 if asyncio.run(soak(folder, SECONDS, _EVERY_SECONDS)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
