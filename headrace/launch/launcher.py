@@ -21,7 +21,7 @@ from headrace.launch.specs import SERVICES, address_in, address_of, addressed, f
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
-from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
+from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
 from headrace.whole_file import FULL_DISK
 
 _AGAIN_SECONDS = 1.0

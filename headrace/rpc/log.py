@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
 import structlog
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # its stubs leave it out
 from structlog.typing import EventDict
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 _GRPC = "grpc._cython.cygrpc"
+cygrpc = import_module(_GRPC)  # it has no stubs
 
 
 def configure_logging(service: str, *, run: str | None = None, level: str = "INFO") -> None:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # no stubs
 
-from headrace.rpc.log import configure_logging, log
+from headrace.rpc.log import configure_logging, cygrpc, log
 
 
 def test_a_caller_that_leaves_while_its_answer_is_sent_writes_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
