@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from headrace.errors import Aborted, DeadlineExceeded, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.rpc.log import log
 from services.rollout.engine.engine import Engine, EngineState
 from services.rollout.engine.fleet import Fleet
-from services.rollout.production.producer import Producer
 from services.rollout.publication.receiver import Receiver
 
 _CALL_SECONDS = 60.0
@@ -26,12 +26,22 @@ _THE_TRAINER = "the trainer has the devices"
 _ENDED = (EngineState.DOWN, EngineState.QUARANTINED, EngineState.LEAVING)
 
 
+class Production(Protocol):
+    """Leasing of groups, which several parties may pause."""
+
+    def pause(self, by: str) -> None:
+        """No more groups are leased."""
+
+    def resume(self, by: str) -> None:
+        """They are again, unless somebody else pauses it."""
+
+
 class EngineTurn:
     """Changes are made one after the other, and to their end: a caller that goes away changes nothing."""
 
-    def __init__(self, fleet: Fleet, producer: Producer, receiver: Receiver) -> None:
+    def __init__(self, fleet: Fleet, production: Production, receiver: Receiver) -> None:
         self._fleet = fleet
-        self._producer = producer
+        self._production = production
         self._receiver = receiver
         self._one_at_a_time = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
@@ -87,7 +97,7 @@ class EngineTurn:
 
     def _take_away(self) -> None:
         self._fleet.may_start.clear()
-        self._producer.pause(_THE_TRAINER)
+        self._production.pause(_THE_TRAINER)
 
     async def _release(self) -> None:
         log.info("memory_release_begins", engines=len(self._fleet.engines))
@@ -122,7 +132,7 @@ class EngineTurn:
         log.info("memory_resume_begins", engines=self._ids(EngineState.RELEASED))
         await asyncio.gather(*map(self._filled, self._fleet.engines))
         self._fleet.may_start.set()
-        self._producer.resume(_THE_TRAINER)
+        self._production.resume(_THE_TRAINER)
         log.info("engine_memory_resumed", engines=self._ids(EngineState.STALE))
 
     async def _filled(self, engine: Engine) -> None:

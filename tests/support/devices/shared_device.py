@@ -1,7 +1,7 @@
 """A device with room for the trainer or for the engines, and not for both: a fake that counts, over processes.
 
 Each holder has a file in a folder, with its side, process and bytes. Who takes memory while the other side holds some
-is refused, and the refusal stays. What a process held that has ended is free. `events` is the order of all that happened.
+is refused, and the refusal stays. What a process held that has ended is free. `events` is all that happened, in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SharedDevice:
     """Of one folder, which all processes see."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, side: str, holder: str, num_bytes: int = 1) -> None:
@@ -45,7 +45,7 @@ class SharedDevice:
     @property
     def events(self) -> list[str]:
         """All that was taken, given and refused, in order."""
-        path = self._folder / "events"
+        path = self.folder / "events"
         return path.read_text().splitlines() if path.exists() else []
 
     def note(self, event: str) -> None:
@@ -54,19 +54,19 @@ class SharedDevice:
             self._note(event)
 
     def _rows(self) -> list[dict[str, object]]:
-        rows = [json.loads(path.read_text()) for path in self._folder.glob("*.holder")]
+        rows = [json.loads(path.read_text()) for path in self.folder.glob("*.holder")]
         return [row for row in rows if _lives(row["pid"])]
 
     def _file(self, holder: str) -> Path:
-        return self._folder / f"{holder}.holder"
+        return self.folder / f"{holder}.holder"
 
     def _note(self, event: str) -> None:
-        with (self._folder / "events").open("a") as events:
+        with (self.folder / "events").open("a") as events:
             events.write(f"{event}\n")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with (self._folder / "lock").open("w") as lock:
+        with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -74,7 +74,7 @@ class SharedDevice:
 def _lives(pid: int) -> bool:
     """A process that was killed holds nothing, though its starter may not have waited for it yet."""
     try:
-        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in ("Z", "X")
