@@ -1,4 +1,4 @@
-"""`python -m tests.support.devices.colocated_rollout ADDRESS DEVICE WEIGHTS LOGS`: a rollout service on a shared device.
+"""`python -m tests.support.devices.colocated_rollout ADDRESS DEVICE WEIGHTS LOGS`: rollout on a device that is shared.
 
 Its fleet, turns and publications are the real ones; its engine is a process without a model, and it produces nothing.
 """

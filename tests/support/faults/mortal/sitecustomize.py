@@ -1,4 +1,4 @@
-"""Ends a rank, a service or its engines at a line of its own log, as `kill -9` does, before anything comes after the line.
+"""Ends a rank, a service or its engines at a line of its own log, as `kill -9` does, before anything follows the line.
 
 Python imports this at the start of every process that has its folder in PYTHONPATH. MORTAL_ORDER names a file of the
 words `EVENT RANK`, or `EVENT RANK engines`. It is deleted before anything ends, so an order is carried out once.

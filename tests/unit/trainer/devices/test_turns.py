@@ -89,13 +89,13 @@ async def test_what_fails_in_the_middle_is_done_again_and_never_leaves_both_ther
 
 
 async def test_without_offload_train_or_offload_rollout_that_side_keeps_its_memory() -> None:
-    for offloads, keeps_engines, expected in (
-        (False, False, ["resume 7", "release 7"]),
-        (True, True, ["to host", "to device"]),
-        (False, True, []),
+    for offload_train, offload_rollout, expected in (
+        (False, True, ["resume 7", "release 7"]),
+        (True, False, ["to host", "to device"]),
+        (False, False, []),
     ):
         it = BothSides()
-        devices = it.devices(keeps_engines=keeps_engines, offloads=offloads)
+        devices = it.devices(keeps_engines=not offload_rollout, offloads=offload_train)
         await devices.give()
         await devices.take()
         assert it.diary == expected
