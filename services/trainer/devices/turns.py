@@ -12,7 +12,16 @@ from typing import Protocol
 
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.log import log
-from services.trainer.control.rank_group import RankGroup
+
+
+class MovingRanks(Protocol):
+    """All ranks, whose memory may be somewhere else."""
+
+    async def to_host(self, *, deadline_seconds: float) -> None:
+        """Returns when no rank has anything on its device any more."""
+
+    async def to_device(self, *, deadline_seconds: float) -> None:
+        """Returns when all ranks have their memory back."""
 
 
 class Devices(Protocol):
@@ -49,7 +58,7 @@ class SharedDevices:
 
     def __init__(
         self,
-        ranks: RankGroup,
+        ranks: MovingRanks,
         engines: RolloutClient | None,
         *,
         offloads: bool,

@@ -9,7 +9,6 @@ import pytest
 
 from headrace.client.rollout import RolloutClient
 from headrace.errors import Unavailable
-from services.trainer.control.rank_group import RankGroup
 from services.trainer.devices.turns import SharedDevices, clear
 
 
@@ -42,7 +41,7 @@ class BothSides:
 
     def devices(self, *, keeps_engines: bool = False, offloads: bool = True) -> SharedDevices:
         engines = None if keeps_engines else cast(RolloutClient, self)
-        found = SharedDevices(cast(RankGroup, self), engines, offloads=offloads, seconds=1.0, moving_seconds=1.0)
+        found = SharedDevices(self, engines, offloads=offloads, seconds=1.0, moving_seconds=1.0)
         found.claim(7)
         return found
 
