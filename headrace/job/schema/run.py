@@ -229,20 +229,12 @@ class PlacementSection(Section):
         description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
         "rollout services divide them, in their order.",
     )
-    colocate: bool = Field(
-        False,
-        description="Trainer and engines share the GPUs of one machine and take turns on them: rollout_num_gpus is the "
-        "trainer's number, and update_weight_transport is ipc.",
-    )
+    colocate: bool = Field(False, description="Trainer and engines take turns on the same GPUs, of one machine.")
     offload_train: bool | None = Field(
-        None,
-        description="With colocate: the trainer's weights, gradients and optimizer states are in host memory while "
-        "engines generate; absent: on.",
+        None, description="With colocate: the trainer's memory is in the host's while engines generate; absent: on."
     )
     offload_rollout: bool | None = Field(
-        None,
-        description="With colocate: engines give up the memory of weights and KV cache while the trainer trains; "
-        "absent: on.",
+        None, description="With colocate: engines give up weights and KV cache while the trainer trains; absent: on."
     )
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
         "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."

@@ -26,8 +26,8 @@ _THE_TRAINER = "the trainer has the devices"
 _ENDED = (EngineState.DOWN, EngineState.QUARANTINED, EngineState.LEAVING)
 
 
-class Production(Protocol):
-    """Leasing of groups, which several parties may pause."""
+class Leasing(Protocol):
+    """Producers, whom several parties may pause."""
 
     def pause(self, by: str) -> None:
         """No more groups are leased."""
@@ -39,9 +39,9 @@ class Production(Protocol):
 class EngineTurn:
     """Changes are made one after the other, and to their end: a caller that goes away changes nothing."""
 
-    def __init__(self, fleet: Fleet, production: Production, receiver: Receiver) -> None:
+    def __init__(self, fleet: Fleet, leasing: Leasing, receiver: Receiver) -> None:
         self._fleet = fleet
-        self._production = production
+        self._leasing = leasing
         self._receiver = receiver
         self._one_at_a_time = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
@@ -97,7 +97,7 @@ class EngineTurn:
 
     def _take_away(self) -> None:
         self._fleet.may_start.clear()
-        self._production.pause(_THE_TRAINER)
+        self._leasing.pause(_THE_TRAINER)
 
     async def _release(self) -> None:
         log.info("memory_release_begins", engines=len(self._fleet.engines))
@@ -132,7 +132,7 @@ class EngineTurn:
         log.info("memory_resume_begins", engines=self._ids(EngineState.RELEASED))
         await asyncio.gather(*map(self._filled, self._fleet.engines))
         self._fleet.may_start.set()
-        self._production.resume(_THE_TRAINER)
+        self._leasing.resume(_THE_TRAINER)
         log.info("engine_memory_resumed", engines=self._ids(EngineState.STALE))
 
     async def _filled(self, engine: Engine) -> None:
