@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -173,7 +174,8 @@ async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_
     tmp_path: Path,
 ) -> None:
     flags = ("--colocate", "--use-fault-tolerance", "--save-interval", "1")
-    evaluation = ("--eval-prompt-data", "sums", f"{tmp_path}/prompts.jsonl@[0:4]", "--eval-interval", "2")
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS[:4]))
+    evaluation = ("--eval-prompt-data", "sums", f"{tmp_path}/sums.jsonl", "--eval-interval", "2")
     async with started(tmp_path, "--num-rollout", "5", *flags, *evaluation) as run:
         await run.until_step(2)
         run.kill("rollout")

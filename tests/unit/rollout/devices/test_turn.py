@@ -166,7 +166,7 @@ async def test_engines_that_start_are_waited_for_before_they_are_released(tmp_pa
     async with shared(tmp_path) as it:
         await it.turn.resume(1)
         it.fake(0).die()
-        await it.until(lambda: it.states[0] is EngineState.STARTING)
+        await it.until(lambda: it.fleet.engines[0].restarts == 1)  # it is STARTING, or was a moment ago
         await it.turn.release(1)
         it.the_trainer_computes()
 
