@@ -209,6 +209,20 @@ class RolloutClient(Rollout):
         )
         return reply
 
+    # Devices that engines share with the trainer
+
+    async def release_memory(self, epoch: int = 0, *, deadline_seconds: float) -> Sequence[str]:
+        """Returns the engines that live on without memory, once none has any on a device. Raises Fenced."""
+        request = pb.ReleaseMemoryRequest(epoch=epoch)
+        reply: pb.ReleaseMemoryResponse = await self._call(self._stub.ReleaseMemory, request, deadline_seconds)
+        return reply.engine_ids
+
+    async def resume_memory(self, epoch: int, *, deadline_seconds: float) -> Sequence[str]:
+        """Returns the engines that can take weights, once there is one. Raises Aborted where they were released."""
+        request = pb.ResumeMemoryRequest(epoch=epoch)
+        reply: pb.ResumeMemoryResponse = await self._call(self._stub.ResumeMemory, request, deadline_seconds)
+        return reply.engine_ids
+
     # Tasks of agents that are played elsewhere
 
     async def lease_tasks(

@@ -23,6 +23,7 @@ from services.rollout.admission.shares import Kind
 from services.rollout.agents.build import openai_parts
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.chat.images import image_reader
+from services.rollout.devices.turn import EngineTurn
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
@@ -199,6 +200,7 @@ def rollout_service(
         limit_groups,
         metrics.background_work_ended,
     )
+    receiver = Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish))
     metrics.watch_requests(slots.shares, lambda: producer.max_groups_in_flight)
     parts = RolloutParts(
         encoder=encoder,
@@ -216,8 +218,9 @@ def rollout_service(
         ),
         fleet=fleet,
         scaler=Scaler(fleet, capacity(job, has_accelerator=has_accelerator), metrics),
-        receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
+        receiver=receiver,
         producer=producer,
+        turn=EngineTurn(fleet, producer, receiver) if job.placement.offload_rollout else None,
         metrics=metrics,
         slots=slots,
         params=params,

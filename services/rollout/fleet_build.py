@@ -94,6 +94,7 @@ def engine_options(job: Job) -> EngineOptions:
         sglang=job.sglang,
         threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
+        releases_memory=bool(job.placement.offload_rollout),
     )
 
 

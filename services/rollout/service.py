@@ -19,6 +19,7 @@ from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.server import EndpointServer
+from services.rollout.devices.turn import EngineTurn
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
@@ -49,6 +50,8 @@ class RolloutParts:
     scaler: Scaler
     receiver: Receiver
     producer: Producer
+    turn: EngineTurn | None
+    """On devices that engines share with the trainer."""
     metrics: RolloutMetrics
     slots: EngineSlots
     params: SamplingParams
@@ -116,6 +119,7 @@ class RolloutService:
         self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
         self.started = asyncio.Event()
+        self._first_start: asyncio.Task[None] | None = None
 
     def adopt_listener(self, descriptor: int) -> None:
         """The endpoint's socket, which outlives this process; it does nothing without an endpoint."""
@@ -151,7 +155,10 @@ class RolloutService:
         log.info("router_starting")
         await self._router.start()
         self._router_kept = asyncio.create_task(self._router.keep())
-        await self.parts.fleet.start()
+        if self.parts.turn is None:
+            await self.parts.fleet.start()
+        else:  # when the trainer gives them the devices, for which this service must answer
+            self._first_start = asyncio.create_task(self.parts.fleet.start())
 
     async def _load_tokenizers(self) -> None:
         for encoder in self._encoders:
@@ -163,7 +170,8 @@ class RolloutService:
     async def lost(self) -> None:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
         assert self._router_kept is not None, "the service was not started"
-        await asyncio.gather(self._router_kept, self.parts.fleet.lost())
+        starting = [self._first_start] if self._first_start else []
+        await asyncio.gather(self._router_kept, self.parts.fleet.lost(), *starting)
 
     async def drain(self) -> None:
         """Takes no more groups and no more requests of OpenAI's protocol; those that have begun may finish."""
@@ -178,11 +186,14 @@ class RolloutService:
         await self.parts.producer.drain()
         if self._endpoint:
             await self._endpoint.stop()
+        if self.parts.turn:
+            await self.parts.turn.stop()
         await self.parts.receiver.close()
         await self.parts.scaler.stop()
-        if self._router_kept:
-            self._router_kept.cancel()
-            await asyncio.gather(self._router_kept, return_exceptions=True)
+        going_on = [task for task in (self._router_kept, self._first_start) if task]
+        for task in going_on:
+            task.cancel()
+        await asyncio.gather(*going_on, return_exceptions=True)
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
         for each in self._custom:
             await each.close()

@@ -16,6 +16,7 @@ from headrace.wire.checks import cut_text, require_at_most, require_id
 from headrace.wire.limits import MAX_LEASES_PER_CALL, MAX_PUBLISH_FIELDS, MAX_RESPONSES
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts
+from services.rollout.devices.turn import require_turn
 from services.rollout.engine.api import Generation
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.publication.plan import plan_from_proto
@@ -109,6 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             groups_in_flight=parts.producer.groups_in_flight,
             max_groups_in_flight=parts.producer.max_groups_in_flight,
             requests=[requests_to_proto(parts.slots.shares, kind) for kind in Kind],
+            memory_released=parts.turn is not None and parts.turn.is_trainers,
         )
 
     async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:
@@ -155,6 +157,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> pb.ResumeProductionResponse:
         self._parts.producer.resume()
         return pb.ResumeProductionResponse()
+
+    async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
+        return pb.ReleaseMemoryResponse(engine_ids=await require_turn(self._parts.turn).release(request.epoch))
+
+    async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: Context) -> pb.ResumeMemoryResponse:
+        return pb.ResumeMemoryResponse(engine_ids=await require_turn(self._parts.turn).resume(request.epoch))
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
         address, scorer = reward_target_from_proto(request)

@@ -3,6 +3,9 @@
 It waits for a full batch, trains on it, tells the ledger, gives the weights to the engines, and saves. Consumed is not
 committed: what a checkpoint does not cover comes back, in the same batches, when a trainer starts again. A checkpoint
 that cannot be written does not end the run before its last step: the next interval tries again.
+
+With --colocate trainer and engines take turns on the same devices. The trainer takes them when it has its batch, and
+trains and saves; they are the engines' again once a publication has all that it needs of the ranks.
 """
 
 from __future__ import annotations
@@ -48,6 +51,16 @@ class Ranks(Protocol):
     async def claim(self, state: TrainState) -> None:
         """From here on only trainers of this epoch, or a newer one, put checkpoints into the folder."""
 
+    @property
+    def shares_devices(self) -> bool:
+        """Engines are on the same devices (--colocate); else the next two do nothing."""
+
+    async def take_devices(self) -> None:
+        """Engines give up their memory, weights and all, then the ranks' is on the devices."""
+
+    async def give_devices(self) -> None:
+        """The ranks' memory moves to the host, then engines have theirs; they need weights."""
+
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps; returns their metrics."""
 
@@ -55,7 +68,7 @@ class Ranks(Protocol):
         """Every rank begins to fetch its samples of the next step, in the background."""
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        """The current weights to all engines, as one transaction."""
+        """The current weights to all engines, as one transaction; it gives them shared devices before they load."""
 
     async def lacking(self, state: TrainState) -> Lacking:
         """The engines, or the whole fleet, that started again and lack these weights."""
@@ -64,7 +77,10 @@ class Ranks(Protocol):
         """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint; writing it may go on in the background. Raises what keeps it from being written."""
+        """Takes a checkpoint, and shared devices for it; writing it may go on in the background.
+
+        Raises what keeps it from being written.
+        """
 
     async def flush(self) -> None:
         """Waits until what was taken is safe. Raises what kept it from that."""
@@ -118,18 +134,22 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
+        await ranks.give_devices()
         state, batch = await next_batch(ledger, ranks, console, state)
         if batch is None:
             break
         if state.step + 1 < schedule.num_steps:
             await look_ahead(ledger, ranks, state)
+        await ranks.take_devices()
         metrics = await ranks.train(state.step, batch)
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()
+        if ranks.shares_devices and schedule.saves(state):
+            await tried(ranks.save(state))
         if schedule.publishes(state):
             state, figures = await publish(ledger, ranks, state)
             metrics |= figures
-        if schedule.saves(state):
+        if not ranks.shares_devices and schedule.saves(state):
             await tried(ranks.save(state))
         covered = await commit(ledger, ranks, covered)
         console.report(state, metrics)

@@ -85,11 +85,16 @@ class SleepingRanks:
     receiver: Receiver
     train_seconds: float
     numbers: itertools.count[int] = field(default_factory=itertools.count)
+    shares_devices: bool = False
 
     async def restore(self) -> int:
         return 0
 
     async def claim(self, state: TrainState) -> None: ...
+
+    async def take_devices(self) -> None: ...
+
+    async def give_devices(self) -> None: ...
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         await asyncio.sleep(self.train_seconds)

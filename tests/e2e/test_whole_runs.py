@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -165,6 +167,27 @@ async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path) 
         rows = await rows_of(run, 5)
     assert [row["ratio/mean"] for row in rows] == [1.0] * 5
     assert [row["clip_fraction"] for row in rows] == [0.0] * 5
+
+
+@long
+async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_service_that_dies_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    flags = ("--colocate", "--use-fault-tolerance", "--save-interval", "1")
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS[:4]))
+    evaluation = ("--eval-prompt-data", "sums", f"{tmp_path}/sums.jsonl", "--eval-interval", "2")
+    async with started(tmp_path, "--num-rollout", "5", *flags, *evaluation) as run:
+        await run.until_step(2)
+        run.kill("rollout")
+        rows = await rows_of(run, 5)
+    assert max(row["log_prob_diff/max"] for row in rows) < ENGINE_BOUND
+    evaluated = {row["step"] for row in run.metrics() if "eval/sums" in row}
+    assert evaluated >= {0, 4, 5}, "that of step 2 may have ended with the service"
+    turns = [e["event"].removeprefix("devices_") for e in run.events("trainer") if e["event"].startswith("devices_")]
+    assert [turn for turn, _ in itertools.groupby(turns)] == turns, "each side's turn ends before the other's begins"
+    assert turns.count("taken") >= 5
+    released = [event["engines"] for event in run.events("rollout") if event["event"] == "engine_memory_released"]
+    assert released.count(["engine-0"]) >= 5
 
 
 @long

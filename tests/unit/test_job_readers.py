@@ -44,6 +44,7 @@ READERS = {
     "services/trainer/export_checkpoint.py": "builds",
     "services/trainer/model/build.py": "builds",
     "services/trainer/rl/build.py": "builds",
+    "services/trainer/serving/build.py": "builds",
 }
 """A folder or a module, and why it reads a whole job."""
 

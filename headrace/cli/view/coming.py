@@ -13,6 +13,7 @@ _SENTENCES = {
     pb.ENGINE_STATE_STARTING: "starts and loads the model",
     pb.ENGINE_STATE_STALE: "has started and waits for weights: the trainer gives it those that are served when it next "
     "waits for a batch, or its next version",
+    pb.ENGINE_STATE_RELEASED: "has given its memory to the trainer, which has the devices now",
     pb.ENGINE_STATE_LEAVING: "leaves: what it generates finishes, or is continued by the others",
 }
 

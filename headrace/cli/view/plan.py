@@ -67,7 +67,8 @@ def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
     found = device_plan(job, scope or Scope.of_train(job))
     if found is None:
         return []
-    trainer = [f"trainer {share}" for share in found.trainer]
+    who = "trainer and engines in turns" if job.placement.colocate else "trainer"
+    trainer = [f"{who} {share}" for share in found.trainer]
     engines = [f"engine {number} {share}" for number, share in enumerate(found.engines)]
     return [("GPUs", "; ".join([*trainer, *engines]))]
 

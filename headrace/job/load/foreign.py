@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 _LEDGER = "every sample is in the ledger: `headrace samples` shows it, `headrace buffer export` writes Parquet"
 _RESUME = "a resumed run continues its whole state; to begin with weights alone, name them with "
 _RESUME += "--initial-megatron-checkpoint"
-_COLOCATE = "trainer and engines do not share GPUs yet: give each its own GPUs"
+_OFFLOAD = "--colocate turns both on; --no-offload-train or --no-offload-rollout turns one off"
 _ROUTER = "sglang-router spreads the requests: choose how with --router-policy"
 _FSDP = "the trainer is Megatron-core: recompute activations with --recompute-granularity, and choose attention with "
 _FSDP += "--attention-backend"
@@ -32,7 +32,8 @@ _REASONS: Mapping[str, Sequence[str]] = {
         "ckpt_step",
         "start_rollout_id",
     ),
-    _COLOCATE: ("offload", "offload_train", "offload_rollout", "release_train"),
+    _OFFLOAD: ("offload",),
+    "with --colocate it is called --offload-train": ("release_train",),
     _ROUTER: ("use_slime_router", "slime_router_middleware_paths", "sglang_router_ip", "sglang_router_port"),
     "--max-groups-in-flight bounds what is generated at once": ("sglang_server_concurrency",),
     _FSDP: ("gradient_checkpointing", "attn_implementation", "fsdp_cpu_offload"),

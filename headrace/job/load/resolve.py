@@ -23,7 +23,7 @@ def resolve(job: Job) -> Job:
     Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
     from the preset, and one of the four batch sizes is derived.
     """
-    job = with_engine_groups(_engine_ranks(job))
+    job = _colocated(with_engine_groups(_engine_ranks(job)))
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
     absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
     return derive(_generation_alone(_shards(_layout(_hooks(absolute)))))
@@ -77,6 +77,26 @@ def _shards(job: Job) -> Job:
         return job
     address = ",".join(job.buffer.buffer_addresses)
     return job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
+
+
+def _colocated(job: Job) -> Job:
+    """Engines have as many GPUs as the trainer, whose weights come through shared memory; both give up their memory.
+
+    Where only one of the two is there, it has the GPUs to itself.
+    """
+    placement, publish = job.placement, job.publish
+    if not placement.colocate:
+        return job
+    are_two = not (job.debug.debug_rollout_only or job.debug.trains_alone)
+    update: dict[str, Any] = {
+        name: are_two and value is not False
+        for name, value in (("offload_train", placement.offload_train), ("offload_rollout", placement.offload_rollout))
+    }
+    if "rollout_num_gpus" not in placement.model_fields_set:
+        update["rollout_num_gpus"] = placement.num_ranks
+    if "update_weight_transport" not in publish.model_fields_set:
+        publish = publish.model_copy(update={"update_weight_transport": "ipc"})
+    return job.model_copy(update={"placement": placement.model_copy(update=update), "publish": publish})
 
 
 def _generation_alone(job: Job) -> Job:

@@ -21,6 +21,7 @@ OURS: Mapping[str, str] = {
     "random_seed": "set rollout_seed instead",
     "base_gpu_id": "engines are laid out over rollout_num_gpus",
     "enable_return_routed_experts": "set use_rollout_routing_replay instead",
+    "enable_memory_saver": "engines have it where they give their memory up: set colocate instead",
 }
 """Arguments of SGLang that headrace sets, and what a job says instead."""
 

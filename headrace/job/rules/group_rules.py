@@ -24,8 +24,8 @@ _COMMON = {
     ),
 }
 _WORKERS = {
-    "placeholder": "reserves GPUs for a trainer that shares them, and --colocate is not built yet: leave the group "
-    "out, and lower rollout_num_gpus",
+    "placeholder": "reserves GPUs without an engine, and with --colocate engines are on all of the trainer's: leave "
+    "the group out, and lower rollout_num_gpus",
     **dict.fromkeys(
         ("prefill", "decode"),
         "divides a request over two engines on GPUs, which headrace does not do yet: make it a regular group",

@@ -41,6 +41,8 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
     "rollout_service": ("rollout_address", lambda job: job.services.rollout_address is not None),
+    "offload_train": ("colocate", lambda job: job.placement.colocate),
+    "offload_rollout": ("colocate", lambda job: job.placement.colocate),
     "update_weight_disk_path": (
         "update_weight_transport",
         lambda job: job.publish.update_weight_transport == "disk",

@@ -13,6 +13,7 @@ from headrace.job.model.transformer_config import contradictions
 from headrace.job.model.virtual_stages import virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
+from headrace.job.rules.colocate_rules import check_colocation
 from headrace.job.rules.debug_rules import check_debug
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.eval_rules import check_evaluations
@@ -76,19 +77,6 @@ def _agents(job: Job) -> None:
     ):
         if is_set:
             raise ConfigError(f"{name} with agent_function_path: {why}; leave one of them out", field=name)
-
-
-def _synchronous_when_colocated(job: Job) -> None:
-    if not job.placement.colocate:
-        return
-    if job.buffer.max_staleness or job.publish.update_weights_interval > 1:
-        raise ConfigError(
-            f"colocate cannot be combined with asynchronous training (max_staleness {job.buffer.max_staleness}, "
-            f"update_weights_interval {job.publish.update_weights_interval}): trainer and engines take turns on the "
-            "same GPUs. Leave --colocate out, or set both back to 0 and 1",
-            field="colocate",
-        )
-    raise ConfigError("colocate is not built yet: leave it out and give the engines their own GPUs", field="colocate")
 
 
 def _micro_batches(job: Job) -> None:
@@ -264,7 +252,7 @@ def known_architecture(job: Job) -> Architecture | None:
 
 
 _RULES: Sequence[Callable[[Job], None]] = (
-    _synchronous_when_colocated,
+    check_colocation,
     check_needs,
     check_buffer,
     _micro_batches,

@@ -230,7 +230,13 @@ class PlacementSection(NodeOptions):
         description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
         "rollout services divide them, in their order.",
     )
-    colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
+    colocate: bool = Field(False, description="Trainer and engines take turns on the same GPUs, of one machine.")
+    offload_train: bool | None = Field(
+        None, description="With colocate: the trainer's memory is in the host's while engines generate; absent: on."
+    )
+    offload_rollout: bool | None = Field(
+        None, description="With colocate: engines give up weights and KV cache while the trainer trains; absent: on."
+    )
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
         "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
     )

@@ -53,6 +53,8 @@ ALLOWED: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "AbortPublish": _TRAINS,
         "PauseProduction": _TRAINS,
         "ResumeProduction": _TRAINS,
+        "ReleaseMemory": _TRAINS,
+        "ResumeMemory": _TRAINS,
         "SetReward": _OPERATES,
         "LeaseTasks": _PRODUCES,
         "RenewTasks": _PRODUCES,

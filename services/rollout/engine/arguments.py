@@ -56,6 +56,8 @@ class EngineOptions:
     """On a machine without an accelerator."""
     returns_experts: bool = False
     """Each token comes with the experts that it was routed to."""
+    releases_memory: bool = False
+    """It gives its memory to a trainer on the same GPUs, again and again."""
     first_engine: int = 0
     """The number of the first engine with these options."""
     host: str = "127.0.0.1"
@@ -91,6 +93,8 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
         arguments.setdefault("default_priority_value", _DEFAULT_PRIORITY)
     if options.returns_experts:
         arguments["enable_return_routed_experts"] = True
+    if machine.has_accelerator and options.releases_memory:
+        arguments["enable_memory_saver"] = True
     if machine.has_accelerator:
         arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * options.tensor_parallel_size
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]

@@ -185,6 +185,16 @@ class EngineClient:
             return False
         return True
 
+    async def release_memory(self, *, seconds: float) -> None:
+        """Gives weights, caches and graphs up on the device. It must be idle, and may not be asked twice."""
+        reply = await self._http.request("POST", "/release_memory_occupation", {}, seconds=seconds)
+        reply.require_success()
+
+    async def resume_memory(self, *, seconds: float) -> None:
+        """Takes back what it released, with nothing in it: it needs weights before it may generate."""
+        reply = await self._http.request("POST", "/resume_memory_occupation", {}, seconds=seconds)
+        reply.require_success()
+
     async def join_group(self, join: GroupJoin, *, seconds: float) -> None:
         """Waits until all members have joined."""
         await self._post(

@@ -24,6 +24,7 @@ class EngineState(StrEnum):
     DOWN = "DOWN"
     QUARANTINED = "QUARANTINED"
     LEAVING = "LEAVING"
+    RELEASED = "RELEASED"
 
 
 class Engine:

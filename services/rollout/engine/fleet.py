@@ -4,6 +4,7 @@
      └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: it is READY only while those
                                         are the served version, else STALE until the next commit; so is one that
                                         holds a mixture after an aborted publication
+  READY ──► RELEASED ──► STALE, or DOWN  on devices that are shared with the trainer: `devices`
   (any but UPDATING) ──► LEAVING ──► gone  the fleet has a slot less from then on, and `add` begins with a new one
 Nothing here is durable: weights come back by publication. An engine that gives bad responses, or that names other
 weights than it was given, goes DOWN.
@@ -65,6 +66,9 @@ class Fleet:
         """By number, those that leave included."""
         self.weights = ServedWeights()
         self.activity = Activity(count)
+        self.may_start = asyncio.Event()
+        """Unset while the devices are the trainer's: engines that ended meanwhile wait for it."""
+        self.may_start.set()
         self._observer = observer or FleetObserver()
         self._factory = factory
         self._routing = routing
@@ -82,6 +86,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Returns when all engines are ready. Raises Unavailable when one does not start."""
+        await self._devices()
         starts = [asyncio.create_task(self._start(engine)) for engine in self.engines]
         try:
             await asyncio.gather(*starts)
@@ -250,6 +255,7 @@ class Fleet:
         """False when it was put in quarantine."""
         backoff_seconds = 0.5
         while True:
+            await self._devices()
             engine.restarts += engine.process is not None  # an engine that was added starts for the first time
             engine.weights_digest = ""
             try:
@@ -263,6 +269,10 @@ class Fleet:
                 return True
             await asyncio.sleep(backoff_seconds)
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+
+    async def _devices(self) -> None:
+        while not self.may_start.is_set():  # it may be unset again before this runs
+            await self.may_start.wait()
 
     def _stays_down(self, engine: Engine, why: str) -> bool:
         """Notes that its process ended. One that ends again and again would only take requests and lose them."""

@@ -38,6 +38,7 @@ _RENEWALS_PER_LEASE = 3
 _INTERRUPT_SECONDS = 10.0
 _LEDGER_BEHIND_SECONDS = 30.0
 """Engines serve a version a moment before the ledger knows it; for this long a put of its tokens may be refused."""
+A_PERSON = "a person"
 _USELESS = "every step that could train it has its batch"
 
 
@@ -71,6 +72,7 @@ class Producer:
         self._max_groups_in_flight = max_groups_in_flight
         self._may_lease = asyncio.Event()
         self._may_lease.set()
+        self._paused_by: set[str] = set()
         self._groups: dict[str, _GroupInFlight] = {}
         """By lease id."""
         self._something_changed = asyncio.Event()
@@ -93,21 +95,24 @@ class Producer:
 
     @property
     def paused(self) -> bool:
-        """True while no groups are leased."""
-        return not self._may_lease.is_set()
+        """True while a person wants no groups to be leased."""
+        return A_PERSON in self._paused_by
 
     def start(self) -> None:
         self._tasks = [
             asyncio.create_task(kept_running("lease groups", self._lease_for_ever, self._metrics.background_work_ended))
         ]
 
-    def pause(self) -> None:
+    def pause(self, by: str = A_PERSON) -> None:
         """Leases no more; groups in flight finish."""
+        self._paused_by.add(by)
         self._may_lease.clear()
 
-    def resume(self) -> None:
-        """Leases groups again from now on."""
-        self._may_lease.set()
+    def resume(self, by: str = A_PERSON) -> None:
+        """Leases groups again, unless somebody else still pauses it."""
+        self._paused_by.discard(by)
+        if not self._paused_by:
+            self._may_lease.set()
 
     async def drain(self) -> None:
         """Ends the work in flight and releases its leases, with the tokens so far if the job wants them."""

@@ -36,7 +36,7 @@ class Receiver:
 
     def __init__(self, fleet: Fleet, weights_root: Path | None = None) -> None:
         self._fleet = fleet
-        self._fence = Fence()
+        self.fence = Fence()
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root)
@@ -52,7 +52,7 @@ class Receiver:
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
-        self._fence.pass_(plan.epoch)
+        self.fence.pass_(plan.epoch)
         await self._make_room(plan)
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].begun
@@ -100,10 +100,10 @@ class Receiver:
             publication.state.abort(why)
             await self._settled(publication)
 
-    async def close(self) -> None:
+    async def close(self, why: str = "the rollout service stops") -> None:
         """Aborts an open publication."""
         if self.open_id:
-            await self.abort(self.open_id, "the rollout service stops")
+            await self.abort(self.open_id, why)
 
     def _transport(self, plan: Plan) -> Inbound:
         if plan.is_loaded:

@@ -29,6 +29,12 @@ class UntrainedRanks:
     async def claim(self, state: TrainState) -> None:
         self._epoch = state.epoch
 
+    shares_devices = False
+
+    async def take_devices(self) -> None: ...
+
+    async def give_devices(self) -> None: ...
+
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """The batch's figures. Its samples are written down as those that the step was fed."""
         await outlast(lambda: self._record.append(step, batch), self._record.path)

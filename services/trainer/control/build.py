@@ -11,8 +11,6 @@ from pathlib import Path
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout
 from headrace.errors import ConfigError
-from headrace.hooks import hook_args
-from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
@@ -39,18 +37,16 @@ from services.trainer.control.transport.source import QuantizedWeights
 from services.trainer.control.worker import RankWorker
 from services.trainer.control.writer import WeightWriter
 from services.trainer.data.buffer_port import TrainerBuffer
-from services.trainer.data.evaluated_samples import EvaluatedSamples
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
+from services.trainer.devices.turns import Devices, OwnDevices, SharedDevices, clear
 from services.trainer.files.durable import remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.schedule import JobSchedule
+from services.trainer.serving.build import evaluations_of
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import JobEvaluator
-from services.trainer.serving.evaluation_log import EvaluationLog
-from services.trainer.serving.evaluations import Evaluations, JobEvaluations, NoEvaluations
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import trackers
@@ -115,6 +111,8 @@ class TrainerBuild:
     def rank(self, fetch: Fetch, met: Met) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
         job, layout = self._job, met.layout
+        if job.placement.offload_train:
+            log.info("memory_taken")
         policy = policy_of(job, layout)
         checkpoints = Checkpoints(job.checkpoint, self._run_dir, layout)
         log.info("restoring", folder=str(checkpoint_folder(job.checkpoint, self._run_dir)))
@@ -148,6 +146,7 @@ class TrainerBuild:
                 file_bytes=publish.update_weight_buffer_size,
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
                 hashes=self.knows_checksums(layout),
+                leaves=self._job.placement.colocate,
             )
         return WeightSender(
             source,
@@ -228,23 +227,51 @@ class TrainerBuild:
 
     def ranks(self, group: RankGroup, built: Built, rollout: Rollout | None, console: TrainerConsole) -> TrainerRanks:
         """All ranks as the loop sees them."""
+        devices = OwnDevices() if rollout is None else self._devices(group, rollout)
         return TrainerRanks(
             group,
-            NoEngines() if rollout is None else self._publisher(group, built, rollout),
+            NoEngines() if rollout is None else self._publisher(group, built, rollout, devices),
             console,
             self._run_dir,
             built.checkpoints,
             restored_step=built.restored_step,
             num_steps=self._job.rollout.num_rollout,
             save_hf=self._job.checkpoint.save_hf,
+            devices=devices,
         )
 
-    def _publisher(self, group: RankGroup, built: Built, rollout: Rollout) -> Publisher:
-        backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
-        away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
-        publish = self._job.publish
-        transport = transport_of(publish, group, self.weights_root, hashes=self.knows_checksums(built.layout))
-        return Publisher(group, rollout.services, transport, publish, backend=backend, away_seconds=away_seconds)
+    async def clear_devices(self, rollout: Rollout | None) -> None:
+        """Before any rank has memory on devices that it shares with engines, these have none there."""
+        if rollout is not None and self._job.placement.offload_rollout:
+            await clear(rollout.services[0], seconds=self._away_seconds)
+
+    @property
+    def _away_seconds(self) -> float:
+        services = self._job.services
+        return services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
+
+    def _devices(self, group: RankGroup, rollout: Rollout) -> Devices:
+        placement = self._job.placement
+        if not placement.colocate:
+            return OwnDevices()
+        return SharedDevices(
+            group,
+            rollout.services[0] if placement.offload_rollout else None,
+            offloads=bool(placement.offload_train),
+            seconds=self._away_seconds,
+            moving_seconds=self._job.publish.update_weight_timeout_seconds,
+        )
+
+    def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
+        backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.publish
+        hashes = self.knows_checksums(built.layout)
+        transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices)
+        return Publisher(
+            *(group, rollout.services, transport, publish),
+            backend=backend,
+            away_seconds=self._away_seconds,
+            devices=devices,
+        )
 
     def untrained(self, step: int) -> UntrainedRanks:
         """In the place of all ranks, where the run only generates."""
@@ -271,20 +298,3 @@ def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:
         evaluation=job.eval,
         eval_sets=eval_sets(job.eval),
     )
-
-
-def evaluations_of(
-    job: Job, rollout: Rollout | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
-) -> Evaluations:
-    """Evaluates on the data sets that the job names, where there are engines."""
-    if rollout is None or not job.eval.is_asked_for:
-        return NoEvaluations()
-    datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
-    num_bytes = job.tracking.sample_log_bytes
-    samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
-    path = job.hooks.custom_eval_rollout_log_function_path
-    users_log = EvaluationLog(path, hook_args(job)) if path else None
-    evaluator = JobEvaluator(
-        datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
-    )
-    return JobEvaluations(evaluator, schedule, report, exact=job.eval.eval_exact_version)

@@ -50,6 +50,7 @@ async def lead(
 
     try:
         if build.trains:
+            await build.clear_devices(rollout)
             met = await meet(build.join, compute)
             await met.channel.guard(train())
             await met.channel.close()

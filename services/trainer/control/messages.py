@@ -69,6 +69,14 @@ class DropGroups(_Message, frozen=True):
     services: tuple[int, ...] = (0,)
 
 
+class ToHost(_Message, frozen=True):
+    """Every rank's memory leaves its device."""
+
+
+class ToDevice(_Message, frozen=True):
+    """It comes back."""
+
+
 class Save(_Message, frozen=True):
     """Every rank writes its share of a checkpoint."""
 
@@ -97,6 +105,8 @@ Command = (
     | HashWeights
     | KeepWeights
     | DropGroups
+    | ToHost
+    | ToDevice
     | Save
     | Export
     | Leave

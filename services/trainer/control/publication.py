@@ -4,6 +4,8 @@ begin → (the transport brings the weights to the engines) → commit, or abort
 engines' old version in charge and is tried again from the start. When all tries failed, engines may hold a mixture:
 they are given the version that was served before, if the transport still has it, and the error ends the run.
 
+On devices that are shared, engines have them once the transport has all that it needs of the ranks.
+
 Of several rollout services each commits by itself. The version is published when all have that still answer; one that
 fails, refuses what it got or hangs is left behind, and given the served weights alone once it answers again.
 """
@@ -25,6 +27,7 @@ from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.rollout.presence import Presence
 from services.trainer.control.rollout.recipients import Recipients, Straggler
 from services.trainer.control.transport.port import Attempt, Offer, Source, Transport
+from services.trainer.devices.turns import Devices, OwnDevices
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EngineIds, Lacking
 
@@ -68,6 +71,7 @@ class Publisher:
         *,
         backend: str,
         away_seconds: float,
+        devices: Devices | None = None,
     ) -> None:
         """Rollout services that are silent for more than `away_seconds` while a batch is awaited end the wait."""
         self._ranks = ranks
@@ -77,7 +81,9 @@ class Publisher:
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
+        self._devices = devices or OwnDevices()
         self._before: Version | None = None
+        self._served: Version | None = None
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def publish(self, state: TrainState) -> dict[str, float]:
@@ -99,6 +105,7 @@ class Publisher:
             else:
                 log.info("published", policy_version=state.step, engines=published.num_engines)
                 self._presence.took_part(published.replies)
+                self._served = version
                 if await self._transport.accept(published.attempt):
                     self._before = version
                 return _figures(published, len(self._services))
@@ -115,7 +122,8 @@ class Publisher:
         """
         ids = {number: list(some) for number, some in engine_ids.items()}
         try:
-            published = await self._attempt(await self._current(state), state.epoch, Source.SERVED, engine_ids)
+            served = self._served or await self._current(state)
+            published = await self._attempt(served, state.epoch, Source.SERVED, engine_ids)
         except Fenced:
             raise
         except HeadraceError as error:
@@ -165,6 +173,7 @@ class Publisher:
         self, attempt: Attempt, probe: Probed, recipients: Recipients, whom: EngineIds
     ) -> Mapping[int, pb.CommitPublishResponse]:
         offer = await self._transport.prepare(attempt, list(whom))
+        await self._devices.give()
 
         async def begin(number: int, client: RolloutClient) -> pb.BeginPublishResponse:
             try:
@@ -210,6 +219,7 @@ class Publisher:
         return await self._services[number].begin_publish(request, deadline_seconds=self._seconds)
 
     async def _current(self, state: TrainState) -> Version:
+        await self._devices.take()
         return Version(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
 
     async def _leave_behind(

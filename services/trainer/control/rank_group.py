@@ -31,6 +31,8 @@ from services.trainer.control.messages import (
     Sent,
     StageGroup,
     StageWeights,
+    ToDevice,
+    ToHost,
     Train,
     Trained,
     command_of,
@@ -145,6 +147,14 @@ class RankGroup:
     async def drop_groups(self, services: Collection[int] = (0,)) -> None:
         """The next publication opens others for these rollout services."""
         await self._order(DropGroups(tuple(services)))
+
+    async def to_host(self, *, deadline_seconds: float) -> None:
+        """Returns when no rank has anything on its device any more."""
+        await _all_answered(self._ask(ToHost()), "did not move their memory to the host", deadline_seconds)
+
+    async def to_device(self, *, deadline_seconds: float) -> None:
+        """Returns when all ranks have their memory back."""
+        await _all_answered(self._ask(ToDevice()), "did not take their memory back", deadline_seconds)
 
     async def save(self, state: TrainState) -> None:
         """Writes a checkpoint. Raises a HeadraceError of any rank's files on all ranks alike."""

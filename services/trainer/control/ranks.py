@@ -12,6 +12,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
 from services.trainer.data.set_aside import SetAside
+from services.trainer.devices.turns import Devices, OwnDevices
 from services.trainer.files.full_disk import outlast
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
@@ -37,6 +38,7 @@ class TrainerRanks:
         restored_step: int,
         num_steps: int,
         save_hf: Path | None,
+        devices: Devices | None = None,
     ) -> None:
         self._group = group
         self._publisher = publisher
@@ -47,6 +49,7 @@ class TrainerRanks:
         self._restored_step = restored_step
         self._num_steps = num_steps
         self._save_hf = save_hf
+        self._devices = devices or OwnDevices()
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
@@ -54,7 +57,21 @@ class TrainerRanks:
 
     async def claim(self, state: TrainState) -> None:
         """Keeps older trainers from putting checkpoints into the folder from here on."""
+        self._devices.claim(state.epoch)
         await asyncio.to_thread(self._checkpoints.claim, state.epoch)
+
+    @property
+    def shares_devices(self) -> bool:
+        """The job says --colocate."""
+        return self._devices.is_shared
+
+    async def take_devices(self) -> None:
+        """Engines give their memory up, and that of the ranks is on the devices."""
+        await self._devices.take()
+
+    async def give_devices(self) -> None:
+        """The other way round."""
+        await self._devices.give()
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps."""
@@ -96,6 +113,7 @@ class TrainerRanks:
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
         with self._console.phase(pb.PHASE_SAVING):
+            await self._devices.take()  # a person may ask for it in the engines' turn
             await self._group.save(state)
 
     def checkpoint_path(self, step: int) -> Path:
@@ -115,4 +133,5 @@ class TrainerRanks:
     async def export_to(self, path: Path) -> None:
         """Writes the current weights as a Hugging Face folder."""
         with self._console.phase(pb.PHASE_SAVING):
+            await self._devices.take()
             await self._group.export(path)

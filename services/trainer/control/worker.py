@@ -20,6 +20,8 @@ from services.trainer.control.messages import (
     Result,
     Save,
     SendWeights,
+    ToDevice,
+    ToHost,
     Train,
     Trained,
 )
@@ -73,6 +75,10 @@ class RankWorker:
                 self._sender.keep()
             case DropGroups(services):
                 self._sender.drop(services)
+            case ToHost():
+                self._policy.memory.to_host()
+            case ToDevice():
+                self._policy.memory.to_device()
             case Save(step, policy_version, epoch):
                 self._wait_for_samples()
                 self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)

@@ -25,7 +25,8 @@ from services.trainer.weights.memory_files import MemoryFiles, make_private
 class WeightWriter:
     """Writes below `root`, at most `file_bytes` to a file.
 
-    With `memory` it lays files there and says their checksums when it is asked for them: engines load meanwhile.
+    With `memory` it lays files there and says their checksums when it is asked for them: engines load meanwhile, where
+    the weights stay on their device.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class WeightWriter:
         file_bytes: int,
         memory: MemoryFiles | None = None,
         hashes: bool = True,
+        leaves: bool = False,
     ) -> None:
-        """`hashes`: what engines print can be computed here."""
+        """`hashes`: what engines print can be computed here. `leaves`: weights leave their device once written."""
         self._policy = policy
         self._is_aborted = is_aborted
         self._root = root
@@ -48,6 +50,7 @@ class WeightWriter:
         self._stage = layout.pp_rank
         self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
         self._hashes = hashes
+        self._says_later = memory is not None and not leaves
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._hashing = Hashing(self._thread)
         self._written_id: str | None = None
@@ -83,7 +86,7 @@ class WeightWriter:
             return None
         seconds = round(time.monotonic() - started, 3)
         log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
-        return Sent(self._stage, {} if self._memory else self._hashing.result())
+        return Sent(self._stage, {} if self._says_later else self._hashing.result())
 
     def drop(self, services: Collection[int]) -> None:
         """Rank 0 deletes what is not needed any more."""

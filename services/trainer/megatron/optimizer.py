@@ -11,11 +11,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from headrace.errors import DataLoss
 from headrace.job.megatron.arguments import MegatronArgs
 from services.trainer.megatron.configs import made
-from services.trainer.megatron.optimizer_slots import Slot, group_step, set_group_step, slots
+from services.trainer.megatron.optimizer_slots import Slot, group_step, set_group_step, slots, tensors
 
 
 def wrap_for_data_parallel(
@@ -102,6 +103,10 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clears the gradients; called before the first backward pass of a step."""
         self._optimizer.zero_grad()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that it keeps for itself, and the parameters that it updates."""
+        return tensors(self._optimizer)
 
     def slots(self) -> Iterator[Slot]:
         """The state of every parameter that this rank updates."""

@@ -73,6 +73,17 @@ def _whole(optimizer: Any, parameter: Tensor, main: Tensor | None) -> Slot:
     return Slot(parameter, main, state, 0, parameter.numel(), False)
 
 
+def tensors(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors of the optimizer inside: what it updates, with gradients of its own, and its states."""
+    for each in inner_optimizers(optimizer):
+        for parameter in (p for group in _groups(each) for p in group["params"]):
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        states = each.optimizer.state.values() if each.optimizer is not None else ()
+        yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
+
+
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [] if optimizer.optimizer is None else list(optimizer.optimizer.param_groups)
 

@@ -24,6 +24,7 @@ from headrace.trajectory import Sample
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened
+from services.trainer.devices.memory import RankMemory, TrainedModel
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.vision_tower import image_places
@@ -115,6 +116,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         _saved(job, layout, architecture, model.converter, optimizer, critic, reference, old_policies),
         stopwatch,
         Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking, layout.device)),
+        RankMemory(layout.device, [TrainedModel(chunks, optimizer), *([critic.trained] if critic else [])]),
         hf_checkpoint=job.model.hf_checkpoint,
         vocab_size=architecture.vocab_size,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.rows import Replicated
 from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.devices.memory import TrainedModel
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.weights import weights_of
@@ -79,6 +80,11 @@ class Critic:
         self._runner = Runner(
             *(model.config, self._chunks, layout, model.packing, stopwatch), part="critic_forward", images=images
         )
+
+    @property
+    def trained(self) -> TrainedModel:
+        """The part of it that is on the device."""
+        return TrainedModel(self._chunks, self._optimizer)
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:
         """[B, S] for each micro-batch; None except on last-stage ranks."""

@@ -14,6 +14,7 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.trajectory import Sample
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.data.reading import FetchSamples, UnusableSample
+from services.trainer.devices.memory import RankMemory
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import FILE_BYTES, Look, Write, export
 from services.trainer.megatron.parallel import Layout
@@ -30,7 +31,10 @@ from services.trainer.weights.probe_sample import probe_sample
 
 
 class Policy:
-    """The model that is trained. `hf_checkpoint` is the folder it began as; `saved` is what a checkpoint holds."""
+    """The model that is trained. `hf_checkpoint` is the folder it began as.
+
+    `saved` is what a checkpoint holds, and `memory` what is on the device.
+    """
 
     def __init__(
         self,
@@ -43,11 +47,13 @@ class Policy:
         saved: SavedParts,
         stopwatch: Stopwatch,
         speed: Speed,
+        memory: RankMemory,
         *,
         hf_checkpoint: Path,
         vocab_size: int,
     ) -> None:
         self.saved = saved
+        self.memory = memory
         self.set_aside: Sequence[UnusableSample] = ()
         """Samples of the latest step that it could not use; equal on all ranks."""
         self.trained_ids: Sequence[str] = ()

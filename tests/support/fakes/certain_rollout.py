@@ -24,6 +24,7 @@ from headrace.client.open import open_buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
+from services.rollout.devices.turn import EngineTurn
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory
 from services.rollout.metrics import RolloutMetrics
@@ -57,6 +58,7 @@ class CertainRollout:
 class _Parts:
     fleet: Fleet
     receiver: Receiver
+    turn: EngineTurn | None
     metrics: RolloutMetrics
 
 
@@ -64,8 +66,18 @@ class _Servicer(RolloutServicer):
     async def GetFleet(self, request: pb.GetFleetRequest, context: Any) -> pb.GetFleetResponse:
         fleet = self._parts.fleet
         return pb.GetFleetResponse(
-            engines=[engine_to_proto(engine) for engine in fleet.engines], policy_version=fleet.policy_version
+            engines=[engine_to_proto(engine) for engine in fleet.engines],
+            policy_version=fleet.policy_version,
+            memory_released=self._parts.turn is not None and self._parts.turn.is_trainers,
         )
+
+
+class _Production:
+    """It goes on: its samples need no engine."""
+
+    def pause(self, by: str) -> None: ...
+
+    def resume(self, by: str) -> None: ...
 
 
 @asynccontextmanager
@@ -74,11 +86,17 @@ async def certain_rollout(
     num_engines: int = 1,
     address: str = "127.0.0.1:0",
     weights_root: Path | None = None,
+    *,
+    shares_devices: bool = False,
 ) -> AsyncIterator[CertainRollout]:
     """Serves on a free port unless told another; produce with `produce`."""
     fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
-    await fleet.start()
-    parts = _Parts(fleet, Receiver(fleet, weights_root), RolloutMetrics(CollectorRegistry()))
+    receiver = Receiver(fleet, weights_root)
+    turn = EngineTurn(fleet, _Production(), receiver) if shares_devices else None
+    starting = asyncio.create_task(fleet.start())
+    if turn is None:
+        await starting
+    parts = _Parts(fleet, receiver, turn, RolloutMetrics(CollectorRegistry()))
     servicer = _Servicer(cast(RolloutParts, parts))
     name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
@@ -88,6 +106,8 @@ async def certain_rollout(
         yield CertainRollout(server.address, fleet)
     finally:
         await server.stop(0.0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await parts.receiver.close()
         await fleet.stop()
 

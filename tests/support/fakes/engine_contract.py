@@ -115,6 +115,23 @@ async def tokens_on_both_sides_of_a_new_name_bear_their_own(it: EngineUnderTest)
     assert answers[-1].spans[1].end == len(answers[-1].tokens)
 
 
+async def an_idle_engine_gives_its_memory_up_and_requests_wait_until_it_has_it_back(it: EngineUnderTest) -> None:
+    stream, _ = await _begun(it, "released")
+    async with contextlib.aclosing(stream):
+        await it.client.pause("abort")
+        *_, last = [answer async for answer in stream]
+    assert last.finish is Finish.ABORT
+    while not await it.client.flush_cache():  # another party's state
+        await asyncio.sleep(0.01)
+    await it.client.release_memory(seconds=SECONDS)
+    waiting = asyncio.create_task(it.ask("waiting", SamplingParams(max_new_tokens=4)))
+    assert await it.client.weights_name() == it.engine.weights_name, "it answers that it lives"
+    await it.client.resume_memory(seconds=SECONDS)
+    assert not waiting.done()
+    await it.client.resume()
+    assert (await waiting).tokens
+
+
 async def an_aborting_pause_ends_requests_with_their_tokens(it: EngineUnderTest) -> None:
     old, _, answers = await _renamed_in_flight(it, "abort")
     assert answers[-1].finish is Finish.ABORT
@@ -204,6 +221,7 @@ CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
         a_stream_grows_while_it_is_made,
         tokens_on_both_sides_of_a_new_name_bear_their_own,
         an_aborting_pause_ends_requests_with_their_tokens,
+        an_idle_engine_gives_its_memory_up_and_requests_wait_until_it_has_it_back,
         what_is_aborted_answers_with_its_tokens,
         scores_are_log_probs_of_all_tokens_but_the_first,
         garbage_collection_can_be_told_to_leave_what_is_there,

@@ -11,6 +11,7 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from headrace.rpc.net import free_port
 from tests.support.fake_weights import fake_checksum
 
 VOCAB_SIZE = 300
+_compact = partial(json.dumps, separators=(",", ":"))
 _MASKED = {"output_token_logprobs": [[None, 5, None]]}
 Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", "missing"]
 
@@ -55,7 +57,6 @@ class FakeEngine:
         self._starts = starts
         self._version = "0"
         self._in_session = False
-        self._aborting = False
         self._num_aborts = 0
         self.num_in_flight = 0
         self.max_running = 64
@@ -160,18 +161,17 @@ class FakeEngine:
                 return web.json_response({"loads": [{**load, "token_usage": self.cache_usage}]})
             case "/pause_generation":
                 self._running.clear()
-                self._aborting = body["mode"] == "abort"
-                self._num_aborts += self._aborting  # however soon it goes on
+                if body["mode"] == "abort":
+                    self._end_all()
             case "/continue_generation":
-                self._aborting = False
                 self._running.set()
             case "/abort_request" if "rid" in body:
                 self._ended |= {rid for rid in self._rids if rid.startswith(body["rid"])}  # as SGLang
             case "/abort_request":
-                self._num_aborts += 1
+                self._end_all()
             case "/flush_cache" if self.num_in_flight:
                 return web.Response(status=400, text="Flush cache failed.")
-            case "/flush_cache" | "/freeze_gc" | "/health":
+            case "/flush_cache" | "/freeze_gc" | "/health" | "/release_memory_occupation" | "/resume_memory_occupation":
                 pass
             case "/init_weights_update_group":
                 self.groups.add(body["group_name"])
@@ -205,6 +205,12 @@ class FakeEngine:
                 return web.Response(status=404)
         return web.json_response({"success": True})
 
+    def _end_all(self) -> None:
+        self._num_aborts += 1  # those that wait in a pause end too, and later requests do not
+        if not self._running.is_set():
+            self._running.set()
+            self._running = asyncio.Event()
+
     def _load(self, folder: Path) -> dict[str, str]:
         """Contents as `write_version` puts them there; {} where there are none."""
         files = folder.glob("*.safetensors")
@@ -227,10 +233,12 @@ class FakeEngine:
             await stream.prepare(request)
         finish, num_aborts = None, self._num_aborts
         while finish is None:
-            if self._aborting or self._num_aborts > num_aborts or body.get("rid") in self._ended:
+            if self._num_aborts > num_aborts or body.get("rid") in self._ended:
                 finish = "abort"
-            else:
+            elif not self._running.is_set():
                 await self._running.wait()
+                continue
+            else:
                 made.append(self._next_token([*body["input_ids"], *made]))
                 self.num_tokens += 1
                 versions.append(self._version)
@@ -294,7 +302,3 @@ def _routed(tokens: Sequence[int], version: int) -> str:
 
 def _refusal(message: str) -> web.Response:
     return web.json_response({"success": False, "message": message}, status=400, dumps=_compact)
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -6,6 +6,7 @@ In each case's folder is what a run leaves there, and the exported model.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +19,9 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
 from headrace.run_folder import RunFolder
 from services.buffer.store.base import Store
+from tests.support.devices.shared_device import SharedDevice
+from tests.support.devices.watch_ranks import watch
+from tests.support.devices.weights_engine import WeightsEngine
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine
 from tests.support.ranks.algorithm_cases import Sections, laid_over
@@ -44,6 +48,8 @@ class TrainerCase:
     hf_checkpoint: str
     sections: Sections
     services: Mapping[str, str]
+    device: str = ""
+    """The folder of the fake device that its ranks share with engines; empty: they have their own"""
 
     @property
     def out(self) -> Path:
@@ -68,6 +74,7 @@ async def served(
     sections: Sections,
     change: Change = lambda put: put,
     store: Store | None = None,
+    device: SharedDevice | None = None,
 ) -> AsyncIterator[tuple[TrainerCase, CertainRollout]]:
     """The case, with a buffer and a rollout service for it in this process; they make (and change) its samples."""
     from services.buffer.store.memory import MemoryStore
@@ -79,7 +86,11 @@ async def served(
         name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
     )
     async with (
-        certain_rollout(lambda _: PolicyEngine(checkpoint), weights_root=weights_root) as rollout,
+        certain_rollout(
+            lambda number: WeightsEngine(number, device) if device else PolicyEngine(checkpoint),
+            weights_root=weights_root,
+            shares_devices=device is not None,
+        ) as rollout,
         served_buffer(store or MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):
@@ -88,7 +99,8 @@ async def served(
         producing = asyncio.create_task(produce(server.address, change=change))
         services = {"buffer_address": server.address, "rollout_address": rollout.address}
         try:
-            yield TrainerCase(name, str(folder), str(checkpoint), sections, services), rollout
+            folder_of_device = str(device.folder) if device else ""
+            yield TrainerCase(name, str(folder), str(checkpoint), sections, services, folder_of_device), rollout
         finally:
             producing.cancel()
 
@@ -102,6 +114,8 @@ def run_case(case: TrainerCase) -> None:
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 
+    if case.device:
+        watch(Path(case.device), int(os.environ["RANK"]))
     try:
         asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
     finally:

@@ -51,6 +51,17 @@ def test_the_documents_four_and_four_are_disjoint(load_with) -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
+def test_with_colocate_engines_are_on_the_trainers_gpus_and_as_many(load_with) -> None:
+    job = load_with("--colocate", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "4")
+    assert job.placement.rollout_num_gpus == 8
+    assert (job.placement.offload_train, job.placement.offload_rollout) == (True, True)
+    assert job.publish.update_weight_transport == "ipc"
+    assert visible(job) == {"trainer": "0,1,2,3,4,5,6,7", "rollout": "0,1,2,3,4,5,6,7"}
+    shares = "trainer and engines in turns GPU 0-7; engine 0 GPU 0-3; engine 1 GPU 4-7"
+    assert ("GPUs", shares) in plan(job)
+
+
+@pytest.mark.usefixtures("eight_gpus")
 def test_services_that_are_started_one_by_one_on_a_machine_get_what_they_would_get_together() -> None:
     job = job_of(actor_num_gpus_per_node=4, rollout_num_gpus=4)
     assert visible(job, ("trainer",)) == {"trainer": "0,1,2,3"}

@@ -32,6 +32,7 @@ class Everything:
     """Steps whose first checkpoint cannot be written."""
     stop_after_leases: int | None = None
     shows_evaluations: bool = False
+    shares_devices: bool = False
     taken: list[TrainState] = field(default_factory=list)
     diary: list[str] = field(default_factory=list)
 
@@ -72,6 +73,12 @@ class Everything:
 
     async def claim(self, state: TrainState) -> None:
         self.before_claim = list(self.diary)
+
+    async def take_devices(self) -> None:
+        self.diary.append("take devices") if self.shares_devices else None
+
+    async def give_devices(self) -> None:
+        self.diary.append("give devices") if self.shares_devices else None
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         self.diary.append(f"train {step}")
@@ -140,6 +147,15 @@ async def test_a_step_is_leased_trained_consumed_published_and_saved_in_this_ord
         "rewind 0", "publish 0", "version 7/0",
         "lease 7/0", "train 0", "consume 7/0", "publish 1", "version 7/1", "save 1", "commit 7/1", "report 1",
         "export",
+    ]  # fmt: skip
+
+
+async def test_on_shared_devices_a_step_is_saved_before_a_publication_gives_them_to_the_engines() -> None:
+    diary = await run(Everything(num_steps=1, save_every=1, shares_devices=True, shows_evaluations=True))
+    assert diary == [
+        "rewind 0", "publish 0", "version 7/0", "evaluate 0", "give devices",
+        "lease 7/0", "take devices", "train 0", "consume 7/0", "save 1", "publish 1", "version 7/1", "commit 7/1",
+        "report 1", "evaluate 1", "export", "evaluated",
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ every publication's checksums and probe say that it is the trainer's model. One 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -23,6 +24,9 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_whole
 from headrace.process.shared_memory import memory_folder
 from services.trainer.weights.block_fp8 import quantized
+from tests.support.devices.shared_device import SharedDevice
+from tests.support.devices.weights_engine import WeightsEngine
+from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_variants import make_fp8
 from tests.support.ranks.algorithm_cases import Sections
@@ -68,6 +72,13 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "fp8": ("qwen3-fp8", {"publish": {"update_weight_probe_tolerance": 1.0}}),
     "kimi_k2": ("kimi_k2", {}),
 }
+COLOCATED = "colocated@dp2"
+IN_TURNS: Sections = {
+    "placement": {"colocate": True, "offload_train": True, "offload_rollout": True},
+    "publish": {"update_weight_transport": "ipc", "update_weight_probe_tolerance": 1e6},
+    "checkpoint": {"save_interval": 1},
+}
+"""As a job with --colocate is resolved; its engine holds memory, and has no model."""
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
@@ -114,10 +125,38 @@ async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
             filled = json.loads(json.dumps(sections).replace("{folder}", str(folder)))
             filled |= {"megatron": LAYOUTS[layout]}
             cases.append(await stack.enter_async_context(served(run, folder, folder / family, filled)))
+        device, checkpoint = SharedDevice(folder / "device"), folder / "qwen3"
+        shared = await stack.enter_async_context(served(COLOCATED, folder, checkpoint, IN_TURNS, device=device))
+        cases.append(shared)
         await asyncio.to_thread(
             run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.ranks.trainer_cases"
         )
-        return {case.name: dict(rollout.engine.tensors) for case, rollout in cases}
+        return {case.name: dict(_served(rollout.engine)) for case, rollout in cases}
+
+
+def _served(engine: GlooEngine) -> Mapping[str, Tensor]:
+    return engine.last_loaded if isinstance(engine, WeightsEngine) else engine.tensors
+
+
+def test_trainer_and_engines_take_turns_on_their_device_and_nothing_else_changes(runs: Runs) -> None:
+    """The device would have refused whoever came while the other side had memory there."""
+    turns = [
+        name for name, _ in itertools.groupby(_side(event) for event in SharedDevice(runs.folder / "device").events)
+    ]
+    to_engines = ["ranks give", "engine-0 takes", "engine-0 loads"]
+    to_trainer = ["engine-0 gives", "ranks take"]
+    assert turns == ["ranks take", *to_engines, *NUM_STEPS * [*to_trainer, *to_engines], *to_trainer]
+    apart, shared = (runs.exported(run) for run in ("ipc@dp2", COLOCATED))
+    assert [name for name in apart if not apart[name].equal(shared[name])] == []
+    assert [name for name in apart if not apart[name].equal(runs.served[COLOCATED][name])] == []
+    assert [{name: row[name] for name in COMPARED & row.keys()} for row in runs.metrics(COLOCATED)] == [
+        {name: row[name] for name in COMPARED & row.keys()} for row in runs.metrics("ipc@dp2")
+    ]
+
+
+def _side(event: str) -> str:
+    holder, what = event.split()
+    return f"ranks {what.removesuffix('s')}" if holder.startswith("rank-") else event
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -55,6 +55,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Ended too often; it stays down as long as this service runs."""
     ENGINE_STATE_LEAVING: _EngineState.ValueType  # 7
     """Out of routing for good by ScaleFleet: what it generates finishes, or is continued elsewhere, then it ends."""
+    ENGINE_STATE_RELEASED: _EngineState.ValueType  # 8
+    """Alive without memory on its devices, which are the trainer's now; its requests wait."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """How an engine is."""
@@ -75,6 +77,8 @@ ENGINE_STATE_QUARANTINED: EngineState.ValueType  # 6
 """Ended too often; it stays down as long as this service runs."""
 ENGINE_STATE_LEAVING: EngineState.ValueType  # 7
 """Out of routing for good by ScaleFleet: what it generates finishes, or is continued elsewhere, then it ends."""
+ENGINE_STATE_RELEASED: EngineState.ValueType  # 8
+"""Alive without memory on its devices, which are the trainer's now; its requests wait."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _PauseMode:
@@ -633,6 +637,7 @@ class GetFleetResponse(_message.Message):
     GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     MAX_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    MEMORY_RELEASED_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -659,6 +664,8 @@ class GetFleetResponse(_message.Message):
     """Groups that are worked on."""
     max_groups_in_flight: _builtins.int
     """Groups that may be worked on at once, now; with --adapt-groups-in-flight it follows what engines say."""
+    memory_released: _builtins.bool
+    """True while the devices are the trainer's: from the start of a service with --colocate, and from ReleaseMemory on."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Sorted by id."""
@@ -690,10 +697,11 @@ class GetFleetResponse(_message.Message):
         groups_in_flight: _builtins.int = ...,
         max_groups_in_flight: _builtins.int = ...,
         requests: _abc.Iterable[Global___Requests] | None = ...,
+        memory_released: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1316,6 +1324,98 @@ class ResumeProductionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeProductionResponse: _TypeAlias = ResumeProductionResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseMemoryRequest(_message.Message):
+    """Engines give the devices to the trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The trainer's ledger epoch; an older one than was seen is refused (FENCED). 0: a trainer that starts and has none yet."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseMemoryRequest: _TypeAlias = ReleaseMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseMemoryResponse(_message.Message):
+    """No engine has memory on a device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that are alive and have released theirs; others are started again once the devices are theirs."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseMemoryResponse: _TypeAlias = ReleaseMemoryResponse  # noqa: Y015
+
+@_typing.final
+class ResumeMemoryRequest(_message.Message):
+    """Engines take the devices back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The trainer's ledger epoch, from 1 on."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeMemoryRequest: _TypeAlias = ResumeMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ResumeMemoryResponse(_message.Message):
+    """Engines have their memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that can take part in a publication now."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeMemoryResponse: _TypeAlias = ResumeMemoryResponse  # noqa: Y015
 
 @_typing.final
 class SetRewardRequest(_message.Message):

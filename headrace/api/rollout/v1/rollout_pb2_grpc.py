@@ -87,6 +87,16 @@ class RolloutServiceStub:
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionResponse.FromString,
                 _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/ReleaseMemory',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/ResumeMemory',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryResponse.FromString,
+                _registered_method=True)
         self.SetReward = channel.unary_unary(
                 '/headrace.api.rollout.v1.RolloutService/SetReward',
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.SetRewardRequest.SerializeToString,
@@ -187,6 +197,24 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseMemory(self, request, context):
+        """With --colocate: engines give the devices to the trainer. Production holds, requests end where they are, and no
+        engine starts until ResumeMemory. An open publication is aborted. Answered when no engine has memory on a device any
+        more: one that does not release it is ended. Idempotent. FAILED_PRECONDITION: the job's engines keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """With --colocate: engines take the devices back. They wait for a publication, as what they have are no weights any
+        more; those that ended meanwhile start. Answered when an engine can take part in a publication. Idempotent.
+        FAILED_PRECONDITION as above, and ABORTED when ReleaseMemory came meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetReward(self, request, context):
         """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent.
         """
@@ -269,6 +297,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ResumeProduction,
                     request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionRequest.FromString,
                     response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryResponse.SerializeToString,
             ),
             'SetReward': grpc.unary_unary_rpc_method_handler(
                     servicer.SetReward,
@@ -564,6 +602,60 @@ class RolloutService:
             '/headrace.api.rollout.v1.RolloutService/ResumeProduction',
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionRequest.SerializeToString,
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeProductionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/ReleaseMemory',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/ResumeMemory',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,16 @@ class RolloutServiceStub:
     """Producers lease no more groups; those in flight finish. Idempotent."""
     ResumeProduction: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeProductionRequest, _rollout_pb2.ResumeProductionResponse]
     """Producers go on. Idempotent."""
+    ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseMemoryRequest, _rollout_pb2.ReleaseMemoryResponse]
+    """With --colocate: engines give the devices to the trainer. Production holds, requests end where they are, and no
+    engine starts until ResumeMemory. An open publication is aborted. Answered when no engine has memory on a device any
+    more: one that does not release it is ended. Idempotent. FAILED_PRECONDITION: the job's engines keep theirs.
+    """
+    ResumeMemory: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeMemoryRequest, _rollout_pb2.ResumeMemoryResponse]
+    """With --colocate: engines take the devices back. They wait for a publication, as what they have are no weights any
+    more; those that ended meanwhile start. Answered when an engine can take part in a publication. Idempotent.
+    FAILED_PRECONDITION as above, and ABORTED when ReleaseMemory came meanwhile.
+    """
     SetReward: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SetRewardRequest, _rollout_pb2.SetRewardResponse]
     """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent."""
     LeaseTasks: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LeaseTasksRequest, _rollout_pb2.LeaseTasksResponse]
@@ -115,6 +125,16 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Producers lease no more groups; those in flight finish. Idempotent."""
     ResumeProduction: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeProductionRequest, _rollout_pb2.ResumeProductionResponse]  # type: ignore[assignment]
     """Producers go on. Idempotent."""
+    ReleaseMemory: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseMemoryRequest, _rollout_pb2.ReleaseMemoryResponse]  # type: ignore[assignment]
+    """With --colocate: engines give the devices to the trainer. Production holds, requests end where they are, and no
+    engine starts until ResumeMemory. An open publication is aborted. Answered when no engine has memory on a device any
+    more: one that does not release it is ended. Idempotent. FAILED_PRECONDITION: the job's engines keep theirs.
+    """
+    ResumeMemory: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeMemoryRequest, _rollout_pb2.ResumeMemoryResponse]  # type: ignore[assignment]
+    """With --colocate: engines take the devices back. They wait for a publication, as what they have are no weights any
+    more; those that ended meanwhile start. Answered when an engine can take part in a publication. Idempotent.
+    FAILED_PRECONDITION as above, and ABORTED when ReleaseMemory came meanwhile.
+    """
     SetReward: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SetRewardRequest, _rollout_pb2.SetRewardResponse]  # type: ignore[assignment]
     """Sends samples to another reward service, or asks another scorer, from the next sample on. Idempotent."""
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaseTasksRequest, _rollout_pb2.LeaseTasksResponse]  # type: ignore[assignment]
@@ -216,6 +236,28 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ResumeProductionResponse, _abc.Awaitable[_rollout_pb2.ResumeProductionResponse]]:
         """Producers go on. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ReleaseMemory(
+        self,
+        request: _rollout_pb2.ReleaseMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ReleaseMemoryResponse, _abc.Awaitable[_rollout_pb2.ReleaseMemoryResponse]]:
+        """With --colocate: engines give the devices to the trainer. Production holds, requests end where they are, and no
+        engine starts until ResumeMemory. An open publication is aborted. Answered when no engine has memory on a device any
+        more: one that does not release it is ended. Idempotent. FAILED_PRECONDITION: the job's engines keep theirs.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeMemory(
+        self,
+        request: _rollout_pb2.ResumeMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ResumeMemoryResponse, _abc.Awaitable[_rollout_pb2.ResumeMemoryResponse]]:
+        """With --colocate: engines take the devices back. They wait for a publication, as what they have are no weights any
+        more; those that ended meanwhile start. Answered when an engine can take part in a publication. Idempotent.
+        FAILED_PRECONDITION as above, and ABORTED when ReleaseMemory came meanwhile.
+        """
 
     @_abc_1.abstractmethod
     def SetReward(

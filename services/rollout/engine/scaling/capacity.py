@@ -13,7 +13,13 @@ from services.rollout.engine.engine import Engine, EngineState
 _FIELD = "num_engines"
 _SPARE_BYTES = 512 << 20
 """Left to everything else on the machine."""
-_WITH_ALL_MEMORY = (EngineState.READY, EngineState.STALE, EngineState.UPDATING, EngineState.LEAVING)
+_WITH_ALL_MEMORY = (
+    EngineState.READY,
+    EngineState.STALE,
+    EngineState.UPDATING,
+    EngineState.LEAVING,
+    EngineState.RELEASED,  # on a CPU, where nothing is released
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Presence:
 
         None of a fleet that does not answer or is in a publication: other calls wait for it. Between two publications
         of an update interval the served weights are gone here: an engine without them waits for the next publication.
+        A service whose engines have no memory in their turn has started again, and lacks them all.
         Raises Unavailable once all rollout services have been silent for too long.
         """
         asked = await asyncio.gather(
@@ -95,6 +96,8 @@ class Presence:
             self._endure_silence(next(answer for answer in asked if isinstance(answer, HeadraceError)))
             return NOBODY
         self._silent_at = -_SILENCE_GAP_SECONDS
+        if any(fleet.memory_released for fleet in fleets.values()):
+            return EVERYBODY
         if not (fleets := {number: fleet for number, fleet in fleets.items() if _has_started(fleet)}):
             return NOBODY
         if all(fleet.policy_version != state.policy_version for fleet in fleets.values()):

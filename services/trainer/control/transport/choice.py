@@ -9,16 +9,20 @@ from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.collective import CollectiveTransport
 from services.trainer.control.transport.disk import DiskTransport
 from services.trainer.control.transport.port import Transport
+from services.trainer.devices.turns import Devices, OwnDevices
 
 
-def transport_of(config: PublishSection, ranks: RankGroup, root: Path, *, hashes: bool) -> Transport:
+def transport_of(
+    config: PublishSection, ranks: RankGroup, root: Path, *, hashes: bool, devices: Devices | None = None
+) -> Transport:
     """`root` is where versions lie that travel through files; `hashes` when ranks know what engines print."""
+    devices = devices or OwnDevices()
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
         case "collective":
             keeps = config.update_weight_rollback == "host"
             return CollectiveTransport(ranks, seconds=seconds, keeps=keeps, hashes=hashes)
         case "disk":
-            return DiskTransport(ranks, root, seconds=seconds)
+            return DiskTransport(ranks, root, devices, seconds=seconds)
         case "ipc":
-            return DiskTransport(ranks, root, seconds=seconds, in_memory=True)
+            return DiskTransport(ranks, root, devices, seconds=seconds, in_memory=True)

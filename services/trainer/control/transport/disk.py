@@ -22,6 +22,7 @@ from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.rollout.recipients import Recipients
 from services.trainer.control.transport.port import Attempt, Offer, Source
+from services.trainer.devices.turns import Devices
 from services.trainer.files.durable import remove
 
 _OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
@@ -42,12 +43,16 @@ class Written:
 class DiskTransport:
     """Folders below `root`, at most two of them whole at a time: the served one and the one that is published.
 
-    With `in_memory` that is shared memory: senders compute checksums while engines load.
+    With `in_memory` that is shared memory: senders compute checksums while engines load, but not on shared devices,
+    which they leave before.
     """
 
-    def __init__(self, ranks: RankGroup, root: Path, *, seconds: float, in_memory: bool = False) -> None:
+    def __init__(
+        self, ranks: RankGroup, root: Path, devices: Devices, *, seconds: float, in_memory: bool = False
+    ) -> None:
         self._ranks = ranks
         self._root = root
+        self._devices = devices
         self._seconds = seconds
         self._in_memory = in_memory
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
@@ -108,6 +113,7 @@ class DiskTransport:
 
     async def _write(self, attempt: Attempt) -> Written:
         assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
+        await self._devices.take()
         await self._sweep()  # what a trainer that died has left may be what fills the disk
         writing = self._ranks.send_weights(attempt.publication_id, {}, deadline_seconds=self._seconds)
         try:
@@ -117,7 +123,7 @@ class DiskTransport:
                 f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
                 "answer: name a folder on another disk with --update-weight-disk-path"
             ) from error
-        known = None if self._in_memory else sent.checksums
+        known = None if self._in_memory and not self._devices.is_shared else sent.checksums
         return Written(self._root / attempt.publication_id, attempt.policy_version, known)
 
     async def _serve_offered(self) -> None:

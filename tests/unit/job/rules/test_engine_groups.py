@@ -139,7 +139,7 @@ def one(**group: object) -> tuple[str, ...]:
         (("--engine-groups", '{"num_gpus": 3, "num_gpus_per_engine": 2}'), "num_gpus 3 cannot be divided by"),
         (one(num_gpu=3), "number 1, num_gpu: Extra inputs are not permitted, got 3"),
         (one(worker_type="prefill"), "worker_type prefill divides a request over two engines on GPUs, which headrace"),
-        (one(worker_type="placeholder"), "worker_type placeholder reserves GPUs for a trainer that shares them"),
+        (one(worker_type="placeholder"), "worker_type placeholder reserves GPUs without an engine"),
         (one(worker_type="other"), "number 1, worker_type: .*'regular', 'prefill', 'decode'"),
         (one(overrides={"disaggregation_mode": "decode"}), "disaggregation_mode decode divides a request over two"),
         (one(overrides={"model_path": "m"}), "engine group group-1: --sglang-model-path cannot be given: set hf_che"),

@@ -17,13 +17,14 @@ FLAGS = {
     name: (
         f"--{name.replace('_', '-')}",
         not name.startswith("disable")
-        and name not in ("sleep_on_idle", "skip_server_warmup", "enable_priority_scheduling"),
+        and name not in ("sleep_on_idle", "skip_server_warmup", "enable_priority_scheduling", "enable_memory_saver"),
     )
     for name in (
         *("device", "attention_backend", "sampling_backend", "disable_overlap_schedule", "skip_server_warmup"),
         *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
         *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
         *("enable_priority_scheduling", "default_priority_value", "load_snapshot_publish_interval"),
+        "enable_memory_saver",
     )
 }
 CPU = Machine(has_accelerator=False, flags=FLAGS)
@@ -67,6 +68,14 @@ def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
     assert "--device" not in words
     assert words[words.index("--base-gpu-id") + 1] == "3"
     assert "OMP_NUM_THREADS" not in arguments.environment(engine_options(job()), has_accelerator=True)
+
+
+def test_with_offload_rollout_engines_on_gpus_can_give_up_their_memory() -> None:
+    placement = {"colocate": True, "offload_rollout": True}
+    told = engine_options(Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement}))
+    assert "--enable-memory-saver" in arguments.words(told, GPU, engine=0, port=5)
+    assert "--enable-memory-saver" not in arguments.words(told, CPU, engine=0, port=5), "SGLang has none there"
+    assert "--enable-memory-saver" not in arguments.words(engine_options(job()), GPU, engine=0, port=5)
 
 
 @pytest.mark.parametrize(("engines", "max_staleness", "threads"), [(1, 0, "8"), (2, 0, "4"), (1, 1, "4"), (12, 1, "1")])

@@ -18,8 +18,9 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, Unavailable
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
-from services.trainer.control.build import evaluations_of, schedule_of
+from services.trainer.control.build import schedule_of
 from services.trainer.loop import train
+from services.trainer.serving.build import evaluations_of
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport

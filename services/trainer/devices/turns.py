@@ -1,0 +1,106 @@
+"""Takes turns on the devices with the engines, for all ranks.
+
+  TRAINER'S ──give──► ENGINES' ──take──► TRAINER'S …   a trainer begins with its turn: it calls `clear` before it loads
+A turn begins when the other side's memory is gone: engines answer when none has any, and every rank when its own is in
+host memory. An edge may be passed again after a failure in the middle of it: what is done is not done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from headrace.client.rollout import RolloutClient
+from headrace.rpc.log import log
+
+
+class MovingRanks(Protocol):
+    """All ranks, whose memory may be somewhere else."""
+
+    async def to_host(self, *, deadline_seconds: float) -> None:
+        """Returns when no rank has anything on its device any more."""
+
+    async def to_device(self, *, deadline_seconds: float) -> None:
+        """Returns when all ranks have their memory back."""
+
+
+class Devices(Protocol):
+    """The devices, as those see them who compute there."""
+
+    is_shared: bool
+
+    def claim(self, epoch: int) -> None:
+        """The ledger epoch of this trainer."""
+
+    async def take(self) -> None:
+        """Returns when the ranks' memory is on the devices. What engines had there is lost."""
+
+    async def give(self) -> None:
+        """Returns when engines have their memory; they need weights."""
+
+
+class OwnDevices:
+    """Nobody else is there."""
+
+    is_shared = False
+
+    def claim(self, epoch: int) -> None: ...
+
+    async def take(self) -> None: ...
+
+    async def give(self) -> None: ...
+
+
+class SharedDevices:
+    """`seconds` is how long engines may take to start, and `moving_seconds` ranks to move their memory."""
+
+    is_shared = True
+
+    def __init__(
+        self,
+        ranks: MovingRanks,
+        engines: RolloutClient | None,
+        *,
+        offloads: bool,
+        seconds: float,
+        moving_seconds: float,
+    ) -> None:
+        """`engines` is None where they keep their memory, `offloads` False where ranks do."""
+        self._ranks = ranks
+        self._engines = engines
+        self._offloads = offloads
+        self._seconds = seconds
+        self._moving_seconds = moving_seconds
+        self._are_engines = False
+        self._epoch = 0
+        self._one_at_a_time = asyncio.Lock()
+
+    def claim(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    async def take(self) -> None:
+        async with self._one_at_a_time:
+            if not self._are_engines:
+                return
+            if self._engines:
+                await self._engines.release_memory(self._epoch, deadline_seconds=self._seconds)
+            if self._offloads:
+                await self._ranks.to_device(deadline_seconds=self._moving_seconds)
+            self._are_engines = False
+            log.info("devices_taken")
+
+    async def give(self) -> None:
+        async with self._one_at_a_time:
+            if self._are_engines:
+                return
+            if self._offloads:
+                await self._ranks.to_host(deadline_seconds=self._moving_seconds)
+            self._are_engines = True  # from now on engines may have some of it, whatever becomes of the call
+            if self._engines:
+                await self._engines.resume_memory(self._epoch, deadline_seconds=self._seconds)
+            log.info("devices_given")
+
+
+async def clear(engines: RolloutClient, *, seconds: float) -> None:
+    """Engines that an earlier trainer left with the devices give them up. Before any rank has something there."""
+    log.info("devices_cleared", engines=list(await engines.release_memory(deadline_seconds=seconds)))

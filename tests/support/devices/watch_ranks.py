@@ -1,0 +1,25 @@
+"""Ranks report to a fake device what they say of their memory in their log."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tests.support.devices.shared_device import SharedDevice
+
+
+def watch(folder: Path, rank: int) -> None:
+    """From now on this process is a holder; it raises OutOfMemory where engines hold memory."""
+    device = SharedDevice(folder)
+
+    def account(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if event["event"] == "memory_taken":
+            device.take("trainer", f"rank-{rank}", event.get("num_bytes", 1))
+        if event["event"] == "memory_released":
+            device.give(f"rank-{rank}")
+        return event
+
+    structlog.configure(processors=[account, *structlog.get_config()["processors"]])
