@@ -89,7 +89,9 @@ async def test_four_containers_train_outlive_each_others_deaths_drain_and_resume
                 "submit", "--buffer-address", "buffer:7001", "--prompt", "3 + 4 =", "--label", "7", "--ids"
             )
         ).strip()
-        assert group in await stack.outside("samples", "--buffer-address", "buffer:7001", "--group", group, "--json")
+        assert group.startswith("train/")
+        samples = (await stack.inside("trainer", "headrace", "samples", FOLDER, "-n", "3", "--json")).splitlines()
+        assert len(samples) == 3
         status = await stack.inside("trainer", "headrace", "status", FOLDER)
         assert all(service in status for service in SERVICES), status
         assert "sums" in await stack.inside("trainer", "headrace", "eval", FOLDER, "--history")

@@ -45,8 +45,8 @@ class Engine:
         words = [*form, *self._build_flags, "-f", str(DEPLOY / "Containerfile"), "--target", target]
         await self.said("build", *words, "-t", f"headrace-{target}", str(ROOT))
 
-    async def said(self, *words: str, seconds: float = 900.0) -> str:
-        """What the command prints. Raises AssertionError with its complaint when it fails or takes longer."""
+    async def said(self, *words: str, seconds: float = 900.0, errors: bool = False) -> str:
+        """What the command prints, with `errors` also on stderr. Raises AssertionError when it fails or takes longer."""
         process = await asyncio.create_subprocess_exec(
             *self._command, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -57,7 +57,7 @@ class Engine:
             raise AssertionError(f"{shlex.join(words)}: no end after {seconds:.0f} s") from None
         text = output.decode(errors="replace")
         assert process.returncode == 0, f"{shlex.join(words)}: {process.returncode}\n{text}\n{complaint.decode()}"
-        return text
+        return text + complaint.decode(errors="replace") if errors else text
 
     async def does(self, *words: str) -> bool:
         """True when the command succeeds."""

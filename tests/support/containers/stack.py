@@ -125,11 +125,10 @@ class Stack:
         logs = []
         for service in SERVICES:
             try:
-                logs.append(
-                    f"── {service}\n{await self._engine.said('logs', '--tail', _LAST_LINES, self._of(service))}"
-                )
+                tail = await self._engine.said("logs", "--tail", _LAST_LINES, self._of(service), errors=True)
             except AssertionError:
                 continue  # it never ran
+            logs.append(f"── {service}\n{tail}")
         return "\n".join(logs)
 
     async def _is_healthy(self, service: str) -> bool:
