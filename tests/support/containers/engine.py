@@ -46,7 +46,7 @@ class Engine:
         await self.said("build", *words, "-t", f"headrace-{target}", str(ROOT))
 
     async def said(self, *words: str, seconds: float = 900.0, errors: bool = False) -> str:
-        """What the command prints, with `errors` also on stderr. Raises AssertionError when it fails or takes longer."""
+        """What it prints, with `errors` also on stderr. Raises AssertionError when it fails or takes longer."""
         process = await asyncio.create_subprocess_exec(
             *self._command, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
