@@ -110,12 +110,18 @@ SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
 soak: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
 
-# The images of deploy/Containerfile, for CPUs; IMAGES="buffer reward" builds fewer, BUILD_FLAGS are for podman.
+# The images of deploy/Containerfile, for CPUs, then the quickstart's job in four containers (`RUN=` leaves that out).
+# IMAGES="buffer reward" builds fewer; ENGINE may be docker; BUILD_FLAGS and RUN_FLAGS are for its builds and its runs.
 IMAGES ?= buffer reward rollout trainer
-images:
+ENGINE ?= podman
+RUN ?= $(if $(filter trainer,$(IMAGES)),all,buffer)
+images: $(if $(RUN),$(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl)
 	@for image in $(IMAGES); do echo "── headrace-$$image"; \
-	    podman build --format docker --quiet $(BUILD_FLAGS) -f deploy/Containerfile --target $$image -t headrace-$$image . || exit 1; done
-	@podman images --filter reference=headrace-*
+	    $(ENGINE) build $(if $(findstring podman,$(ENGINE)),--format docker) --quiet $(BUILD_FLAGS) -f deploy/Containerfile \
+	        --target $$image -t headrace-$$image . || exit 1; \
+	    deploy/size.sh "$(ENGINE)" headrace-$$image || exit 1; done
+	@test -z "$(RUN)" || HEADRACE_IMAGES="$(RUN)" HEADRACE_CONTAINER_ENGINE="$(ENGINE)" HEADRACE_BUILD_FLAGS="$(BUILD_FLAGS)" \
+	    HEADRACE_RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest -s tests/images
 
 # On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (README, 10): the most telling first.
 GPU_PYTHON ?= /opt/trainer/bin/python

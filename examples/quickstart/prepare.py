@@ -34,6 +34,8 @@ def prepare(folder: Path) -> None:
     model.generation_config = quantized.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors gives its file to the owner alone, and containers have users of their own
 
 
 if __name__ == "__main__":

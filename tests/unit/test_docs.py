@@ -36,7 +36,7 @@ _OTHERS_FLAGS = {
     *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
     "--require-hashes",
-    *("--set-file", "--values"),
+    *("--set-file", "--values", "--build-arg"),
 }
 """Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
 _OF_A_JOB = ("train", "check", "up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,14 @@ def test_a_batch_size_that_cannot_be_derived(model: Path) -> None:
 def test_a_model_folder_that_is_not_whole(load_with, model: Path, missing: str, message: str) -> None:
     (model / missing).unlink()
     with pytest.raises(ConfigError, match=message):
+        load_with()
+
+
+def test_weights_that_cannot_be_read(load_with, model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(model / "blobs" / "0")  # as in a cache of which a container sees the links alone
+    with pytest.raises(ConfigError, match=rf"user {os.getuid()} cannot read model.safetensors: chmod a\+r"):
         load_with()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from headrace.errors import ConfigError
@@ -70,4 +71,14 @@ def check_model(option: str, folder: Path, scope: Scope) -> None:
     if missing:
         scope.missing(
             ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
+        )
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
+    closed = sorted(path.name for path in files if not os.access(path, os.R_OK))
+    if closed:
+        scope.missing(
+            ConfigError(
+                f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
+                "bring what it leads to",
+                field=option,
+            )
         )

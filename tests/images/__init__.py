@@ -1,0 +1,1 @@
+"""The images of deploy/Containerfile, built and run as containers."""

@@ -1,0 +1,1 @@
+"""Containers of the four services, started as deploy/compose.yaml says."""
