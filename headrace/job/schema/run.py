@@ -131,6 +131,11 @@ class ServicesSection(Section):
     )
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    service_host: str | None = Field(
+        None,
+        description="This machine's address, at which other machines reach the services that are started here without "
+        "an address of their own; absent: 127.0.0.1, which only this machine reaches.",
+    )
     listen_host: str | None = Field(
         None,
         description="Host on which services started here listen, where it is not that of their addresses: 0.0.0.0 or "
@@ -189,6 +194,11 @@ class ServicesSection(Section):
             "trainer": self.trainer_python,
         }[service]
         return [sys.executable] if given is None else shlex.split(given)
+
+    @property
+    def own_host(self) -> str:
+        """The host of services that are started here without an address."""
+        return "127.0.0.1" if self.service_host is None else self.service_host.strip("[]")
 
     @property
     def num_rollout_services(self) -> int:

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DeadlineExceeded
+from headrace.rpc.net import Address, host_towards, interface_of
 from headrace.whole_file import replacing
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _WAIT = datetime.timedelta(minutes=5)
 _ASK_AGAIN_SECONDS = 0.05
 
@@ -30,6 +32,7 @@ def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) 
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
+        listen_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
         return
     elif "MASTER_ADDR" in os.environ:
@@ -77,11 +80,23 @@ def own_host() -> str:
     return host
 
 
+def listen_towards(host: str) -> None:
+    """Has gloo listen on the interface that leads to the first machine, unless GLOO_SOCKET_IFNAME names another.
+
+    By itself it listens where this machine's own name points, which is loopback on many. On one machine that will do.
+    """
+    if _on_one_machine() or _GLOO_INTERFACE in os.environ:
+        return
+    if (interface := interface_of(host_towards(Address(host, 9)))) is not None:
+        os.environ[_GLOO_INTERFACE] = interface
+
+
 def _on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
 def _at(host: str, port: int, rank: int, world_size: int) -> dist.TCPStore:
+    listen_towards(host)
     if rank == 0:
         return listening_store(host, _WAIT, port)
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=_WAIT)
@@ -91,6 +106,7 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         host, token = own_host(), secrets.token_hex(16)
         store = listening_store(host, _WAIT)
+        listen_towards(host)
         with (
             replacing(file) as draft,
             open(draft, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text,
@@ -98,6 +114,7 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
             text.write(f"{host} {store.port} {token}")
         return dist.PrefixStore(token, store)
     host, port, token = _read(file).split()
+    listen_towards(host)
     return dist.PrefixStore(token, dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT))
 
 

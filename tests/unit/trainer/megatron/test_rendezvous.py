@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from services.trainer.megatron import rendezvous
 
 @pytest.fixture(autouse=True)
 def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", rendezvous.RENDEZVOUS):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", rendezvous.RENDEZVOUS):
+        monkeypatch.setenv(name, "")  # so that what a test leaves there is taken away
+        monkeypatch.delenv(name)
 
 
 def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +35,20 @@ def test_on_several_machines_a_name_that_means_loopback_is_refused(monkeypatch: 
         rendezvous.own_host()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
     assert rendezvous.own_host() == "10.0.0.7"
+
+
+def test_ranks_of_several_machines_meet_on_the_interface_that_leads_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendezvous.listen_towards("127.0.0.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "one machine needs none"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rendezvous.listen_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    rendezvous.listen_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_a_rank_zero_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
