@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"this machine has no {', '.join(MISSING)}"),
 ]
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
+GRACE_SECONDS = 60
 _HEADRACE = (sys.executable, "-m", "headrace.cli.main")
 
 
@@ -61,14 +64,39 @@ class SlurmRun:
             *flags,
         )
 
-    async def submitted(self, *options: str) -> str:
+    async def submitted(self, *flags: str) -> str:
         """Returns the job's id."""
-        return await self.cluster.submit(*options, *self._words, environment=self._environment)
+        return await self.cluster.submit(*self._words, *flags, environment=self._environment)
+
+    async def goes_within_its_grace(self, job: str, *, asked: Sequence[str] = (), urgent: bool = False) -> float:
+        """Has the job leave its nodes, by scancel or for an urgent one; returns the seconds that it took."""
+        starts, since = len(self.resumed()) + 1, time.monotonic()
+        if urgent:
+            options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=hostname")
+            await self.cluster.until_state(await self.cluster.submit(*options), "COMPLETED")
+        else:
+            await self.cluster.said("scancel", *asked)
+            while self.said().count("interrupted; the same command continues") < starts:
+                await asyncio.sleep(0.1)
+        took = time.monotonic() - since
+        assert took < GRACE_SECONDS
+        await self.until_starts(starts + 1)
+        assert self.resumed()[-1] == self.last_step(), f"job {job} saved the step at which it ended"
+        return took
 
     async def until_step(self, step: int) -> None:
         """Waits until a step is reported."""
         while self.last_step() < step:
             await asyncio.sleep(0.1)
+
+    async def until_starts(self, number: int) -> None:
+        """Waits until the job was started so often."""
+        while len(self.resumed()) < number - 1:
+            await asyncio.sleep(0.1)
+
+    def resumed(self) -> list[int]:
+        """The steps after which starts went on, 0 where nothing was saved."""
+        return [int(step or 0) for step in re.findall(r"resuming after step (\d+)|starting again", self.said())]
 
     def last_step(self) -> int:
         """0 before the first."""
@@ -95,9 +123,9 @@ class SlurmRun:
 
 
 @asynccontextmanager
-async def running(folder: Path, *flags: str, **cluster_options: int) -> AsyncIterator[SlurmRun]:
+async def running(folder: Path, *flags: str) -> AsyncIterator[SlurmRun]:
     """A cluster, an engine on its first node, and a run to submit."""
-    async with slurm(folder / "slurm", **cluster_options) as cluster:
+    async with slurm(folder / "slurm") as cluster:
         port = free_port()
         engine = (sys.executable, "-m", "tests.support.fakes.gloo_engine", str(port))
         async with cluster.first.running(folder / "engine.log", *engine, environment={"GLOO_SOCKET_IFNAME": "eth0"}):
@@ -115,4 +143,32 @@ async def test_a_run_is_a_job_of_two_nodes_with_a_rank_on_each(tmp_path: Path) -
         assert await run.cluster.until_state(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
         assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
         assert all(row["grad_norm"] > 0 for row in run.metrics())
+        assert "lost, doubled, unaccounted: 0 0 0" in await run.audited()
+
+
+async def test_a_job_that_has_to_go_is_started_again_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with running(tmp_path, "--num-rollout", "100000") as run:
+        job = await run.submitted()
+        await run.until_step(2)
+        print(f"asked to end: {await run.goes_within_its_grace(job, asked=('--signal=TERM', '--batch', job)):.1f} s")
+
+        await run.until_step(run.last_step() + 2)
+        took = await run.goes_within_its_grace(job, urgent=True)
+        print(f"pushed out by an urgent job: {took:.1f} s")
+        await run.until_step(run.last_step() + 2)
+        rows = [row["step"] for row in run.metrics()]
+        assert rows == list(range(1, len(rows) + 1)), "each start goes on after the step at which the last one ended"
+
+        await run.cluster.said("scontrol", "requeue", job)  # without a word to the run, as when a node is lost
+        await run.until_starts(4)
+        assert run.resumed()[2] == run.resumed()[1], "from the checkpoint of the last orderly end"
+        await run.until_step(run.resumed()[2] + 2)
+
+        await run.cluster.said("scancel", job)
+        assert await run.cluster.until_state(job, "CANCELLED", "PENDING", "COMPLETED", "FAILED") == "CANCELLED"
+        await run.cluster.until_idle()
+        last = run.last_step() + 2
+        again = await run.submitted("--num-rollout", str(last))
+        assert await run.cluster.until_state(again, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
+        assert run.last_step() == last
         assert "lost, doubled, unaccounted: 0 0 0" in await run.audited()

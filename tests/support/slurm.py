@@ -32,7 +32,7 @@ SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -45,13 +45,13 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-KillWait={kill_wait_seconds}
-SchedulerParameters=requeue_delay=1,batch_sched_delay=1
+KillWait=30
+SchedulerParameters=batch_sched_delay=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 {nodes}
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace_seconds}
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 """Jobs of `urgent` push out those of `main`, which have their grace and go back into the queue."""
@@ -93,11 +93,11 @@ class Slurm:
 
 
 @asynccontextmanager
-async def slurm(folder: Path, *, kill_wait_seconds: int = 30, grace_seconds: int = 120) -> AsyncIterator[Slurm]:
+async def slurm(folder: Path) -> AsyncIterator[Slurm]:
     """Jobs have ended when the block is left. Skips the test where no network namespace can be made."""
     with network(NODES) as hosts:
         nodes = [hosts.hosts[name] for name in NODES]
-        _write(folder, nodes, kill_wait_seconds, grace_seconds)
+        _write(folder, nodes)
         cluster = Slurm(nodes[0], folder)
         async with AsyncExitStack() as stack:
             for words in (
@@ -115,7 +115,7 @@ async def slurm(folder: Path, *, kill_wait_seconds: int = 30, grace_seconds: int
                 await asyncio.wait_for(cluster.until_idle(), 120)
 
 
-def _write(folder: Path, nodes: list[Host], kill_wait_seconds: int, grace_seconds: int) -> None:
+def _write(folder: Path, nodes: list[Host]) -> None:
     folder.mkdir()
     machine = socket.gethostname()
     lines = [
@@ -129,8 +129,6 @@ def _write(folder: Path, nodes: list[Host], kill_wait_seconds: int, grace_second
             controller_port=_CONTROLLER_PORT,
             folder=folder,
             nodes="\n".join(lines),
-            kill_wait_seconds=kill_wait_seconds,
-            grace_seconds=grace_seconds,
         )
     )
     for name in ("state", *NODES):
