@@ -131,7 +131,10 @@ def _set_aside(host: str, port: int, family: socket.AddressFamily) -> None:
 
     Raises OSError when somebody was faster.
     """
-    with socket.create_server((host, port), family=family, backlog=1) as server, socket.create_connection((host, port), timeout=1.0):
+    with (
+        socket.create_server((host, port), family=family, backlog=1) as server,
+        socket.create_connection((host, port), timeout=1.0),
+    ):
         server.accept()[0].close()  # the side that closes first waits (TIME_WAIT, 60 s on Linux)
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from headrace.errors import DeadlineExceeded, DiskFull, Unavailable
 from headrace.job.load.resolved import read_job
-from headrace.process.rank_signals import ENDING
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
+from headrace.process.rank_signals import ENDING
 from headrace.process.service_main import run_service
 from headrace.rpc.listen import Listen, add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log

@@ -1,6 +1,7 @@
-"""deploy/slurm/train.sbatch in a real Slurm of two nodes: a run that is one job, and what ends, requeues and resumes it.
+"""deploy/slurm/train.sbatch in a real Slurm of two nodes: a run that is one job, and what ends and resumes it.
 
-Engines have no model and no process of SGLang; all else is real. `make slurm` and `make chaos` set HEADRACE_SLURM.
+Engines have no model and no process of SGLang; all else is real. `make clusters` and `make chaos` set
+HEADRACE_CLUSTERS.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.ranks,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif("HEADRACE_SLURM" not in os.environ, reason="long: make slurm sets HEADRACE_SLURM"),
+    pytest.mark.skipif("HEADRACE_CLUSTERS" not in os.environ, reason="long: make clusters sets HEADRACE_CLUSTERS"),
     pytest.mark.skipif(bool(MISSING), reason=f"this machine has no {', '.join(MISSING)}"),
 ]
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"

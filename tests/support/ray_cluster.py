@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -17,6 +18,7 @@ from tests.support.hosts.hosts import Host, network
 
 _STORE_BYTES = 80 << 20
 _START_SECONDS = 120.0
+_JOBS_PORT = 8265
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
@@ -29,18 +31,27 @@ class RayCluster:
     address: str
     nodes: dict[str, asyncio.subprocess.Process]
     stack: AsyncExitStack
+    environment: Mapping[str, str]
+    """Of its nodes and of whoever calls them: they have a token, without which Ray takes no second machine."""
 
     @property
     def head(self) -> Host:
         """The host of the first node."""
         return next(iter(self.hosts.values()))
 
-    async def start(self, name: str, num_cpus: int) -> None:
+    @property
+    def jobs(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://{self.head.address}:{_JOBS_PORT}"
+
+    async def start(self, name: str, num_cpus: int, *, takes_jobs: bool = False) -> None:
         """Starts the node's raylet, and on the first host the head."""
         host = self.hosts[name]
         is_head = host is self.head
         port = self.address.rpartition(":")[2]
-        where = ("--head", f"--port={port}", "--include-dashboard=false") if is_head else (f"--address={self.address}",)
+        jobs = (f"--dashboard-host={host.address}", f"--dashboard-port={_JOBS_PORT}") if takes_jobs else ()
+        head = ("--head", f"--port={port}", f"--include-dashboard={takes_jobs}", *jobs)
+        where = head if is_head else (f"--address={self.address}",)
         words = (
             *(*_RAY, "start", "--block", *where, f"--node-ip-address={host.address}", f"--num-cpus={num_cpus}"),
             *(f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats"),
@@ -48,7 +59,7 @@ class RayCluster:
         )
         log = self.folder / f"{name}.log"
         started = log.stat().st_size if log.exists() else 0
-        node = await self.stack.enter_async_context(host.running(log, *words))
+        node = await self.stack.enter_async_context(host.running(log, *words, environment=self.environment))
         self.nodes[name] = node
         end = asyncio.get_running_loop().time() + _START_SECONDS
         while b"Ray runtime started" not in (said := log.read_bytes()[started:]):
@@ -68,10 +79,14 @@ class RayCluster:
 
 
 @asynccontextmanager
-async def ray_cluster(folder: Path, *names: str) -> AsyncIterator[RayCluster]:
+async def ray_cluster(
+    folder: Path, *names: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[RayCluster]:
     """Hosts without a raylet yet. Skips the test where no network namespace can be made."""
     folder.mkdir(parents=True)
     with network(names) as hosts:
         async with AsyncExitStack() as stack:
             head = hosts.hosts[names[0]]
-            yield RayCluster(folder, hosts.hosts, f"{head.address}:{free_port()}", {}, stack)
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            address = f"{head.address}:{free_port()}"
+            yield RayCluster(folder, hosts.hosts, address, {}, stack, token | dict(environment or {}))

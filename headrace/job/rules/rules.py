@@ -26,7 +26,13 @@ from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.service_rules import addresses_of, check_metrics_port, check_service_host, check_services
+from headrace.job.rules.service_rules import (
+    addresses_of,
+    check_metrics_port,
+    check_service_host,
+    check_services,
+    check_several_machines,
+)
 from headrace.job.schema.job import Job
 from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
@@ -35,7 +41,6 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_torn
 from headrace.models.presets import differences, find
 from headrace.models.registry import architecture, read_architecture
-from headrace.rpc.net import Address
 
 
 def check(job: Job, scope: Scope) -> None:
@@ -180,23 +185,6 @@ def _no_passwords(job: Job) -> None:
         )
 
 
-def _several_machines(job: Job) -> None:
-    if job.placement.actor_num_nodes == 1:
-        return
-    started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
-    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
-    for name, given in services.items():
-        address = given or started_here
-        if address is None or any(each.is_loopback for each in addresses_of(address)):
-            where = "is started on this machine's loopback" if address is None else f"is at {address}"
-            raise ConfigError(
-                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
-                f"{where}: start it at an address that they can reach and pass --{name}-address, or have it started "
-                "there with --service-host",
-                field=f"{name}_address",
-            )
-
-
 def _weights_are_shared(job: Job) -> None:
     publish = job.publish
     transport = publish.update_weight_transport
@@ -294,7 +282,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     check_engine_groups,
     _context_length,
     _no_passwords,
-    _several_machines,
+    check_several_machines,
     _weights_are_shared,
     check_algorithm,
     _agents,

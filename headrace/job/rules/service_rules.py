@@ -98,3 +98,21 @@ def check_service_host(job: Job, scope: Scope) -> None:
                 field="service_host",
             )
         )
+
+
+def check_several_machines(job: Job) -> None:
+    """Raises ConfigError where ranks on other machines could not reach the services."""
+    if job.placement.actor_num_nodes == 1:
+        return
+    started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
+    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
+    for name, given in services.items():
+        address = given or started_here
+        if address is None or any(each.is_loopback for each in addresses_of(address)):
+            where = "is started on this machine's loopback" if address is None else f"is at {address}"
+            raise ConfigError(
+                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
+                f"{where}: start it at an address that they can reach and pass --{name}-address, or have it started "
+                "there with --service-host",
+                field=f"{name}_address",
+            )

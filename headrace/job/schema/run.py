@@ -160,23 +160,20 @@ class ServicesSection(Section):
     )
     insecure: bool = Field(
         False,
-        description="Listen on addresses that other machines can reach without tls_dir: for a network that nobody "
-        "else is in.",
+        description="Listen where other machines can reach without tls_dir: for a network that nobody else is in.",
     )
     buffer_python: str | None = Field(
         None, description="Python of the buffer, or a command that ends with one; absent: headrace's."
     )
     reward_python: str | None = Field(
-        None,
-        description="Python of the reward service, or a command that ends with one; absent: headrace's.",
+        None, description="Python of the reward service, or a command that ends with one; absent: headrace's."
     )
     rollout_python: str | None = Field(
         None,
         description="Python of the rollout service and engines, or a command that ends with one; absent: headrace's.",
     )
     trainer_python: str | None = Field(
-        None,
-        description="Python of the trainer's ranks, or a command that ends with one; absent: headrace's.",
+        None, description="Python of the trainer's ranks, or a command that ends with one; absent: headrace's."
     )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
@@ -198,7 +195,7 @@ class ServicesSection(Section):
     @property
     def own_host(self) -> str:
         """The host of services that are started here without an address."""
-        return "127.0.0.1" if self.service_host is None else self.service_host.strip("[]")
+        return (self.service_host or "127.0.0.1").strip("[]")
 
     @property
     def num_rollout_services(self) -> int:

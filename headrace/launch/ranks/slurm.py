@@ -1,4 +1,4 @@
-"""`srun … python -m headrace.launch.ranks.slurm RENDEZVOUS COMMAND…`: a task of a job step becomes a rank of the trainer.
+"""`srun … python -m headrace.launch.ranks.slurm RENDEZVOUS COMMAND…`: a task of a job step becomes a rank.
 
 Slurm's variables are renamed to torchrun's, and the command takes this process's place. The first machine is the one of
 MASTER_ADDR, and without it the first in Slurm's list.

@@ -1,4 +1,4 @@
-"""`python -m headrace.launch.ranks.srun NODES RANKS_PER_NODE LOG_DIR COMMAND…`: a job step of Slurm whose tasks are ranks.
+"""`python -m headrace.launch.ranks.srun NODES RANKS_PER_NODE LOG_DIR COMMAND…`: a job step of Slurm, a task a rank.
 
 The allocation is the one that this process runs in, and rank 0 is on its first machine. Rank n writes
 LOG_DIR/trainer-rank-n.log. Ranks find each other through a file with a new name: a job that Slurm has put back into its
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.process.rank_signals import FORWARDED
 from headrace.launch.ranks.local import new_rendezvous
 from headrace.process.linux import die_with_parent
+from headrace.process.rank_signals import FORWARDED
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _srun(num_nodes: int, ranks_per_node: int, log_dir: Path) -> Sequence[str]:
-    """What sbatch was told is in srun's environment: all that would change the ranks is said again."""
+    """Says again all that srun would take from sbatch's variables and that would change the ranks."""
     return [
         *("srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes * ranks_per_node}"),
         *(f"--ntasks-per-node={ranks_per_node}", "--export=ALL", "--overlap", "--kill-on-bad-exit=1"),

@@ -83,7 +83,10 @@ def test_a_submitted_job_says_where_the_services_are_and_leaves_a_stopped_run_it
     ray = tmp_path / "ray"
     ray.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     ray.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_API_SERVER_ADDRESS": "http://gpu1:8265"}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RAY_API_SERVER_ADDRESS": "http://gpu1:8265",
+    }
     words = [str(SUBMIT), "mine", "job.toml", "--rollout-placement", "local"]
     done = subprocess.run(["bash", *words], env=environment, capture_output=True, text=True, check=True)
     submitted = json.loads(done.stdout)

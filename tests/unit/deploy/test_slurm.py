@@ -1,4 +1,4 @@
-"""deploy/slurm/train.sbatch: options that exist, the command that it starts, and when its job goes back into the queue."""
+"""deploy/slurm/train.sbatch: options that exist, the command that it starts, and when its job is requeued."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_a_job_of_several_machines_starts_services_where_slurm_reaches_the_first
     assert (train, job) == ("train", "job.toml")
     settings = {setting.name: setting.value for setting in parse_flags(flags, options(), lambda _: None)}
     assert settings == {
-        **{"placement": "slurm", "actor_num_nodes": "2", "actor_num_gpus_per_node": "4", "insecure": True},
+        "placement": "slurm",
+        "actor_num_nodes": "2",
+        "actor_num_gpus_per_node": "4",
+        "insecure": True,
     }
     assert variables == {"HEADRACE_SERVICE_HOST": "10.0.0.7", "MASTER_ADDR": "10.0.0.7"}
     assert set(variables) - {"MASTER_ADDR"} <= {option.variable for option in options().values()}
