@@ -93,13 +93,13 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_rollout_services.py -k killed
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
-	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/slurm tests/ray
+	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
 
 # A run as a job of a real Slurm (Debian: apt-get install slurm-wlm munge), and of a real Ray, of two nodes each.
 clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
-	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/slurm tests/ray
+	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 
 # The images of deploy/Containerfile, for CPUs; IMAGES="buffer reward" builds fewer, BUILD_FLAGS are for podman.
 IMAGES ?= buffer reward rollout trainer

@@ -43,8 +43,8 @@ async def test_a_run_over_two_nodes_goes_on_when_one_is_lost_and_another_takes_i
     (tmp_path / "vowels.py").write_text(VOWELS)
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # Ray's sockets want short paths
         async with ray_cluster(Path(folder) / "r", "head", "second", "third") as cluster:
-            await cluster.start("head", num_cpus=1)  # room for a rank
-            await cluster.start("second", num_cpus=2)  # for a rank and an engine
+            await cluster.start("head", num_cpus=2)  # a rank is always here, and perhaps the engine
+            await cluster.start("second", num_cpus=3)
             run = TrainingRun(
                 tmp_path, make_tiny_qwen3(tmp_path / "model"),
                 "--placement", "ray", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1",
@@ -57,7 +57,7 @@ async def test_a_run_over_two_nodes_goes_on_when_one_is_lost_and_another_takes_i
                 await run.until_step(3)
                 await cluster.kill("second")
                 lost = max(row["step"] for row in run.metrics())
-                await cluster.start("third", num_cpus=2)
+                await cluster.start("third", num_cpus=3)
                 await run.until_told("trainer ended with")
                 await run.until_step(lost + 3)
                 said = await cluster.head.said(*_HEADRACE, "audit", str(run.folder.path))
