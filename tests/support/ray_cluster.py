@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.process.linux import descendants
-from headrace.rpc.net import free_port
 from tests.support.hosts.hosts import Host, network
 
 _STORE_BYTES = 80 << 20
 _START_SECONDS = 120.0
-_JOBS_PORT = 8265
+_PORT, _JOBS_PORT = 6379, 8265  # every host has its own
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
@@ -48,9 +47,8 @@ class RayCluster:
         """Starts the node's raylet, and on the first host the head."""
         host = self.hosts[name]
         is_head = host is self.head
-        port = self.address.rpartition(":")[2]
         jobs = (f"--dashboard-host={host.address}", f"--dashboard-port={_JOBS_PORT}") if takes_jobs else ()
-        head = ("--head", f"--port={port}", f"--include-dashboard={takes_jobs}", *jobs)
+        head = ("--head", f"--port={_PORT}", f"--include-dashboard={takes_jobs}", *jobs)
         where = head if is_head else (f"--address={self.address}",)
         words = (
             *(*_RAY, "start", "--block", *where, f"--node-ip-address={host.address}", f"--num-cpus={num_cpus}"),
@@ -88,5 +86,5 @@ async def ray_cluster(
         async with AsyncExitStack() as stack:
             head = hosts.hosts[names[0]]
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            address = f"{head.address}:{free_port()}"
+            address = f"{head.address}:{_PORT}"
             yield RayCluster(folder, hosts.hosts, address, {}, stack, token | dict(environment or {}))
