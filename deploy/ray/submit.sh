@@ -7,7 +7,8 @@
 # FOLDER has the job and your functions, and is copied to the head, where headrace and the services without an address
 # run; HEAD is the address at which all machines reach it (HEADRACE_SERVICE_HOST names another). Ranks and engines are
 # placed on all machines. The model, the prompts, the run's folder (--run-dir) and --tls-dir are absolute paths that all
-# machines see. The same command continues a run; `ray job stop JOB` lets it end its step and save.
+# machines see. `ray job stop JOB` ends all processes of the run at once; the same command continues it from its last
+# checkpoint (--save-interval).
 #
 # The cluster: `ray start --head --dashboard-host=HEAD` on the first machine and `ray start --address=HEAD:6379` on the
 # others, each with 'headrace[ray]'; here and on the head also 'ray[default]', which has the jobs. Whoever reaches a Ray
@@ -18,10 +19,7 @@ folder=$1 job=$2
 shift 2
 head=${RAY_API_SERVER_ADDRESS#*://}
 
-# Ray kills a stopped job after 3 seconds otherwise: longer than headrace gives its services to end.
-patience='{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "660"}}'
-
 # A flag that is given again counts: "$@" may have the engines elsewhere.
-exec ray job submit --working-dir "$folder" --runtime-env-json "$patience" -- \
+exec ray job submit --working-dir "$folder" -- \
     headrace train "$job" --placement ray --rollout-placement ray \
     --service-host "${HEADRACE_SERVICE_HOST:-${head%:*}}" "$@"
