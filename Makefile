@@ -14,7 +14,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit soak clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -102,6 +102,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
 	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
+	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
 
@@ -109,6 +110,10 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
 soak: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
+
+# A run as a job of a real Slurm (Debian: apt-get install slurm-wlm munge), and of a real Ray, of two nodes each.
+clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
+	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 
 # The images of deploy/Containerfile, for CPUs, then the quickstart's job in four containers (`RUN=` leaves that out).
 # IMAGES="buffer reward" builds fewer; ENGINE may be docker; BUILD_FLAGS and RUN_FLAGS are for its builds and its runs.

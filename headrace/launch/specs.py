@@ -41,11 +41,11 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
 
     A service that was started in this folder before gets its address again, so that the others still find it.
     """
-    found = folder.running_addresses()
+    found, host = folder.running_addresses(), job.services.own_host
     before = folder.services() if folder.services_file.is_file() else {}
     for name in services:
         entries = [before.get(each) for each in processes(job, name)]
-        found[name] = ",".join(_earlier(entry) or f"127.0.0.1:{free_port()}" for entry in entries)
+        found[name] = ",".join(_earlier(entry, host) or str(Address(host, free_port(host))) for entry in entries)
     found |= {name: address for name in SERVICES if (address := address_in(job, name))}
     if job.services.rollout_address is not None:
         found[ROLLOUT] = job.services.rollout_address  # one of several has the share of as many as there are
@@ -66,9 +66,9 @@ def _chosen(job: Job, service: str) -> int | None:
     return {BUFFER: job.buffer.buffer_shard, ROLLOUT: job.services.rollout_service}.get(service)
 
 
-def _earlier(entry: ServiceEntry | None) -> str | None:
-    """The service's earlier address, if it was started here and its port is still free."""
-    if entry is None or entry.pid is None:
+def _earlier(entry: ServiceEntry | None, host: str) -> str | None:
+    """The service's earlier address, if it was started on this host and its port is still free."""
+    if entry is None or entry.pid is None or Address.parse(entry.address).host != host:
         return None
     try:
         require_free(Address.parse(entry.address))

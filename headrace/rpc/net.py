@@ -63,12 +63,13 @@ def own_place(address: str) -> Address:
     if len(places) == 1:
         return places[0]
     for place in places:
-        if _is_ours(place.host):
+        if is_ours(place.host):
             return place
     raise ConfigError(f"no place of {address} is an address of this machine: name the one that is, or add it")
 
 
-def _is_ours(host: str) -> bool:
+def is_ours(host: str) -> bool:
+    """True for an address of this machine. Raises Unavailable for a name that has none."""
     for family, kind, protocol, _, where in resolved(Address(host, 0)):
         with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
             probe.bind(where)
@@ -126,25 +127,29 @@ def free_port(host: str = "127.0.0.1") -> int:
     A service may listen there minutes later: any other port would by then be some outgoing connection's. For a minute
     no other call of this function finds it, in this process or another of this machine.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in secrets.SystemRandom().sample(_NAMED_PORTS, _TRIES):
         try:
-            with socket.socket() as probe:
+            with socket.socket(family) as probe:
                 probe.bind((host, port))  # without SO_REUSEADDR: neither somebody's nor set aside
-            _set_aside(host, port)
+            _set_aside(host, port, family)
         except OSError:  # somebody has it
             continue
         return port
-    with socket.socket() as probe:
+    with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def _set_aside(host: str, port: int) -> None:
+def _set_aside(host: str, port: int, family: socket.AddressFamily) -> None:
     """Leaves a closed connection there, which keeps the port from all who do not say SO_REUSEADDR; servers say it.
 
     Raises OSError when somebody was faster.
     """
-    with socket.create_server((host, port), backlog=1) as server, socket.create_connection((host, port), timeout=1.0):
+    with (
+        socket.create_server((host, port), family=family, backlog=1) as server,
+        socket.create_connection((host, port), timeout=1.0),
+    ):
         server.accept()[0].close()  # the side that closes first waits (TIME_WAIT, 60 s on Linux)
 
 

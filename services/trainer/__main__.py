@@ -20,6 +20,7 @@ from headrace.errors import DeadlineExceeded, DiskFull, Unavailable
 from headrace.job.load.resolved import read_job
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
+from headrace.process.rank_signals import ENDING
 from headrace.process.service_main import run_service
 from headrace.rpc.listen import Listen, add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
@@ -72,7 +73,8 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         await lead(build, listen, buffer, fetch, compute)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 is asked too, saves with all ranks, and lets them go
+        for number in ENDING:  # rank 0 is asked too, saves with all ranks, and lets them go
+            signal.signal(number, signal.SIG_IGN)
         met = await meet(build.join, compute)
 
         async def work() -> None:

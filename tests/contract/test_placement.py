@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection, PlacementSection
 from headrace.launch.ranks.placement import starter
-from headrace.launch.ranks.slurm import first_host
+from headrace.launch.ranks.slurm import first_host, rank_environment
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
 from tests.support.processes.listening import open_to_others
@@ -149,6 +150,37 @@ def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatc
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs srun, which this machine does not have"):
         starter(job("slurm", 1, 1).placement, folder)
+
+
+def test_ranks_of_slurm_are_asked_to_end_by_the_signal_that_srun_passes_on(folder: RunFolder) -> None:
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+        f"pathlib.Path({str(folder.path)!r}, 'rank-' + __import__('os').environ['RANK']).touch()\n"
+        "time.sleep(120)"
+    )
+    command = [*starter(job("slurm", 2, 1).placement, folder), sys.executable, "-c", code]
+    step = subprocess.Popen(command, cwd=ROOT)
+    try:
+        while len(list(folder.path.glob("rank-*"))) < 2:
+            assert step.poll() is None
+            time.sleep(0.01)
+        step.terminate()
+        assert step.wait(60) == 0
+    finally:
+        step.kill()
+    assert not list(folder.logs.glob(".rendezvous*"))
+
+
+def test_a_task_of_slurm_has_its_place_and_the_first_machine_where_the_environment_names_it() -> None:
+    slurm = {
+        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2",
+        "SLURM_STEP_NODELIST": "gpu[7-8]",
+    }  # fmt: skip
+    found = rank_environment(slurm, "/shared/.rendezvous-1")
+    place = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert found == place | {"HEADRACE_RENDEZVOUS": "/shared/.rendezvous-1", "MASTER_ADDR": "gpu7"}
+    assert "MASTER_ADDR" not in rank_environment(slurm | {"MASTER_ADDR": "10.0.0.7"}, "/shared/.rendezvous-1")
 
 
 @pytest.mark.parametrize(

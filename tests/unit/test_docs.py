@@ -37,8 +37,9 @@ _OTHERS_FLAGS = {
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
     "--require-hashes",
     *("--set-file", "--values", "--build-arg"),
+    *("--signal", "--batch", "--head", "--dashboard-host"),
 }
-"""Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
+"""Of torchrun, Slurm, Ray; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 

@@ -56,7 +56,7 @@ def _trains_here(job: Job, scope: Scope) -> bool:
         return False
     if "trainer" in scope.services:
         return True
-    addresses = (job.services.rollout_address or "127.0.0.1:0").split(",")
+    addresses = (job.services.rollout_address or str(Address(job.services.own_host, 0))).split(",")
     return "rollout" in scope.services and all(Address.parse(address).is_loopback for address in addresses)
 
 

@@ -63,13 +63,16 @@ def check_nodes(job: Job) -> None:
         )
     if placement.actor_num_nodes == 1:
         return
+    started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
     services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
-    for name, address in services.items():
+    for name, given_address in services.items():
+        address = given_address or started_here
         if address is None or any(each.is_loopback for each in addresses_of(address)):
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
                 f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
-                f"{where}: start it at an address that they can reach and pass --{name}-address",
+                f"{where}: start it at an address that they can reach and pass --{name}-address, or have it started "
+                "there with --service-host",
                 field=f"{name}_address",
             )
 

@@ -28,7 +28,12 @@ from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.service_rules import addresses_of, check_metrics_port, check_services
+from headrace.job.rules.service_rules import (
+    addresses_of,
+    check_metrics_port,
+    check_service_host,
+    check_services,
+)
 from headrace.job.schema.job import Job
 from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
@@ -45,6 +50,7 @@ def check(job: Job, scope: Scope) -> None:
         rule(job)
     check_meeting(job, scope)
     check_metrics_port(job, scope)
+    check_service_host(job, scope)
     check_files(job, scope)
     check_remote_code(job, scope)
     check_folders(job, scope)

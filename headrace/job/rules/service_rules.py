@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.rpc.net import Address
+from headrace.rpc.net import Address, is_ours
 
 _LAST_PORT = 65_535
+_EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104  # refused
 
 
 def addresses_of(address: str | None) -> Sequence[Address]:
@@ -66,3 +67,34 @@ def _starts_one(job: Job, scope: Scope) -> bool:
     shards = "buffer" in scope.services and job.buffer.buffer_shard is None and job.buffer.buffer_shards > 1
     rollouts = "rollout" in scope.services and job.services.rollout_service is None
     return not shards and not (rollouts and job.services.num_rollout_services > 1)
+
+
+def check_service_host(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for a host at which services started here cannot listen, or not without certificates."""
+    services = job.services
+    if services.service_host is None:
+        return
+    host = Address(services.own_host, 0)
+    if host.host in _EVERY_INTERFACE:
+        raise ConfigError(
+            f"service_host {host.host} means every interface, and is no address that others can call: name the one at "
+            "which other machines reach this one",
+            field="service_host",
+        )
+    if not (host.is_loopback or services.tls_dir or services.insecure):
+        raise ConfigError(
+            f"service_host {host.host} is an address that other machines reach: pass --tls-dir with the folder that "
+            "`headrace certs` makes, or --insecure on a network that nobody else is in",
+            field="service_host",
+        )
+    try:
+        ours = is_ours(host.host)
+    except Unavailable:
+        ours = False
+    if not ours:
+        scope.missing(
+            ConfigError(
+                f"service_host {host.host} is no address of this machine: name one that `ip address` shows",
+                field="service_host",
+            )
+        )

@@ -132,6 +132,11 @@ class ServicesSection(Section):
     )
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    service_host: str | None = Field(
+        None,
+        description="This machine's address, at which other machines reach the services that are started here without "
+        "an address of their own; absent: 127.0.0.1, which only this machine reaches.",
+    )
     listen_host: str | None = Field(
         None,
         description="Host on which services started here listen, where it is not that of their addresses: 0.0.0.0 or "
@@ -156,23 +161,20 @@ class ServicesSection(Section):
     )
     insecure: bool = Field(
         False,
-        description="Listen on addresses that other machines can reach without tls_dir: for a network that nobody "
-        "else is in.",
+        description="Listen where other machines can reach without tls_dir: for a network that nobody else is in.",
     )
     buffer_python: str | None = Field(
         None, description="Python of the buffer, or a command that ends with one; absent: headrace's."
     )
     reward_python: str | None = Field(
-        None,
-        description="Python of the reward service, or a command that ends with one; absent: headrace's.",
+        None, description="Python of the reward service, or a command that ends with one; absent: headrace's."
     )
     rollout_python: str | None = Field(
         None,
         description="Python of the rollout service and engines, or a command that ends with one; absent: headrace's.",
     )
     trainer_python: str | None = Field(
-        None,
-        description="Python of the trainer's ranks, or a command that ends with one; absent: headrace's.",
+        None, description="Python of the trainer's ranks, or a command that ends with one; absent: headrace's."
     )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
@@ -190,6 +192,11 @@ class ServicesSection(Section):
             "trainer": self.trainer_python,
         }[service]
         return [sys.executable] if given is None else shlex.split(given)
+
+    @property
+    def own_host(self) -> str:
+        """The host of services that are started here without an address."""
+        return (self.service_host or "127.0.0.1").strip("[]")
 
     @property
     def num_rollout_services(self) -> int:

@@ -2,7 +2,7 @@
 
 local     headrace.launch.ranks.local: this machine, or this one's of several that each start their own.
 torchrun  torch.distributed.run: this machine, for those who want its agent.
-slurm     srun: the machines of the allocation that this process runs in.
+slurm     headrace.launch.ranks.srun: the machines of the allocation that this process runs in.
 ray       headrace.launch.ranks.ray: a placement group of the Ray cluster.
 """
 
@@ -64,9 +64,8 @@ def _slurm(placement: PlacementSection, folder: RunFolder) -> list[str]:
             field="placement",
         )
     return [
-        *("srun", f"--nodes={placement.actor_num_nodes}", f"--ntasks-per-node={placement.actor_num_gpus_per_node}"),
-        *("--kill-on-bad-exit=1", "--overlap", f"--output={folder.logs}/trainer-rank-%t.log", "--open-mode=append"),
-        *(sys.executable, "-m", "headrace.launch.ranks.slurm", str(folder.logs)),
+        *(sys.executable, "-m", "headrace.launch.ranks.srun"),
+        *(str(placement.actor_num_nodes), str(placement.actor_num_gpus_per_node), str(folder.logs)),
     ]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.errors import NothingToLearn
+from headrace.process.rank_signals import ENDING
 from headrace.rpc.listen import Listen
 from headrace.rpc.server import RpcServer, Service
 from services.trainer import loop as training
@@ -29,7 +29,8 @@ async def lead(
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, console.leave)
+    for number in ENDING:
+        asyncio.get_running_loop().add_signal_handler(number, console.leave)
     server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 

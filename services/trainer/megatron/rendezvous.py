@@ -36,11 +36,12 @@ def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) 
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
+        listen_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
         return
     elif "MASTER_ADDR" in os.environ:
         place = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        _listen_towards(place.host)
+        listen_towards(place.host)
         store = _at(place, rank, world_size)
     else:
         store = listening_store("127.0.0.1", _WAIT)
@@ -139,8 +140,11 @@ def _here(rank: int) -> str:
     return f"headrace-rank-{rank}"
 
 
-def _listen_towards(host: str) -> None:
-    """Makes gloo listen on the way to `host`. By itself it does where this machine's name points: loopback on many."""
+def listen_towards(host: str) -> None:
+    """Has gloo listen on the way to `host`, the first machine, unless GLOO_SOCKET_IFNAME names an interface.
+
+    By itself it listens where this machine's own name points, which is loopback on many. On one machine that will do.
+    """
     if _INTERFACE in os.environ or on_one_machine():
         return
     if (name := interface_of(host_towards(Address(host, 1)))) is not None:
@@ -150,7 +154,7 @@ def _listen_towards(host: str) -> None:
 def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         host, token = own_host(), secrets.token_hex(16)
-        _listen_towards(host)
+        listen_towards(host)
         store = listening_store(host, _WAIT)
         with (
             replacing(file) as draft,
@@ -159,7 +163,7 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
             text.write(f"{host} {store.port} {token}")
         return dist.PrefixStore(token, store)
     host, port, token = _read(file).split()
-    _listen_towards(host)
+    listen_towards(host)
     return dist.PrefixStore(token, dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT))
 
 

@@ -52,14 +52,15 @@ class TrainingRun:
         name: str = "e2e",
         environment: Mapping[str, str] | None = None,
         code: Path = ROOT,
+        where: Sequence[str] = (),
     ) -> None:
-        """`code` is the tree whose headrace runs."""
+        """`code` is the tree whose headrace runs, `where` the words that start the command in a host of its own."""
         self.folder = RunFolder(folder / "runs" / name)
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompts))
         shape = [word for flag, value in _SHAPE.items() if flag not in flags for word in (flag, value)]
         self.command = [
-            sys.executable, "-m", "headrace.cli.main", *program,
+            *where, sys.executable, "-m", "headrace.cli.main", *program,
             "--run-name", name, "--run-dir", str(folder / "runs"), "--hf-checkpoint", str(checkpoint),
             "--prompt-data", str(self.prompts), *shape, *flags,
         ]  # fmt: skip

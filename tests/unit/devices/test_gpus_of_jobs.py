@@ -123,8 +123,8 @@ def test_processes_are_started_with_their_gpus(load_with, tmp_path: Path) -> Non
 def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engines() -> None:
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(slurm, Path("logs"))
-    assert rank_environment(slurm | {RANK_DEVICES: "1"}, Path("logs"))["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(slurm, "meeting")
+    assert rank_environment(slurm | {RANK_DEVICES: "1"}, "meeting")["CUDA_VISIBLE_DEVICES"] == "1"
     assert rank_devices({}) == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         "LOCAL_WORLD_SIZE",
         rendezvous.RENDEZVOUS,
     ):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test leaves there is taken away
+        monkeypatch.delenv(name)
 
 
 def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +74,20 @@ def test_machines_that_never_come_are_named_by_their_ranks(monkeypatch: pytest.M
         Unavailable, match=r"rank 0 is not at 127\.0\.0\.1:\d+ .*: start `headrace up trainer` on machine 0"
     ):
         rendezvous.join(1, 3, "gloo", datetime.timedelta(seconds=1))
+
+
+def test_ranks_of_several_machines_meet_on_the_interface_that_leads_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendezvous.listen_towards("127.0.0.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "one machine needs none"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rendezvous.listen_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    rendezvous.listen_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_a_rank_zero_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
