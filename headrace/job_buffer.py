@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.client.open import open_buffer
 from headrace.client.port import Buffer
 from headrace.errors import ConfigError
-from headrace.job.schema.run import ServicesSection
+from headrace.job.schema.services import ServicesSection
 
 
 def buffer_of(services: ServicesSection) -> Buffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import ConfigError
-from headrace.job.schema.run import ServicesSection
+from headrace.job.schema.services import ServicesSection
 from headrace.rpc.access.bearer import token_of
 from headrace.rpc.access.role import Role
 from headrace.rpc.access.tokens import Tokens

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.rules.nodes import meeting_of
+from headrace.job.rules.machines.nodes import meeting_of
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec

@@ -15,7 +15,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import ModelSection, PlacementSection
+from headrace.job.schema.placement import PlacementSection
+from headrace.job.schema.run import ModelSection
 from headrace.launch.ranks.placement import starter
 from headrace.launch.ranks.slurm import first_host, rank_environment
 from headrace.rpc.net import free_port

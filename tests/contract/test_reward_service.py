@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -49,8 +48,6 @@ async def reward(args, sample, **kw):
                 time.sleep(600)
     answer = sample.response.strip()
     return (0.3 if answer.lstrip("-").isdigit() else 0.0) + (0.7 if answer == sample.label else 0.0)
-
-def place(args, sample): return float(sample.index)
 
 def parts(args, sample): return {"correct": 1.0, "length": float(len(sample.response))}
 
@@ -159,12 +156,6 @@ async def test_a_class_is_made_with_its_model(hooks: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="set --reward-model-path"):
         async with serving(custom_rm_path=f"{hooks}:Model"):
             pass
-
-
-async def test_a_function_sees_a_samples_place_in_its_group(hooks: str) -> None:
-    placed = [replace(item, index=3 - number) for number, item in enumerate(items("a", "b"))]
-    async with serving(custom_rm_path=f"{hooks}:place") as client:
-        assert values(await client.score([*placed, replace(placed[0], item_id="c")], deadline_seconds=120)) == [3, 2, 3]
 
 
 async def test_bad_requests_are_refused() -> None:

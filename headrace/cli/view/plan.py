@@ -11,8 +11,8 @@ from headrace.devices.inventory import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.gpus import device_plan
 from headrace.job.rules.image_rules import image_plan
+from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.remote_code import where_code_runs
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope

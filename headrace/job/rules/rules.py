@@ -13,16 +13,16 @@ from headrace.job.model.transformer_config import contradictions
 from headrace.job.model.virtual_stages import virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
-from headrace.job.rules.colocate_rules import check_colocation
 from headrace.job.rules.debug_rules import check_debug
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.eval_rules import check_evaluations
-from headrace.job.rules.gpus import check_gpus
 from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
 from headrace.job.rules.image_rules import check_images
+from headrace.job.rules.machines.colocation import check_colocation
+from headrace.job.rules.machines.gpus import check_gpus
+from headrace.job.rules.machines.nodes import check_meeting, check_nodes
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
-from headrace.job.rules.nodes import check_meeting, check_nodes
 from headrace.job.rules.paths.files import check_files
 from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code

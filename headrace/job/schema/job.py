@@ -13,18 +13,12 @@ from pydantic import AfterValidator, Field
 
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.debug import DebugSection
+from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.reward import RewardSection
-from headrace.job.schema.run import (
-    CheckpointSection,
-    ModelSection,
-    PlacementSection,
-    PublishSection,
-    RunSection,
-    ServicesSection,
-    TrackingSection,
-)
+from headrace.job.schema.run import CheckpointSection, ModelSection, PublishSection, RunSection, TrackingSection
 from headrace.job.schema.section import Section
+from headrace.job.schema.services import ServicesSection
 from headrace.job.schema.sound import plain
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, TrainSection
 

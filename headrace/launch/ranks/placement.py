@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 from headrace.errors import ConfigError
-from headrace.job.rules.nodes import meeting_of
-from headrace.job.schema.run import PlacementSection
+from headrace.job.rules.machines.nodes import meeting_of
+from headrace.job.schema.placement import PlacementSection
 from headrace.run_folder import RunFolder
 
 LOSING_EXIT_CODES = ("torchrun", "slurm")

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.job.schema.run import PlacementSection
+from headrace.job.schema.placement import PlacementSection
 from headrace.process.ended import meaning
 from headrace.rpc.log import log
 from services.rollout.engine.answers.bad_answer import BadAnswer

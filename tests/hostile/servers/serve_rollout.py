@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.job.schema.job import Job
+from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
-from headrace.job.schema.run import ModelSection, PlacementSection, ServicesSection
+from headrace.job.schema.run import ModelSection
+from headrace.job.schema.services import ServicesSection
 from headrace.rpc.log import configure_logging
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service

@@ -31,6 +31,8 @@ Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", 
 class FakeEngine:
     """An EngineProcess. `wire` is what a sender would broadcast (tensor name → content); `faults` are by path."""
 
+    resident_bytes = None
+
     def __init__(
         self,
         wire: Mapping[str, str] | None = None,
@@ -107,10 +109,6 @@ class FakeEngine:
         """As it was told."""
         return self.takes_bytes
 
-    @property
-    def resident_bytes(self) -> None:
-        """Memory of nobody."""
-
     def last_lines(self) -> str:
         """It says nothing."""
         return "(a fake engine)"
@@ -124,15 +122,13 @@ class FakeEngine:
             return web.Response(status=503)
         if fault == "hang":
             await asyncio.Event().wait()
-        if fault == "refuse_for_now":
-            return web.Response(status=503)
+        if fault in ("refuse_for_now", "missing"):
+            return web.Response(status=404 if fault == "missing" else 503)
         if fault == "grammar":
             return web.Response(status=500, text="Grammar accept_token failed: Tokens not accepted: 0")
         if fault == "masked":
             reply = _reply([], [5], [self._version], "length")
             return web.json_response({**reply, "meta_info": {**reply["meta_info"], **_MASKED}})
-        if fault == "missing":
-            return web.Response(status=404)
         if fault == "refuse":
             return _refusal("told to")
         body = await request.json() if request.can_read_body else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import ServicesSection
+from headrace.job.schema.services import ServicesSection
 from headrace.launch.specs import SERVICES, spec
 from headrace.process.guarded import GuardedProcess
 from headrace.process.openmp import openmp, threads_of_each

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,11 @@ async def test_a_boxed_scorer_sees_the_box_alone_and_parts_have_their_own_defaul
     assert [result.value for result in results if isinstance(result, Score)] == [1.0, 0.0, 1.0, -1.0]
     assert isinstance(results[2], Score)
     assert results[2].parts == {"score": 1.0, "acc": 1.0}
+
+
+async def test_a_function_sees_a_samples_place_in_its_group(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("def place(args, sample): return float(sample.index)")
+    placed = [replace(item(name), index=3 - number) for number, name in enumerate("ab")]
+    async with serving(custom_rm_path=f"{tmp_path / 'hooks.py'}:place") as client:
+        results = await client.score([*placed, replace(placed[0], item_id="c")], deadline_seconds=120)
+    assert [result.value for result in results if isinstance(result, Score)] == [3, 2, 3]

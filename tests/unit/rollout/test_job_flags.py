@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import PlacementSection
+from headrace.job.schema.placement import PlacementSection
 from headrace.trajectory import Status
 from services.rollout.build import rollout_service
 from services.rollout.engine.routing.router import command

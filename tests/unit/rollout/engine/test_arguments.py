@@ -8,7 +8,7 @@ import pytest
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import PlacementSection
+from headrace.job.schema.placement import PlacementSection
 from services.rollout.engine import arguments, machine
 from services.rollout.engine.machine import Machine
 from services.rollout.fleet_build import engine_options

@@ -14,7 +14,8 @@ from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import PublishSection, ServicesSection
+from headrace.job.schema.run import PublishSection
+from headrace.job.schema.services import ServicesSection
 from headrace.job_buffer import buffer_of
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port

@@ -10,7 +10,7 @@ from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
-from headrace.job.schema.run import PlacementSection
+from headrace.job.schema.placement import PlacementSection
 from headrace.rpc.net import Address
 
 _DEFAULT_PORT = 29500  # torchrun's

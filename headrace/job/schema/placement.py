@@ -1,0 +1,97 @@
+"""The section of a job that says on which machines and devices trainer and engines run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace.job.schema.engine_group import EngineGroup
+from headrace.job.schema.literal import FromJson
+from headrace.job.schema.nodes import NodeOptions
+from headrace.job.schema.section import NonNegative, Positive, Seconds
+
+
+class PlacementSection(NodeOptions):
+    actor_num_nodes: Positive = Field(1, description="Machines for the trainer.")
+    actor_num_gpus_per_node: Positive = Field(
+        1, description="The trainer's ranks on each machine: GPUs, or processes on a machine without."
+    )
+    num_gpus_per_node: Positive | None = Field(
+        None,
+        description="GPUs of a machine that the job may use, nearest to each other first; absent: all that are there. "
+        "In a check for other machines, the number that each has.",
+    )
+    rollout_num_gpus: Positive = Field(
+        1,
+        description="GPUs of all engines of a rollout service together, or processes on a machine without.",
+    )
+    rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    engine_groups: tuple[Annotated[EngineGroup, FromJson], ...] = Field(
+        (),
+        description="Engines with arguments of their own: tables [[placement.engine_groups]] in the job file, or JSON "
+        "objects, each with name, num_engines or num_gpus, num_gpus_per_engine, and overrides of SGLang's arguments.",
+    )
+    sglang_config: Path | None = Field(
+        None, description="YAML file of slime's form with one model, whose server_groups are read as engine_groups."
+    )
+    rollout_max_engines: Positive | None = Field(
+        None,
+        description="Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of "
+        "rollout_num_gpus, on a CPU what its free memory has room for.",
+    )
+    rollout_external_engine_addrs: tuple[str, ...] = Field(
+        (),
+        description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
+        "rollout services divide them, in their order.",
+    )
+    colocate: bool = Field(False, description="Trainer and engines take turns on the same GPUs, of one machine.")
+    offload_train: bool | None = Field(
+        None, description="With colocate: the trainer's memory is in the host's while engines generate; absent: on."
+    )
+    offload_rollout: bool | None = Field(
+        None, description="With colocate: engines give up weights and KV cache while the trainer trains; absent: on."
+    )
+    placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
+        "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
+    )
+    rollout_placement: Literal["local", "ray"] = Field(
+        "local",
+        description="Who starts the engines: the rollout service on its machine, or Ray actors on machines of the "
+        "cluster of RAY_ADDRESS. Those listen on their machine's address, without a key.",
+    )
+    use_fault_tolerance: bool = Field(
+        False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
+    )
+    max_trainer_restarts: NonNegative = Field(
+        5, description="Restarts of the trainer within ten minutes before the run fails."
+    )
+    max_engine_restarts: NonNegative = Field(
+        5,
+        description="Restarts of an engine that each time ends within ten minutes, before it stays down; when all "
+        "engines do, the rollout service ends and says why.",
+    )
+    rollout_health_check_interval: Seconds = Field(2.0, description="Seconds between checks of an engine or router.")
+    rollout_health_check_timeout: Seconds = Field(10.0, description="A check that is not answered within it is missed.")
+    rollout_health_check_misses: Positive = Field(
+        5, description="Checks missed in a row before an engine or the router is ended and replaced."
+    )
+
+    @property
+    def num_engines(self) -> int:
+        """The engines behind the router, whoever starts them."""
+        if self.engine_groups:
+            return sum(group.count for group in self.engine_groups)
+        return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def engine_sizes(self) -> tuple[int, ...]:
+        """The tensor-parallel sizes of its engines, the smallest first."""
+        sizes = {group.size for group in self.engine_groups} or {self.rollout_num_gpus_per_engine}
+        return tuple(sorted(sizes))
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of the trainer's processes."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
