@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
+from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.rpc.net import Address

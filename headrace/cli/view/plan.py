@@ -16,8 +16,8 @@ from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.remote_code import where_code_runs
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
+from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.models.block_fp8 import BlockFp8
 from headrace.run_folder import RunFolder

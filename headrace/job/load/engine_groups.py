@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.load import sglang
-from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
+from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.suggest import did_you_mean
 from headrace.wire.checks import shown
 

@@ -9,7 +9,7 @@ from headrace.errors import ConfigError
 from headrace.job.load import sglang
 from headrace.job.load.foreign import FOREIGN
 from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
-from headrace.job.schema.literal import literal
+from headrace.job.schema.parts.literal import literal
 from headrace.suggest import did_you_mean
 from headrace.wire.checks import shown
 

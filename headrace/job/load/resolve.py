@@ -13,7 +13,7 @@ from headrace.job.rules.paths.hook_files import HOOK_LEAVES, completed
 from headrace.job.schema.batch import derive
 from headrace.job.schema.debug import STEP_FILES
 from headrace.job.schema.job import Job
-from headrace.job.schema.prompt_path import PromptPath
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.models.presets import find
 
 

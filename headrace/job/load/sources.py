@@ -15,7 +15,7 @@ from headrace.job.load.flags import option_value
 from headrace.job.load.foreign import FOREIGN
 from headrace.job.option import ALIASES, Arity, Option, Setting
 from headrace.job.schema.job import Job
-from headrace.job.schema.literal import literal
+from headrace.job.schema.parts.literal import literal
 from headrace.rpc.access.bearer import VARIABLES as TOKENS
 from headrace.suggest import did_you_mean
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.job.schema.literal import FromJson
+from headrace.job.schema.parts.literal import FromJson
 from headrace.job.schema.section import Section
 
 VERSIONS = ("0.16", "0.19")

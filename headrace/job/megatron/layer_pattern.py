@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BeforeValidator
 
-from headrace.job.schema.literal import literal
+from headrace.job.schema.parts.literal import literal
 
 _TERM = re.compile(r"\[([0-9](?:,[0-9])*)\](?:\*([0-9]{1,3}))?")
 _MAX_CHARACTERS = 4096

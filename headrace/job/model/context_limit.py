@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.job.schema.engine_group import EngineGroup
+from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.job.schema.production import RolloutSection
 from headrace.models.architecture import Architecture
 

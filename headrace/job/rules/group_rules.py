@@ -9,8 +9,8 @@ from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import check_argument
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
+from headrace.job.schema.parts.engine_group import EngineGroup
 
 _FIELD = "engine_groups"
 _COMMON = {

@@ -35,7 +35,7 @@ from headrace.job.rules.service_rules import (
     check_services,
 )
 from headrace.job.schema.job import Job
-from headrace.job.schema.old_log_probs import trains_on_old_log_probs
+from headrace.job.schema.parts.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
 from headrace.models.architecture import Architecture
 from headrace.models.block_fp8 import BlockFp8

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.job.schema.engine_group import EngineGroup
-from headrace.job.schema.literal import FromJson
-from headrace.job.schema.nodes import NodeOptions
+from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.job.schema.parts.literal import FromJson
+from headrace.job.schema.parts.nodes import NodeOptions
 from headrace.job.schema.section import NonNegative, Positive, Seconds
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.errors import ConfigError
-from headrace.job.schema.literal import FromJson
+from headrace.job.schema.parts.literal import FromJson
 from headrace.job.schema.section import Above, NonNegative, Positive, Score, Seconds, Section, Seed, Share, Temperature
 from headrace.job.schema.sound import plain
 from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP

@@ -25,8 +25,8 @@ from headrace.images.columns import IMAGE_GRIDS, MAX_IMAGE_BYTES, MAX_IMAGES, PI
 from headrace.images.file import bad_image, open_image
 from headrace.images.prompts import reference
 from headrace.job.eval_sets import eval_sets
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import DataSection, EvalSection
-from headrace.job.schema.prompt_path import PromptPath
 from headrace.models.architecture import Vision
 from headrace.models.registry import read_architecture
 from headrace.wire.checks import require_at_most, shown

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.job.schema.old_log_probs import trains_on_old_log_probs
+from headrace.job.schema.parts.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.training import TrainSection
 from services.trainer.megatron.gpt.routing_replay import Routing
 from services.trainer.megatron.parallel import Layout

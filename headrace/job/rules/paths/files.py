@@ -12,7 +12,7 @@ from headrace.job.rules.paths.hook_files import definitions, refuse_slimes
 from headrace.job.rules.paths.weight_folders import check_model, check_starting_weights, check_weights
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.job.schema.prompt_path import PromptPath
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.prompt_row import parse_row
 
 _LINES_LOOKED_AT = 1000
