@@ -139,6 +139,19 @@ def test_a_step_needs_the_memory_of_weights_gradients_and_optimizer(trained: Tra
     assert expected * 0.95 < allocated < expected * 1.1 + 2**30
 
 
+def test_a_rank_gives_its_memory_to_engines_and_goes_on_with_the_same_weights(trained: Trained) -> None:
+    turn = trained.result["turn"]
+    assert turn["largest_difference"] == 0.0
+    if trained.device == "cpu":
+        return  # it has no memory apart from the host's
+    gigabytes = {name: turn[f"{name}_bytes"] / 1e9 for name in ("had", "left", "has")}
+    print(
+        f"a turn of engines: {gigabytes['had']:.2f} GB, {gigabytes['left']:.2f} GB, {gigabytes['has']:.2f} GB again; "
+        f"to the host in {turn['to_host_seconds']:.2f} s, back in {turn['to_device_seconds']:.2f} s"
+    )
+    assert turn["left_bytes"] < 0.05 * turn["had_bytes"] + 2**28
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_log_probs_of_the_whole_vocabulary_equal_float64s(device: str) -> None:
     generator = torch.Generator().manual_seed(1)

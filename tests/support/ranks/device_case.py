@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +111,33 @@ def main(folder: Path) -> None:
             "allocated_bytes": torch.cuda.memory_allocated(),
             "peak_bytes": torch.cuda.max_memory_allocated(),
         }
+    result["turn"] = _give_and_take(policy, case, layout.device.type)
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def _give_and_take(policy: Any, case: DeviceCase, device: str) -> dict[str, float]:
+    """The device's memory before, while and after engines could have it, and what that changed in the log-probs."""
+    import torch
+
+    def allocated() -> int:
+        return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    some = case.samples(0)[: case.num_compared]
+    before, had = np.concatenate(policy.log_probs(some)), allocated()
+    started = time.perf_counter()
+    policy.memory.to_host()
+    there, left = time.perf_counter(), allocated()
+    policy.memory.to_device()
+    back = time.perf_counter()
+    after = np.concatenate(policy.log_probs(some))
+    return {
+        "had_bytes": had,
+        "left_bytes": left,
+        "has_bytes": allocated(),
+        "to_host_seconds": there - started,
+        "to_device_seconds": back - there,
+        "largest_difference": float(np.abs(after - before).max()),
+    }
 
 
 def _train(policy: Any, case: DeviceCase, step: int) -> dict[str, float]:
