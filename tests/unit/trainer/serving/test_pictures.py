@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -42,7 +43,9 @@ def test_the_parts_of_a_long_runs_steps_lie_on_each_other(tmp_path: Path, monkey
     drawn: list[tuple[Sequence[float], Sequence[float], Sequence[float]]] = []
     stairs = Axes.stairs
 
-    def noted(axes: Axes, top: Sequence[float], edges: Sequence[float], *, baseline: Sequence[float], **how: object):
+    def noted(
+        axes: Axes, top: Sequence[float], edges: Sequence[float], *, baseline: Sequence[float], **how: Any
+    ) -> Any:
         drawn.append((baseline, top, edges))
         return stairs(axes, top, edges, baseline=baseline, **how)
 
