@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.cli.commands.audit import audited, described
+from services.buffer.store.sqlite.store import FILE_BYTES
 from tests.soak.report import draw, judged, table
 from tests.soak.sampling import Sampling
 from tests.soak.traffic import Traffic, write_reward
@@ -23,10 +24,14 @@ from tests.support.processes.training_run import SUMS
 _HOURS = float(os.environ.get("SOAK_HOURS", "4"))
 SECONDS = float(os.environ["SOAK_MINUTES"]) * 60 if "SOAK_MINUTES" in os.environ else _HOURS * 3600
 _EVERY_SECONDS = float(os.environ.get("SOAK_EVERY", "2" if SECONDS < 3600 else "10"))
+_SAMPLE_LOG_BYTES = 256 << 10
+"""Full after a few hundred steps: in the first half of five minutes, too."""
 _FLAGS = (
     *("--num-rollout", "100000000", "--save-interval", "20", "--use-fault-tolerance"),
-    *("--eval-interval", "100", "--sample-log-bytes", str(8 << 20)),
+    *("--eval-interval", "100", "--sample-log-bytes", str(_SAMPLE_LOG_BYTES)),
 )
+_CAPS = {"payloads": 2.0 * FILE_BYTES}
+"""A folder of payloads deletes files, so it fills until the first one is full."""
 
 
 async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
@@ -53,7 +58,7 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
         await asyncio.gather(busy, return_exceptions=True)
         steps = len(run.run.trained())
         history = (run.run.folder.ledger / "ledger.sqlite").stat().st_size
-    found = judged(sampling.lines, seconds)
+    found = judged(sampling.lines, seconds, _CAPS)
     print(f"{seconds / 60:.0f} minutes, {steps} steps; {dict(traffic.done)}")
     print(f"history and records grow by design: the ledger's has {history / steps:.0f} bytes a step")
     print(table(found))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.soak.sampling import Lines
 from tests.soak.verdict import BOUNDS, MIB, Verdict, judge
 
-_LIVED_SHARE = 0.6
-"""Of the time: a process that lived for less has no verdict."""
+_LATEST_BEGIN_SHARE = 0.6
+"""Of the time: a process that began later has no verdict."""
+_WARM_UP_SECONDS = 60.0
+_WARM_UP_SHARE = 0.2
+"""A process's first minute, or this share of a shorter time, says nothing: it has not yet done everything once. The
+trainer, e.g., draws its first pictures after half of it."""
 _UNITS = {"memory": ("MiB", MIB), "disk": ("MiB", MIB), "descriptors": ("", 1), "threads": ("", 1)}
 
 
@@ -24,16 +28,19 @@ class Judged:
     verdict: Verdict
 
 
-def judged(lines: Mapping[tuple[str, int], Lines], seconds: float) -> list[Judged]:
-    """Of processes and folders that were there for the whole second half."""
+def judged(lines: Mapping[tuple[str, int], Lines], seconds: float, caps: Mapping[str, float] = {}) -> list[Judged]:
+    """Of what was there for the second half; a folder of `caps` (name → bytes) may fill to its cap."""
     found = []
     for (name, _), line in sorted(lines.items()):
         for quantity, points in line.points.items():
-            late = [point for point in points if point[0] >= seconds / 2]
-            if not late or late[0][0] > seconds * _LIVED_SHARE or late[-1][0] < seconds * 0.9:
+            warm_at = points[0][0] + min(_WARM_UP_SECONDS, seconds * _WARM_UP_SHARE)
+            late = [point for point in points if point[0] >= max(seconds / 2, warm_at)]
+            if not late or points[0][0] > seconds * _LATEST_BEGIN_SHARE or late[-1][0] < seconds * 0.9:
                 continue
             whole = [(2 * late[0][0] - late[-1][0], late[0][1]), *late]  # so that its second half is what is late
             if verdict := judge(whole, BOUNDS[quantity]):
+                if name in caps:
+                    verdict = replace(verdict, grows=max(value for _, value in points) > caps[name])
                 found.append(Judged(name, quantity, points, verdict))
     return found
 

@@ -38,13 +38,28 @@ def test_a_leak_is_found_and_its_rate_is_about_right(an_hour: float) -> None:
     assert verdict.slope / MIB == pytest.approx(an_hour, rel=0.2)
 
 
-def test_a_line_that_rises_and_flattens_in_the_second_half_is_warm_up() -> None:
+def test_a_line_that_flattens_only_in_the_second_half_grows() -> None:
     seconds = [float(i) for i in range(300)]
-    warm = [(one, 600 * MIB * (1 - 0.4 * math.exp(-one / 50))) for one in seconds]
-    verdict = judge(warm, BOUNDS["memory"])
+    late = [(one, 600 * MIB * (1 - 0.4 * math.exp(-one / 100))) for one in seconds]
+    verdict = judge(late, BOUNDS["memory"])
     assert verdict is not None
-    assert verdict.slope > 100 * MIB
-    assert not verdict.grows
+    assert verdict.grows
+
+
+def test_the_first_minute_of_a_process_is_its_warm_up() -> None:
+    lines = Lines()
+    lines.points["memory"] = [(150.0 + i, 100.0 * MIB * min(i, 60)) for i in range(150)]
+    assert [each.verdict.grows for each in judged({("warms up", 1): lines}, 300.0)] == [False]
+    lines.points["memory"] = [(150.0 + i, 100.0 * MIB * min(i, 140)) for i in range(150)]
+    assert [each.verdict.grows for each in judged({("grows on", 1): lines}, 300.0)] == [True]
+
+
+def test_a_folder_with_a_cap_may_fill_to_it_and_no_further() -> None:
+    lines = Lines()
+    lines.points["disk"] = [(float(i), float(i) * MIB) for i in range(50)]
+    assert [each.verdict.grows for each in judged({("folder", 0): lines}, 50.0, {"folder": 49.0 * MIB})] == [False]
+    assert [each.verdict.grows for each in judged({("folder", 0): lines}, 50.0, {"folder": 48.0 * MIB})] == [True]
+    assert [each.verdict.grows for each in judged({("folder", 0): lines}, 50.0, {"other": 49.0 * MIB})] == [True]
 
 
 @pytest.mark.parametrize("noise", [0.0, 5.0, 40.0])

@@ -1,8 +1,8 @@
 """Whether a line grows: the median of all its slopes (Theil-Sen), which single outliers do not move.
 
 Only the second half counts: caches, pools and allocators fill in the first. A line grows when it gains more than its
-bound in an hour, even by the lower end of the slopes' confidence interval, more than its noise in the time seen, and
-does not flatten: in the last quarter it still gains at least half as fast.
+bound in an hour, even by the lower end of the slopes' confidence interval, and more than its noise in the time seen.
+That it was steeper before is no excuse: a leak may slow down as its process does.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ def judge(points: Sequence[tuple[float, float]], bound: Bound) -> Verdict | None
     least = slopes[max(0, round((len(slopes) - _Z * _deviation(len(half))) / 2) - 1)]
     hours = (half[-1][0] - half[0][0]) / 3600
     grows = least > bound.an_hour and slope * hours > bound.at_all + bound.share * level
-    if grows:
-        grows = median(_slopes(second_half(half))) > slope / 2
     return Verdict(slope, least, level, grows)
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
+from services.trainer.serving.points import averaged
 from services.trainer.serving.row import MetricsRow
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
@@ -23,7 +24,7 @@ _PANELS: Sequence[tuple[str, Sequence[str]]] = (
 
 
 def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
-    """Writes a PNG with a panel for each group of metrics that the run has."""
+    """Writes a PNG with a panel for each group of metrics that the run has; of many steps a point is a mean."""
     names = sorted({name for row in rows for name in row.metrics})
     panels = [(title, [n for n in names if n.startswith(tuple(starts))]) for title, starts in _PANELS]
     panels = [(title, found) for title, found in panels if found]
@@ -32,8 +33,9 @@ def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
     for place, (title, found) in enumerate(panels, start=1):
         axes = figure.add_subplot((len(panels) + 1) // 2, 2, place)
         for name in found:
-            points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
+            steps = averaged([row.step for row in rows if name in row.metrics])
+            values = averaged([row.metrics[name] for row in rows if name in row.metrics])
+            axes.plot(steps, values, marker="o", markersize=3, linewidth=1.2, label=name)
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

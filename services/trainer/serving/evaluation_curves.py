@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
+from services.trainer.serving.points import averaged
 from services.trainer.serving.row import MetricsRow
 
 _MEAN, _PASS = "eval/", "eval_pass/"
@@ -37,8 +38,7 @@ def draw_evaluations(rows: Sequence[MetricsRow], path: Path) -> None:
     if passes:
         shares = figure.add_subplot(1, 2, 2)
         for metric in passes:
-            points = [(row.step, row.metrics[metric]) for row in rows if metric in row.metrics]
-            shares.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric.removeprefix(_PASS))
+            shares.plot(*_points(rows, metric), marker="o", markersize=3, label=metric.removeprefix(_PASS))
         shares.set_ylim(-0.02, 1.02)
         _explain(shares, "pass@k")
     with replacing(path) as draft:
@@ -46,13 +46,17 @@ def draw_evaluations(rows: Sequence[MetricsRow], path: Path) -> None:
 
 
 def _draw_mean(axes: Axes, rows: Sequence[MetricsRow], name: str) -> None:
-    points = [(row.step, row.metrics[_MEAN + name]) for row in rows if _MEAN + name in row.metrics]
-    (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
-    low, high = f"eval_low/{name}", f"eval_high/{name}"
-    bounded = [(row.step, row.metrics[low], row.metrics[high]) for row in rows if low in row.metrics]
-    if bounded:
-        steps, lows, highs = zip(*bounded, strict=True)
+    (line,) = axes.plot(*_points(rows, _MEAN + name), marker="o", markersize=3, linewidth=1.2, label=name)
+    steps, lows = _points(rows, f"eval_low/{name}")
+    if steps:
+        _, highs = _points(rows, f"eval_high/{name}")
         axes.fill_between(steps, lows, highs, alpha=0.2, color=line.get_color(), linewidth=0)
+
+
+def _points(rows: Sequence[MetricsRow], metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of those that have it."""
+    found = [row for row in rows if metric in row.metrics]
+    return averaged([row.step for row in found]), averaged([row.metrics[metric] for row in found])
 
 
 def _explain(axes: Axes, title: str) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from headrace.rpc.log import log
@@ -38,6 +38,7 @@ class RunReport:
         self._is_behind = False
         """metrics.jsonl lacks more than the newest of `rows`, or has others."""
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._pictures: Sequence[Future[None]] = ()
         self._drawn = time.monotonic()
         self._changed = asyncio.Event()
         self._closed = False
@@ -63,7 +64,7 @@ class RunReport:
         self._write()
         for tracker in self._trackers:
             tracker.log(step, {name: value for name, value in metrics.items() if name not in untracked})
-        if time.monotonic() - self._drawn > _REDRAW_SECONDS:
+        if time.monotonic() - self._drawn > _REDRAW_SECONDS and all(picture.done() for picture in self._pictures):
             self._draw()
         self._wake()
 
@@ -115,9 +116,12 @@ class RunReport:
     def _draw(self) -> None:
         self._drawn = time.monotonic()
         rows = list(self.rows)
-        self._drawing.submit(draw_curves, rows, self._folder / "curves.png")
-        self._drawing.submit(draw_timeline, rows, self._folder / "timeline.png")
-        self._drawing.submit(draw_evaluations, rows, self._folder / "evaluations.png")
+        self._pictures = [
+            self._drawing.submit(draw, rows, self._folder / f"{name}.png") for name, draw in _PICTURES.items()
+        ]
+
+
+_PICTURES = {"curves": draw_curves, "timeline": draw_timeline, "evaluations": draw_evaluations}
 
 
 def _line(row: MetricsRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
+from services.trainer.serving.points import averaged
 from services.trainer.serving.row import MetricsRow
 
 PARTS: Mapping[str, str] = {
@@ -32,7 +34,10 @@ _BUSY = {"busy/engines": "#33a02c", "busy/trainer": "#1f78b4"}
 
 
 def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
-    """Writes a PNG: a bar a step, in which what is not one of PARTS is `other`, and below it the busy shares."""
+    """Writes a PNG: a bar a step, in which what is not one of PARTS is `other`, and below it the busy shares.
+
+    Of many steps a bar is the mean of some. A part is one shape and not one for each bar: each takes kilobytes.
+    """
     steps = [row for row in rows if "time/step_seconds" in row.metrics]
     if not steps:
         return
@@ -50,12 +55,15 @@ def _draw_parts(axes: Axes, steps: Sequence[MetricsRow]) -> None:
     whole = [row.metrics["time/step_seconds"] for row in steps]
     known = [sum(values) for values in zip(*parts.values(), strict=True)]
     parts[_REST] = [max(all_ - some, 0.0) for all_, some in zip(whole, known, strict=True)]
-    places, bottom = [row.step for row in steps], [0.0] * len(steps)
+    places = averaged([row.step for row in steps])
+    edges = [steps[0].step - 0.5, *((one + other) / 2 for one, other in pairwise(places)), steps[-1].step + 0.5]
+    bottom = [0.0] * len(places)
     for name, seconds in parts.items():
         if any(seconds):
             label = f"{name.removeprefix('time/').removesuffix('_seconds')}: {sum(seconds) / sum(whole):.0%}"
-            axes.bar(places, seconds, width=1.0, bottom=bottom, label=label, color=PARTS.get(name, "#eeeeee"))
-            bottom = [below + more for below, more in zip(bottom, seconds, strict=True)]
+            top = [below + more for below, more in zip(bottom, averaged(seconds), strict=True)]
+            axes.stairs(top, edges, baseline=bottom, fill=True, label=label, color=PARTS.get(name, "#eeeeee"))
+            bottom = top
     axes.set_ylabel("seconds")
     _explain(axes, reverse=True)
 
@@ -66,7 +74,7 @@ def _draw_shares(axes: Axes, steps: Sequence[MetricsRow]) -> None:
         if known:
             places, shares = zip(*known, strict=True)
             label = f"{name.removeprefix('busy/')}: {sum(shares) / len(shares):.0%}"
-            axes.plot(places, shares, marker=".", label=label, color=colour)
+            axes.plot(averaged(places), averaged(shares), marker=".", label=label, color=colour)
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("busy")
     axes.set_xlabel("step")
