@@ -187,7 +187,7 @@ async def _read(context: Context, leavers: Leavers) -> object:
     except asyncio.CancelledError:
         leavers.left()
         raise
-    if data is grpc.aio.EOF:
+    if not isinstance(data, bytes):
         leavers.left()
     return data
 
