@@ -24,6 +24,7 @@ from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers.calls import OneCall, PeerCalls, key_of
 from headrace.rpc.peers.connections import ConnectionGuard
+from headrace.rpc.peers.leavers import Leavers
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 from headrace.wire.field_count import layout_of, require_few_fields
@@ -58,6 +59,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self._access = access
         self._connections = connections
         self._calls = calls
+        self._leavers = Leavers()
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -92,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                             self._calls.one(method),
                             self._peers.one_of(key_of(context.peer(), caller), caller) as peer,
                         ):
-                            data = await _received(context, method, peer)
+                            data = await _received(context, method, peer, self._leavers)
                             return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
@@ -109,7 +111,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 try:
                     self._allow(context, caller, service, method)
                     with self._calls.one(method), self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
-                        data = await _received(context, method, peer)
+                        data = await _received(context, method, peer, self._leavers)
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
@@ -161,11 +163,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return decode
 
 
-async def _received(context: Context, method: str, peer: OneCall) -> bytes:
+async def _received(context: Context, method: str, peer: OneCall, leavers: Leavers) -> bytes:
     """The request's bytes. Raises DeadlineExceeded for one that does not end, ResourceExhausted for too many bytes."""
     try:
-        async with asyncio.timeout(MAX_RECEIVE_SECONDS), peer.receiving():
-            data = await context.read()
+        async with asyncio.timeout(MAX_RECEIVE_SECONDS):
+            await leavers.outlast()
+            async with peer.receiving():
+                data = await _read(context, leavers)
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"the request of {method} did not arrive within {MAX_RECEIVE_SECONDS:g} s: send it in smaller parts, or "
@@ -174,6 +178,17 @@ async def _received(context: Context, method: str, peer: OneCall) -> bytes:
     if not isinstance(data, bytes):
         raise InvalidArgument(f"the call of {method} ended without a request", reason="MALFORMED_REQUEST")
     peer.received(len(data))
+    return data
+
+
+async def _read(context: Context, leavers: Leavers) -> object:
+    try:
+        data = await context.read()
+    except asyncio.CancelledError:
+        leavers.left()
+        raise
+    if not isinstance(data, bytes):
+        leavers.left()
     return data
 
 

@@ -29,6 +29,7 @@ from headrace.rpc.net import Address, require_free, require_reachable
 from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
 from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.request_limits import RequestLimits
+from headrace.rpc.spare_memory import SpareMemory
 from headrace.rpc.tls import TlsFolder, server_credentials
 from headrace.wire.limits import (
     MAX_CONNECTIONS,
@@ -129,6 +130,7 @@ class RpcServer:
         access = Access.of(tls.path if tls else None, tokens)
         self.connections = connections or ConnectionGuard()
         self._calls = CallsInProgress()
+        self._memory = SpareMemory()
         interceptor = CallInterceptor(
             *(names, self.metrics, self.peers, request_limits, gate, access, self.connections, self._calls)
         )
@@ -154,6 +156,7 @@ class RpcServer:
             raise Unavailable(f"cannot listen on {self._address}: choose another --address") from error
         await self._server.start()
         self.connections.start(self.port)
+        self._memory.start()
         if self._metrics_address:
             self.metrics_port = self.metrics.serve(self._metrics_address, self._tls)
         status = health_pb2.HealthCheckResponse
@@ -193,6 +196,7 @@ class RpcServer:
         self._calls.end()
         await stopping
         self.connections.stop()
+        self._memory.stop()
         self.metrics.stop()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError
 from headrace.launch.health import is_serving
+from headrace.rpc import server as rpc_server
 from headrace.rpc.access.role import Role
 from headrace.rpc.channel import connect
 from headrace.rpc.server import RpcServer
@@ -24,6 +26,8 @@ from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.faults.far_away import far_away
 
 SOON = 3.0
+HANDSHAKE_MS = 1_500
+HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(20)
 
 
 @pytest.fixture
@@ -140,6 +144,31 @@ async def test_metrics_are_encrypted_too(authority: Path) -> None:
 def _read(url: str, context: ssl.SSLContext) -> bytes:
     with urllib.request.urlopen(url, timeout=30, context=context) as reply:  # noqa: S310  # https, by the caller
         return bytes(reply.read())
+
+
+async def test_half_handshakes_hold_up_nobody_and_end(authority: Path, monkeypatch) -> None:
+    """Also those that go on by a byte now and then: the deadline is that of a whole handshake."""
+    options = dict(rpc_server.OPTIONS) | {"grpc.server_handshake_timeout_ms": HANDSHAKE_MS}
+    monkeypatch.setattr(rpc_server, "OPTIONS", list(options.items()))
+    monkeypatch.setenv(VARIABLE, str(authority))
+    async with serving(authority) as server:
+        half = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
+        for number, (_, writer) in enumerate(half):
+            writer.write(HALF_A_HELLO[: number % len(HALF_A_HELLO)])
+        started = time.monotonic()
+        assert await answers(server.address)
+        assert time.monotonic() - started < SOON
+        ends = [asyncio.create_task(reader.read()) for reader, _ in half]
+        async with asyncio.timeout(10 * SOON):
+            while not all(each.done() for each in ends):
+                for each, (_, writer) in zip(ends, half, strict=True):
+                    if not each.done():
+                        writer.write(b"\0")
+                await asyncio.wait(ends, timeout=0.1)
+        for each, (_, writer) in zip(ends, half, strict=True):
+            each.exception()
+            writer.close()
+        assert await answers(server.address)
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])

@@ -88,7 +88,8 @@ async def _attack(
     server: ServerProcess, service: ServiceDescriptor, folder: Path, *ends: str, openai: str | None = None
 ) -> None:
     """Several hands at once, each with its own seed; then everything that holds for every service is checked."""
-    await besiege(ports_of(server, service, openai=openai), NUM_ATTACKS // len(SHARES), str(SEED))
+    ports = ports_of(server, service, openai=openai)
+    await besiege(ports, NUM_ATTACKS // len(SHARES), str(SEED), slack_bytes=MEMORY_SLACK_BYTES)
     share = round(NUM_CALLS * SHARES[service] / NUM_HANDS / 2)
     started = time.monotonic()
     async with Wire(server.address, service) as wire:

@@ -18,7 +18,8 @@ from urllib.parse import unquote
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from headrace.rpc.http.certificates import server_context
+from headrace.rpc.access.revoked import Revoked
+from headrace.rpc.http.certificates import peer_of, server_context
 from headrace.rpc.http.door import Door, Guest
 from headrace.rpc.net import Address
 from headrace.rpc.tls import TlsFolder
@@ -41,13 +42,14 @@ class MetricsPage:
     def start(self, address: Address) -> int:
         """Returns the bound port. Raises OSError or ConfigError."""
         context = server_context(self._tls, needs_certificate=True) if self._tls else None
+        revoked = Revoked(self._tls.path) if self._tls else None
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         listener = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
         started: Future[None] = Future()
 
         async def serve() -> None:
             self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-            door = Door(listener, lambda guest: _Request(guest, self._application), context)
+            door = Door(listener, lambda guest: _Request(guest, self._application, revoked), context)
             door.open()
             started.set_result(None)
             await self._ended.wait()
@@ -68,8 +70,9 @@ class MetricsPage:
 class _Request(asyncio.Protocol):
     """One connection: a head is read, an answer written."""
 
-    def __init__(self, guest: Guest, application: Any) -> None:
+    def __init__(self, guest: Guest, application: Any, revoked: Revoked | None) -> None:
         self._guest = guest
+        self._revoked = revoked
         self._application = application
         self._head = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -92,8 +95,15 @@ class _Request(asyncio.Protocol):
         head, end, _ = self._head.partition(_END)
         if len(head) > MAX_HTTP_HEADER_BYTES:
             self._answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif end and self._is_revoked():
+            self._answer(HTTPStatus.UNAUTHORIZED)
         elif end:
             self._answer(None, bytes(head))
+
+    def _is_revoked(self) -> bool:
+        assert self._transport is not None
+        connection = self._transport.get_extra_info("ssl_object")
+        return self._revoked is not None and self._revoked.includes(peer_of(connection))
 
     def _answer(self, refusal: HTTPStatus | None, head: bytes = b"") -> None:
         assert self._transport is not None

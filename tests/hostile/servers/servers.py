@@ -38,7 +38,7 @@ class ServerProcess:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.module, *self._arguments),
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"},  # as docs/security.md has it
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self.log_path.open("a"),
             stderr=self.log_path.open("a"),

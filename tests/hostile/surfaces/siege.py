@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -22,9 +23,11 @@ from tests.support.processes.health_probe import HealthProbe
 
 MOST_HEALTH_SECONDS = 1.0
 MOST_SECONDS_BY_CLOCK = 15.0
+"""On a machine that does other work, too; on a calm one it is `MOST_HEALTH_SECONDS` by the clock as well."""
 MEMORY_FACTOR = 1.1
-MEMORY_SLACK_BYTES = 32 << 20
-"""An allocator's own, of the calls of a flood that waited at the same time; a process may be small beside it."""
+MOST_SETTLING_SECONDS = 90.0
+WARM_UP = 50
+"""Attacks on each port before its memory is looked at: each kind loads and allocates what is needed once."""
 _BUG_STATUSES = ("500", "501", "502", "505")
 
 
@@ -52,38 +55,48 @@ def ports_of(server: ServerProcess, service: ServiceDescriptor, *, openai: str |
     return [*ports, *([Port(server, openai, "/v1/chat/completions", of_http, "/v1/models")] if openai else [])]
 
 
-async def besiege(ports: Sequence[Port], count: int, seed: str) -> None:
-    """So many attacks on all ports together; the first quarter of them loads and allocates what is needed once."""
-    strangers = [Stranger(port.address, port.path, port.makes, seed) for port in ports]
-    share, started = count // len(ports), time.monotonic()
-    await _attack(strangers, share // 4)
-    servers = list(dict.fromkeys(port.server for port in ports))
-    before = {server: server.rss_bytes for server in servers}
+async def besiege(ports: Sequence[Port], count: int, seed: str, *, slack_bytes: int = 0) -> None:
+    """So many attacks on all ports together, after the first `WARM_UP` on each.
+
+    `slack_bytes` is what may be held beyond the factor, where the attacks are few beside what a service does besides.
+    """
+    strangers = {port: Stranger(port.address, port.path, port.makes, seed) for port in ports}
+    await _attack(strangers.values(), WARM_UP)
+    servers, is_calm = list(dict.fromkeys(port.server for port in ports)), _is_calm()
+    before, started = {server: server.rss_bytes for server in servers}, time.monotonic()
     with contextlib.ExitStack() as watching:
         healths = {
             server: watching.enter_context(HealthProbe(server.address, lambda server=server: server.pid))
             for server in servers
         }
         polites = [watching.enter_context(Polite(port.address, port.asks)) for port in ports if port.asks]
-        await _attack(strangers, share - share // 4)
-    _tell(strangers, seed, time.monotonic() - started)
+        await _attack(strangers.values(), count // len(ports))
+    _tell(strangers.values(), seed, time.monotonic() - started)
+    most_seconds = MOST_HEALTH_SECONDS if is_calm else MOST_SECONDS_BY_CLOCK
     for server, health in healths.items():
-        await _require_unharmed(server, health, before[server])
+        of_server = [stranger for port, stranger in strangers.items() if port.server is server]
+        await _require_unharmed(server, health, of_server, before[server], slack_bytes, most_seconds)
     for polite in polites:
         print(f"  {polite.address}{polite.path}: {polite.num_answers} answers, {polite.worst_seconds:.3f} s at worst")
         assert polite.num_answers > 0
         assert not polite.failures, polite.failures[:5]
         assert polite.worst_seconds < MOST_SECONDS_BY_CLOCK
-    assert not [status for stranger in strangers for status in stranger.statuses if status in _BUG_STATUSES]
+    statuses = [status for stranger in strangers.values() for status in stranger.statuses]
+    assert not [status for status in statuses if status in _BUG_STATUSES]
 
 
-async def _attack(strangers: Sequence[Stranger], count: int) -> None:
+def _is_calm() -> bool:
+    """Nothing but these attacks has kept the machine busy: the warm-up and the services' starts are half of a core."""
+    return os.getloadavg()[0] < (os.cpu_count() or 1) / 2
+
+
+async def _attack(strangers: Collection[Stranger], count: int) -> None:
     """All ports at once; slow connections go with the last attack."""
     await asyncio.gather(*(stranger.run(count) for stranger in strangers))
     await asyncio.gather(*(stranger.close() for stranger in strangers))
 
 
-def _tell(strangers: Sequence[Stranger], seed: str, seconds: float) -> None:
+def _tell(strangers: Collection[Stranger], seed: str, seconds: float) -> None:
     counts, statuses = Counter[str](), Counter[str]()
     for stranger in strangers:
         counts += stranger.counts
@@ -94,26 +107,39 @@ def _tell(strangers: Sequence[Stranger], seed: str, seconds: float) -> None:
     print("  statuses of HTTP: " + ", ".join(f"{status} {number}" for status, number in sorted(statuses.items())))
 
 
-async def _require_unharmed(server: ServerProcess, health: HealthProbe, before: int) -> None:
-    after = await _settled_rss(server, before)
+async def _require_unharmed(
+    server: ServerProcess,
+    health: HealthProbe,
+    strangers: Collection[Stranger],
+    before: int,
+    slack_bytes: int,
+    most_seconds: float,
+) -> None:
+    at_end, ended = server.rss_bytes, time.monotonic()
+    most = round(before * MEMORY_FACTOR) + slack_bytes
+    after = await _settled_rss(server, most)
+    bugs = await asyncio.to_thread(_bugs_counted, server)
     print(
-        f"  {server.module}: health {health.worst_seconds:.3f} s at worst, {health.worst_busy_seconds:.3f} s of it "
-        f"computing; memory {before >> 20} MiB before, {after >> 20} MiB after"
+        f"  {server.module}: {sum(each.counts.total() for each in strangers)} attacks of "
+        f"{sum(each.requests for each in strangers)} requests or frames, {len(bugs)} INTERNAL or UNKNOWN; health "
+        f"{health.worst_seconds:.3f} s at worst, {health.worst_busy_seconds:.3f} s of it computing; memory "
+        f"{before >> 20} MiB before, {at_end >> 20} MiB at the end, {after >> 20} MiB "
+        f"{time.monotonic() - ended:.0f} s later"
     )
     assert server.is_alive, server.log[-3000:]
     assert not tracebacks(server.log), "\n".join(tracebacks(server.log)[:5])[:6000]
-    assert not await asyncio.to_thread(_bugs_counted, server)
+    assert not bugs
     assert health.num_answers > 0
     assert health.worst_busy_seconds < MOST_HEALTH_SECONDS
-    assert health.worst_seconds < MOST_SECONDS_BY_CLOCK
-    assert after < before * MEMORY_FACTOR + MEMORY_SLACK_BYTES
+    assert health.worst_seconds < most_seconds
+    assert after <= most
 
 
 async def _settled_rss(server: ServerProcess, goal: int) -> int:
-    for _ in range(50):
-        if server.rss_bytes <= goal * MEMORY_FACTOR:
-            break
-        await asyncio.sleep(0.1)
+    """The memory once a server had the time to give back what it no longer needs."""
+    end = time.monotonic() + MOST_SETTLING_SECONDS
+    while server.rss_bytes > goal and time.monotonic() < end:
+        await asyncio.sleep(0.2)
     return server.rss_bytes
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from headrace.cli.authority import issue_client, issue_service
+from headrace.cli.authority import issue_client, issue_service, revoke_client
 from headrace.rpc.access.role import Role
 from headrace.rpc.http import door
 from headrace.rpc.http.page import MetricsPage
@@ -97,6 +97,35 @@ async def test_half_a_handshake_holds_up_nobody_and_a_renewed_certificate_counts
     finally:
         for _, writer in half:
             writer.close()
+        page.stop()
+
+
+async def test_a_revoked_certificate_is_shown_nothing_and_the_next_one_is(
+    registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    issue_service(tmp_path, (), 30)
+    page = MetricsPage(registry, TlsFolder(tmp_path))
+    port = page.start(Address("127.0.0.1", 0))
+
+    def new_client() -> ssl.SSLContext:
+        folder = issue_client(tmp_path, "prometheus", Role.VIEWER, 30).folder
+        shown = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        shown.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+        return shown
+
+    try:
+        client = new_client()
+        assert "boats_total" in await said(port, GET, client)
+        revoke_client(tmp_path, "prometheus")
+        end = time.monotonic() + SOON
+        while "boats_total" in (answer := await said(port, GET, client)):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        assert answer.startswith("HTTP/1.1 401 ")
+        while "boats_total" not in await said(port, GET, new_client()):  # valid from a later second
+            assert time.monotonic() < end
+            await asyncio.sleep(0.2)
+    finally:
         page.stop()
 
 
