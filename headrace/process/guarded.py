@@ -88,8 +88,8 @@ class GuardedProcess:
 
     @property
     def resident_bytes(self) -> int | None:
-        """Memory that it and those below it had when last looked at; None before that."""
-        return self._memory.last if self._memory else None
+        """The most memory that it and those below it had in the last half minute; None before the first look."""
+        return self._memory.most if self._memory else None
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""

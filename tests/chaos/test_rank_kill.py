@@ -26,6 +26,7 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
+SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "11"))
 STEPS_PER_KILL = 4
 GROUPS_PER_STEP = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
@@ -38,7 +39,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200 + 200 * NUM_KILLS)]
 
 async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weights(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
-    chance = random.Random(int(os.environ.get("HEADRACE_CHAOS_SEED", "11")))
+    chance = random.Random(SEED)
     aims = iter(PARTS_OF_A_START)
     num_kills = 0
     supply = asyncio.Semaphore(GROUPS_PER_STEP)  # one step ahead of the last kill: it cannot end before

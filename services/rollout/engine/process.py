@@ -48,7 +48,7 @@ class EngineProcess(Protocol):
 
     @property
     def resident_bytes(self) -> int | None:
-        """Memory that it had when last looked at; None where nobody looks."""
+        """The most memory that it had in the last half minute; None where nobody looks."""
 
     def last_lines(self) -> str:
         """Returns the end of the log."""
@@ -101,7 +101,7 @@ class ServerProcess:
 
     @property
     def resident_bytes(self) -> int | None:
-        """Memory that it had when last looked at; None where nobody looks."""
+        """The most memory that it had in the last half minute; None where nobody looks."""
         return self._child.resident_bytes
 
     def last_lines(self) -> str:

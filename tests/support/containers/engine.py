@@ -17,14 +17,17 @@ from tests.support.deployments import DEPLOY
 from tests.support.processes.training_run import ROOT
 
 _BASE = re.compile(r"^ARG BASE=(\S+)$", re.M)
+_COMMAND = shlex.split(os.environ.get("HEADRACE_CONTAINER_ENGINE", "podman"))
+_BUILD_FLAGS = shlex.split(os.environ.get("HEADRACE_BUILD_FLAGS", ""))
+_RUN_FLAGS = shlex.split(os.environ.get("HEADRACE_RUN_FLAGS", ""))
 _PULL_SECONDS = 120.0
 
 
 class Engine:
     def __init__(self) -> None:
-        self._command = shlex.split(os.environ.get("HEADRACE_CONTAINER_ENGINE", "podman"))
-        self._build_flags = shlex.split(os.environ.get("HEADRACE_BUILD_FLAGS", ""))
-        self.run_flags = shlex.split(os.environ.get("HEADRACE_RUN_FLAGS", ""))
+        self._command = _COMMAND
+        self._build_flags = _BUILD_FLAGS
+        self.run_flags = _RUN_FLAGS
 
     @property
     def is_podman(self) -> bool:

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from headrace.process import ended
+from headrace.process.ended import ResidentMemory
 from headrace.process.memory import free_bytes, of_tree
 
 HOLDS_64_MIB = "import sys; held = bytearray(64 << 20); print('.', flush=True); sys.stdin.read()"
@@ -25,6 +29,26 @@ async def test_a_process_takes_its_memory_and_that_of_those_below_it() -> None:
         child.kill()
         child.communicate()
     assert of_tree(child.pid) == 0
+
+
+async def test_what_a_tree_had_is_told_though_its_largest_process_ended_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = asyncio.Event()
+    looks = [500 << 20, 28 << 20, 0]  # the last: nothing of it is there
+
+    def look(pid: int) -> int:
+        if len(looks) == 1:
+            loop.call_soon_threadsafe(over.set)
+        return looks.pop(0) if looks else 0
+
+    loop, memory = asyncio.get_running_loop(), ResidentMemory(os.getpid())
+    monkeypatch.setattr(ended, "resident_of_tree", look)
+    monkeypatch.setattr(ended, "LOOK_SECONDS", 0.0)
+    assert memory.most is None
+    await memory.watch(over.wait)
+    assert looks == []
+    assert memory.most == 500 << 20
 
 
 def test_what_is_free_is_the_machines_or_the_containers_where_that_is_less(tmp_path: Path) -> None:
