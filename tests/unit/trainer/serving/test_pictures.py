@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from services.trainer.serving import report as report_module
 from services.trainer.serving.curves import draw_curves
@@ -28,15 +30,23 @@ def rows(count: int) -> list[MetricsRow]:
 
 
 @pytest.mark.parametrize("draw", [draw_timeline, draw_curves])
-def test_a_picture_takes_no_kilobytes_for_each_step(draw: Draw, tmp_path: Path) -> None:
-    many = rows(2 * MOST_POINTS)
-    draw(many[:2], tmp_path / "warm.png")  # fonts are loaded
-    tracemalloc.start()
-    draw(many, tmp_path / "picture.png")
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert most / len(many) < 8000
+def test_a_picture_has_as_many_shapes_and_points_of_many_steps_as_of_few(
+    draw: Draw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, points = list[int](), list[int]()
+
+    def counted(figure: Figure, draft: Path, **_: object) -> None:
+        shapes.append(len(figure.findobj()))
+        points.append(max(np.asarray(line.get_xdata()).size for line in figure.findobj(Line2D)))
+        draft.touch()
+
+    monkeypatch.setattr(Figure, "savefig", counted)
+    for count in (MOST_POINTS, 2 * MOST_POINTS):
+        draw(rows(count), tmp_path / "picture.png")
+    few, many = shapes
+    assert many < 1.5 * few
+    assert few < 1000  # each takes kilobytes
+    assert points == [MOST_POINTS, MOST_POINTS]
 
 
 def test_the_parts_of_a_long_runs_steps_lie_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +60,7 @@ def test_the_parts_of_a_long_runs_steps_lie_on_each_other(tmp_path: Path, monkey
         return stairs(axes, top, edges, baseline=baseline, **how)
 
     monkeypatch.setattr(Axes, "stairs", noted)
+    monkeypatch.setattr(Figure, "savefig", lambda _, draft, **__: draft.touch())
     draw_timeline(rows(3 * MOST_POINTS), tmp_path / "timeline.png")
     assert [list(baseline) for baseline, _, _ in drawn[1:]] == [list(top) for _, top, _ in drawn[:-1]]
     _, top, edges = drawn[-1]
