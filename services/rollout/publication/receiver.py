@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
+from headrace.errors import Aborted, ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
@@ -115,6 +115,8 @@ class Receiver:
         if not plan.engine_ids:
             if engines := self._fleet.alive():
                 return engines
+            if not self._fleet.may_start.is_set():  # as after a start in the engines' turn: waiting brings none
+                raise Aborted("no engine has memory: the devices are the trainer's", reason="MEMORY_RELEASED")
             raise Unavailable("no engine is alive to receive weights; they are being started", retry_after_seconds=2.0)
         if plan.policy_version != self._fleet.policy_version:
             raise FailedPrecondition(

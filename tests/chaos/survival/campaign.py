@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Outcome:
     fault: str
     phase: str
     away_seconds: float
-    """From the end of the fault to the next step."""
+    """From the end of the fault to the next steps; of a launcher, from the next command."""
     restarts: int
     """Services that the launcher started again."""
 
@@ -44,30 +44,31 @@ class Survived:
         file.write_text(json.dumps(asdict(self), indent=1))
 
 
-async def campaign(
-    run: StandInRun, cases: Iterable[tuple[Fault, str]], kill_launcher: Callable[[int], None] | None = None
-) -> Survived:
+async def campaign(run: StandInRun, cases: Sequence[tuple[Fault, str]], launcher: Fault | None = None) -> Survived:
     """Strikes in each phase, and waits each time for the run to go on by itself. Ends it, continues it, and audits.
 
-    With `kill_launcher` it is not asked to end: its launcher is killed, and everything else ends after it.
+    With `launcher`, its end, that strikes last in each phase; everything else ends after it, and the same command
+    continues the run. So no launcher sees more deaths of one service than it puts up with in ten minutes.
 
     Raises AssertionError with the ends of all logs where it does not go on.
     """
-    outcomes = []
-    async with run.started():
-        await _more_steps(run)
-        for fault, phase in cases:
-            outcomes.append(await _one(run, fault, phase))
-            print(outcomes[-1], flush=True)
-        if kill_launcher:
-            await asyncio.to_thread(kill_launcher, run.run.pid)
-            async with asyncio.timeout(_GO_ON_SECONDS):
-                while run.run.is_running or run.run.folder.running_services():
-                    await asyncio.sleep(0.05)
-    told = run.run.log.read_text(errors="replace")
-    async with run.started():  # the same command: its checkpoint is read
-        await _more_steps(run)
-    told += run.run.log.read_text(errors="replace")
+    outcomes: list[Outcome] = []
+    told, ended_in = "", ""
+    for part in (*(_by_phase(cases) if launcher else [cases]), ()):  # the last only goes on from a checkpoint
+        began = asyncio.get_running_loop().time()
+        async with run.started():
+            await _more_steps(run)
+            if launcher and ended_in:
+                away = asyncio.get_running_loop().time() - began
+                _add(outcomes, Outcome(launcher.name, ended_in, round(away, 1), 0))
+            for fault, phase in part:
+                _add(outcomes, await _one(run, fault, phase))
+            if launcher and part:
+                ended_in = part[-1][1]
+                await until_phase(run, ended_in)
+                await launcher.strike(run)
+                await launcher.heal(run)
+        told += run.run.log.read_text(errors="replace")
     found = await audited(run.run.folder, "train", 60.0, deep=True)
     negative = [
         f"step {row['step']}: {name} is {value}"
@@ -77,6 +78,15 @@ async def campaign(
     ]
     is_clean = found.verdict.is_clean and not negative
     return Survived(outcomes, is_clean, "\n".join([described(found), *negative]), told)
+
+
+def _by_phase(cases: Sequence[tuple[Fault, str]]) -> Sequence[Sequence[tuple[Fault, str]]]:
+    return [[case for case in cases if case[1] == phase] for phase in dict.fromkeys(phase for _, phase in cases)]
+
+
+def _add(outcomes: list[Outcome], outcome: Outcome) -> None:
+    outcomes.append(outcome)
+    print(outcome, flush=True)
 
 
 async def _one(run: StandInRun, fault: Fault, phase: str) -> Outcome:

@@ -17,6 +17,7 @@ from tests.support.faults.small_disk import SmallDisk
 from tests.support.processes.stand_in_run import StandInRun
 
 FULL_SECONDS = float(os.environ.get("HEADRACE_FULL_SECONDS", "2"))
+_END_SECONDS = 300.0
 
 
 class Fault(Protocol):
@@ -85,6 +86,22 @@ class Killed:
         if self._process == "engine":
             await run.kill_engine()
             await run.start_engine()
+
+
+class KilledLauncher:
+    """Nothing outlives it: it has healed when all services have ended."""
+
+    def __init__(self, what: str, how: Callable[[int], None]) -> None:
+        self.name = f"{what}: launcher"
+        self._how = how
+
+    async def strike(self, run: StandInRun) -> None:
+        await asyncio.to_thread(self._how, run.run.pid)
+
+    async def heal(self, run: StandInRun) -> None:
+        async with asyncio.timeout(_END_SECONDS):
+            while run.run.is_running or run.run.folder.running_services():
+                await asyncio.sleep(0.05)
 
 
 PROCESSES: dict[str, tuple[str, str]] = {

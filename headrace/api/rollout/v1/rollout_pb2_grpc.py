@@ -157,6 +157,7 @@ class RolloutServiceServicer:
 
     def BeginPublish(self, request, context):
         """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
+        ABORTED with reason MEMORY_RELEASED: no engine has memory before ResumeMemory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,7 +60,9 @@ class RolloutServiceStub:
     no room for so many. During a publication engines come as always, and those that take part in it leave after it.
     """
     BeginPublish: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]
-    """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open."""
+    """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
+    ABORTED with reason MEMORY_RELEASED: no engine has memory before ResumeMemory.
+    """
     PublishBucket: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PublishBucketRequest, _rollout_pb2.PublishBucketResponse]
     """Receives one bucket. Idempotent by (publication_id, bucket)."""
     CommitPublish: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitPublishRequest, _rollout_pb2.CommitPublishResponse]
@@ -114,7 +116,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     no room for so many. During a publication engines come as always, and those that take part in it leave after it.
     """
     BeginPublish: _aio.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]  # type: ignore[assignment]
-    """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open."""
+    """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
+    ABORTED with reason MEMORY_RELEASED: no engine has memory before ResumeMemory.
+    """
     PublishBucket: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PublishBucketRequest, _rollout_pb2.PublishBucketResponse]  # type: ignore[assignment]
     """Receives one bucket. Idempotent by (publication_id, bucket)."""
     CommitPublish: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitPublishRequest, _rollout_pb2.CommitPublishResponse]  # type: ignore[assignment]
@@ -195,7 +199,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.BeginPublishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.BeginPublishResponse, _abc.Awaitable[_rollout_pb2.BeginPublishResponse]]:
-        """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open."""
+        """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
+        ABORTED with reason MEMORY_RELEASED: no engine has memory before ResumeMemory.
+        """
 
     @_abc_1.abstractmethod
     def PublishBucket(

@@ -25,6 +25,7 @@ from tests.support.fakes.fake_fleet import RememberedRouting
 
 CALLS = ("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation")
 TIMING = FleetTiming(start_seconds=60, check_interval_seconds=0.02, check_timeout_seconds=10.0, max_restarts=1000)
+PLAN = Plan("p", 1, 1, "in_place", "gloo", 60.0, {}, (), is_loaded=True)
 
 
 @dataclass
@@ -94,6 +95,9 @@ async def test_a_service_that_starts_leaves_the_devices_to_the_trainer_until_it_
     async with shared(tmp_path) as it:
         assert it.turn.is_trainers
         assert it.production.paused
+        with pytest.raises(Aborted) as refused:  # by a trainer that gave the devices to the service before this one
+            await it.receiver.begin(PLAN)
+        assert refused.value.reason == "MEMORY_RELEASED"
         assert await it.turn.release(0) == []
         it.the_trainer_computes()
         assert it.device.events == ["trainer takes", "trainer gives"]
@@ -155,8 +159,7 @@ async def test_a_publication_that_a_trainer_left_open_is_aborted_when_the_next_o
 ) -> None:
     async with shared(tmp_path) as it:
         await it.turn.resume(1)
-        plan = Plan("p", 1, 1, "in_place", "gloo", 60.0, {}, (), is_loaded=True)
-        await it.receiver.begin(plan)
+        await it.receiver.begin(PLAN)
         assert await it.turn.release(0) == ["engine-0", "engine-1"]
         assert it.receiver.open_id == ""
         it.the_trainer_computes()
