@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 import numpy as np
@@ -28,16 +29,17 @@ class _Responses:
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
-        self._tokens: dict[int, list[int]] = {index: [] for index in range(max(1, request.n))}
-        """Of those that have not ended."""
+        self._num_responses = max(1, request.n)
+        self._tokens: dict[int, list[int]] = defaultdict(list)
+        self._ended: set[int] = set()
 
     @property
     def have_ended(self) -> bool:
-        return not self._tokens
+        return len(self._ended) == self._num_responses
 
     @property
     def have_begun(self) -> bool:
-        return len(self._tokens) < max(1, self._request.n) or any(self._tokens.values())
+        return bool(self._ended) or any(self._tokens.values())
 
     def left(self) -> Iterator[tuple[pb.GenerateRequest, int]]:
         """Yields each request to make now, and the index of its first response."""
@@ -47,14 +49,14 @@ class _Responses:
         if not self.have_begun:
             yield request, 0
             return
-        for index, tokens in list(self._tokens.items()):
+        for index in sorted(set(range(self._num_responses)) - self._ended):
             of_one = pb.GenerateRequest()
             of_one.CopyFrom(request)
             of_one.n = 1
             if index and of_one.sampling.HasField("seed"):
                 of_one.sampling.seed += index
             known = unpack_column(self._request.begun).tolist() if self._request.HasField("begun") else []
-            of_one.begun.CopyFrom(pack_column("tokens", np.asarray([*known, *tokens], dtype=np.int32)))
+            of_one.begun.CopyFrom(pack_column("tokens", np.asarray([*known, *self._tokens[index]], dtype=np.int32)))
             yield of_one, index
 
     def add(self, reply: pb.GenerateResponse) -> pb.GenerateResponse:
@@ -62,7 +64,7 @@ class _Responses:
         if reply.HasField("tokens"):
             self._tokens[reply.index] += unpack_column(reply.tokens).tolist()
         if reply.status:
-            del self._tokens[reply.index]
+            self._ended.add(reply.index)
         if not self._request.return_tokens:
             reply.ClearField("tokens")
             reply.ClearField("log_probs")
