@@ -15,13 +15,14 @@ from tests.support.fakes.certain_rollout import certain_rollout
 
 
 async def main(address: str, device: str, weights: str, logs: str) -> None:
-    """Serves until it is killed."""
+    """Serves until it is killed, or an engine cannot be started for the first time."""
     configure_logging("rollout")
 
     def build(number: int) -> WeightsEngineProcess:
         return WeightsEngineProcess(number, Path(device), Path(logs) / f"engine-{number}.log")
 
-    async with certain_rollout(build, address=address, weights_root=Path(weights), shares_devices=True):
+    async with certain_rollout(build, address=address, weights_root=Path(weights), shares_devices=True) as it:
+        await it.starting
         await asyncio.Event().wait()
 
 

@@ -45,6 +45,8 @@ class CertainRollout:
 
     address: str
     fleet: Fleet
+    starting: asyncio.Task[None]
+    """Engines; it raises what keeps one from its first start, as the real service does."""
 
     @property
     def engine(self) -> GlooEngine:
@@ -103,7 +105,7 @@ async def certain_rollout(
     server = RpcServer("rollout", address, [Service(servicer, add, name)])
     await server.start()
     try:
-        yield CertainRollout(server.address, fleet)
+        yield CertainRollout(server.address, fleet, starting)
     finally:
         await server.stop(0.0)
         starting.cancel()
