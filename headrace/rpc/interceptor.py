@@ -167,28 +167,22 @@ async def _received(context: Context, method: str, peer: OneCall, leavers: Leave
     """The request's bytes. Raises DeadlineExceeded for one that does not end, ResourceExhausted for too many bytes."""
     try:
         async with asyncio.timeout(MAX_RECEIVE_SECONDS):
-            await leavers.outlast()
+            if leavers.are_many:
+                await leavers.outlast()
             async with peer.receiving():
-                data = await _read(context, leavers)
+                data = await context.read()
+    except asyncio.CancelledError:
+        leavers.left()
+        raise
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"the request of {method} did not arrive within {MAX_RECEIVE_SECONDS:g} s: send it in smaller parts, or "
             "fewer at once"
         ) from error
     if not isinstance(data, bytes):
+        leavers.left()
         raise InvalidArgument(f"the call of {method} ended without a request", reason="MALFORMED_REQUEST")
     peer.received(len(data))
-    return data
-
-
-async def _read(context: Context, leavers: Leavers) -> object:
-    try:
-        data = await context.read()
-    except asyncio.CancelledError:
-        leavers.left()
-        raise
-    if not isinstance(data, bytes):
-        leavers.left()
     return data
 
 

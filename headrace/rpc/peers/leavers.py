@@ -31,11 +31,5 @@ class Leavers:
         return len(self._times) == _MANY and time.monotonic() - self._times[0] < _SECONDS
 
     async def outlast(self) -> None:
-        """Returns at once unless they are many; then a call that was reset is cancelled here."""
-        if not self.are_many:
-            return
-        try:
-            await asyncio.sleep(_WAIT_SECONDS)
-        except asyncio.CancelledError:
-            self.left()
-            raise
+        """For a call that begins while they are many: one that was reset is cancelled here, which counts, too."""
+        await asyncio.sleep(_WAIT_SECONDS)
