@@ -57,6 +57,8 @@ WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickl
 
 ALLOWED = {
     ("headrace/cli/main.py", "import_module"): "commands of headrace, by a table of their names",
+    ("headrace/rpc/log.py", "import_module"): "grpc's own, by its name",
+    ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
     ("headrace/hooks/load.py", "import_module"): "the same, of a module",
     ("headrace/job/load/engine_groups.py", "import yaml"): "a job's file of engine groups",

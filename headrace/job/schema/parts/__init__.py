@@ -1,1 +1,1 @@
-"""What sections of a job are made of: values that have a shape of their own."""
+"""Values of a job that have a shape of their own, for its sections."""

@@ -28,7 +28,7 @@ from headrace.trajectory import Sample, unpack_column
 from services.buffer.store.sqlite.store import SqliteStore
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind, Shares
-from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
@@ -209,9 +209,9 @@ async def whole(folder: Path, pause_mode: str, *, num_groups: int = NUM_GROUPS) 
 async def _served(stack: contextlib.AsyncExitStack, encoder: PromptEncoder, generator: Generator) -> str:
     """The address of a rollout service that answers Generate."""
 
-    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> Any:
+    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
         params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
-        return generator.stream(prompt.tokens, params, request_id="outside", seconds=60)
+        return generator.stream(prompt.tokens, params, request_id="outside", seconds=60, begun=begun)
 
     slots = EngineSlots(Shares({Kind.CLIENTS: 64}), max_waiting=0)
     servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots)))
