@@ -1,4 +1,4 @@
-"""Reward hooks: a user's function or class that judges answers, in the forms in use."""
+"""Reward hooks: a user's function or class that scores responses, in the forms in use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
     """Imports the hook, and makes its class, before the clock of a first call runs."""
     load_hook(path)
     if form is RewardForm.BATCH:
-        _judge(path, model_path)
+        _model(path, model_path)
 
 
 async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward | NoReward]:
@@ -71,8 +71,8 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
     if form is RewardForm.GROUP:
         rewards = await _awaited(target(args, list(samples)))
     else:
-        judge = _judge(path, args.reward_model_path)
-        rewards = await _awaited(judge.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
+        model = _model(path, args.reward_model_path)
+        rewards = await _awaited(model.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
     if hasattr(rewards, "tolist"):  # an array, or a tensor
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
@@ -100,7 +100,7 @@ def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
 
 
 @cache
-def _judge(path: str, model_path: str | None) -> Any:
+def _model(path: str, model_path: str | None) -> Any:
     if model_path is None:
         raise ConfigError(f"hook {path} is a class made with a model's folder: set --reward-model-path")
     return load_hook(path).target(model_path)

@@ -1,4 +1,4 @@
-"""Asks another server for a judgement, over HTTP. Runs in a worker.
+"""Asks another server for a score, over HTTP. Runs in a worker.
 
 A server that is away, too busy or too slow raises an exception of Python's own, which the service reports as a failure
 that may pass; an answer that will stay wrong raises InvalidArgument.
@@ -45,9 +45,7 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
     except URLError as error:
         raise ConnectionError(f"{url} cannot be reached: {error.reason}") from None
     if len(text) > MAX_JSON_BYTES:
-        raise InvalidArgument(
-            f"{url} answered more than {MAX_JSON_BYTES} bytes: it must answer a judgement, and no more"
-        )
+        raise InvalidArgument(f"{url} answered more than {MAX_JSON_BYTES} bytes: it must answer a score, and no more")
     try:
         return json.loads(text)
     except ValueError:

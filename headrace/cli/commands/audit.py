@@ -20,7 +20,7 @@ from headrace.ledger_tools.audit.finding import Finding
 from headrace.ledger_tools.audit.ledger import AuditedLedger, read_ledger
 from headrace.ledger_tools.audit.payloads import check_payloads
 from headrace.ledger_tools.audit.record import Record, read_record
-from headrace.ledger_tools.audit.verdict import AuditVerdict, judge
+from headrace.ledger_tools.audit.verdict import AuditVerdict, verdict_of
 from headrace.run_folder import RunFolder
 
 _TIMEOUT_SECONDS = 20.0
@@ -82,7 +82,7 @@ async def audit_ledger(
                 num_payloads += number
                 found += damaged
     record = _record_of(record_file, ledgers)
-    verdict = judge(ledgers, record, num_lines_before=before, found=found)
+    verdict = verdict_of(ledgers, record, num_lines_before=before, found=found)
     return Audit(
         verdict,
         num_events=sum(ledger.position for ledger in ledgers),

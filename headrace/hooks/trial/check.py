@@ -92,7 +92,7 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
     match report.kind:
         case "reward" | "group_reward" as kind:
             rewards = await pool.run(try_reward, path, kind, args, timeout_seconds=_TRY_SECONDS, name=name)
-            return f"judges {len(rewards)} sample answers: {rewards}"
+            return f"scores {len(rewards)} sample responses: {rewards}"
         case "generate":
             async with stand_in_engine() as port:
                 args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})

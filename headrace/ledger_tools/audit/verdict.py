@@ -37,7 +37,7 @@ class AuditVerdict:
         return not (self.lost or self.doubled or self.unaccounted or self.others)
 
 
-def judge(
+def verdict_of(
     ledgers: Sequence[AuditedLedger],
     record: Record,
     *,

@@ -1,4 +1,4 @@
-"""1 or 0 by chance, the same each time for the same sample: to try a run without a judgement."""
+"""1 or 0 by chance, the same each time for the same sample: to try a run without a scorer."""
 
 from __future__ import annotations
 

@@ -135,12 +135,12 @@ class GroupSampler:
             samples = await self._scorer.score(samples)
         if self._failed_samples:
             await self._failed_samples.write(samples)
-        put = await self._judged(lease, samples)
+        put = await self._filtered(lease, samples)
         if self._all_samples:
             self._all_samples.add(samples, is_kept=put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE)
         return put
 
-    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+    async def _filtered(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
         """Returns the put of a scored group, as its filter wants it."""
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)

@@ -27,11 +27,11 @@ from headrace.models.torch_dist.folder import is_torch_dist
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import FileFacts, Manifest, versions
 from services.trainer.checkpoint.ownership import FolderOwner
-from services.trainer.checkpoint.piece import Piece, Place
 from services.trainer.checkpoint.random_state import PREFIX as RANDOM
 from services.trainer.checkpoint.reader import CheckpointReader, all_true
 from services.trainer.checkpoint.retention import Retention
-from services.trainer.checkpoint.writer import read_notes, write_pieces
+from services.trainer.checkpoint.shard_chunk import Place, ShardChunk
+from services.trainer.checkpoint.writer import read_notes, write_chunks
 from services.trainer.files.agreement import FileWork
 from services.trainer.files.durable import make_folder, put_in_place, remove
 from services.trainer.megatron.parallel import Layout
@@ -47,8 +47,8 @@ _CPU = torch.device("cpu")
 class Saveable(Protocol):
     """One rank's share of what a checkpoint holds."""
 
-    def pieces(self) -> Iterable[Piece]:
-        """All ranks' pieces together are everything, each once."""
+    def chunks(self) -> Iterable[ShardChunk]:
+        """All ranks' chunks together are everything, each once."""
 
     def scalars(self) -> Mapping[str, Any]:
         """Numbers by part, equal on all ranks."""
@@ -109,9 +109,9 @@ class Checkpoints:
         work = FileWork(self._layout.files_group, _CPU)
         draft = self._folder / f"{_DRAFT}{epoch}"
         work.do(lambda: self._begin(draft, epoch))
-        pieces = work.do(lambda: [_copied(piece) for piece in policy.pieces()])
+        chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
         state, scalars = TrainState(step, policy_version, epoch), dict(policy.scalars())
-        self._writing = self._thread.submit(self._write, draft, pieces, scalars, state)
+        self._writing = self._thread.submit(self._write, draft, chunks, scalars, state)
         if not self._in_background:
             self.flush()
 
@@ -159,10 +159,10 @@ class Checkpoints:
                 make_folder(self._folder)
                 draft.mkdir()
 
-    def _write(self, draft: Path, pieces: list[Piece], scalars: dict[str, Any], state: TrainState) -> None:
+    def _write(self, draft: Path, chunks: list[ShardChunk], scalars: dict[str, Any], state: TrainState) -> None:
         work = FileWork(self._layout.files_group, _CPU)
         try:
-            notes = work.gather(work.do(lambda: write_pieces(draft, self._layout.rank, pieces)))
+            notes = work.gather(work.do(lambda: write_chunks(draft, self._layout.rank, chunks)))
             work.do(lambda: self._finish(draft, notes, scalars, state))
         except HeadraceError:
             if self._layout.rank == 0:
@@ -294,6 +294,6 @@ def newest(folder: Path) -> tuple[Path, Manifest] | None:
     return found[0] if found else None
 
 
-def _copied(piece: Piece) -> Piece:
-    """The piece in CPU memory of its own: training goes on while it is written."""
-    return replace(piece, values=piece.values.to("cpu", copy=True).contiguous())
+def _copied(chunk: ShardChunk) -> ShardChunk:
+    """The chunk in CPU memory of its own: training goes on while it is written."""
+    return replace(chunk, values=chunk.values.to("cpu", copy=True).contiguous())

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from headrace.errors import DataLoss, FailedPrecondition
-from services.trainer.checkpoint.piece import Place
+from services.trainer.checkpoint.shard_chunk import Place
 from services.trainer.files.durable import write_file
 
 FORMAT = 2

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import DataLoss
-from services.trainer.checkpoint.piece import Piece, whole_shape
 from services.trainer.checkpoint.reader import CheckpointReader, Expected
+from services.trainer.checkpoint.shard_chunk import ShardChunk, whole_shape
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.shards import split_dim
 from services.trainer.megatron.optimizer import Optimizer
@@ -32,15 +32,15 @@ class ModelState:
         self._by_parameter = {id(shard.parameter): shard for shard in shards}
         self._optimizer = optimizer
 
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces that this rank writes; those of all ranks together hold everything exactly once."""
+    def chunks(self) -> Iterator[ShardChunk]:
+        """The chunks that this rank writes; those of all ranks together hold everything exactly once."""
         for number, shard in enumerate(self._shards):
             if shard.num_replicas and number % shard.num_replicas == shard.replica:
-                yield self._piece(shard, WEIGHT, shard.parameter, 0)
+                yield self._chunk(shard, WEIGHT, shard.parameter, 0)
         for number, slot in enumerate(self._slots()):
             shard = self._by_parameter[id(slot.parameter)]
             if self._writes(shard, slot, number):
-                yield from self._slot_pieces(shard, slot)
+                yield from self._slot_chunks(shard, slot)
 
     def scalars(self) -> Mapping[str, Any]:
         """The same on every rank."""
@@ -108,22 +108,22 @@ class ModelState:
         names = [name for name in reader.names if name.startswith(f"{self._name}/")]
         return sorted({name.rpartition("/")[2] for name in names} - {WEIGHT, MAIN})
 
-    def _slot_pieces(self, shard: ModelShard, slot: Slot) -> Iterator[Piece]:
+    def _slot_chunks(self, shard: ModelShard, slot: Slot) -> Iterator[ShardChunk]:
         if slot.main is not None:
-            yield self._piece(shard, MAIN, slot.main, slot.start)
+            yield self._chunk(shard, MAIN, slot.main, slot.start)
         for kind, value in sorted(slot.state.items()):
             if kind != "step":
-                yield self._piece(shard, kind, value, slot.start)
+                yield self._chunk(shard, kind, value, slot.start)
             elif slot.start == 0 and shard.shard == 0:
-                yield Piece.whole(self._tensor(shard, kind), value)
+                yield ShardChunk.whole(self._tensor(shard, kind), value)
 
     def _writes(self, shard: ModelShard, slot: Slot, number: int) -> bool:
         if shard.is_copy:
             return False
         return shard.speaks if slot.is_distributed else number % shard.num_replicas == shard.replica
 
-    def _piece(self, shard: ModelShard, kind: str, values: Tensor, start: int) -> Piece:
-        return Piece(
+    def _chunk(self, shard: ModelShard, kind: str, values: Tensor, start: int) -> ShardChunk:
+        return ShardChunk(
             self._tensor(shard, kind),
             values.detach().reshape(-1),
             tuple(shard.parameter.shape),

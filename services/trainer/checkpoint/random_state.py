@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from services.trainer.checkpoint.piece import Piece
 from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.checkpoint.shard_chunk import ShardChunk
 
 PREFIX = "random/"
 
@@ -18,11 +18,11 @@ class RandomState:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[ShardChunk]:
         """The CPU's, and the GPU's where there is one."""
-        yield Piece.whole(f"{PREFIX}cpu/{self._rank}", torch.get_rng_state())
+        yield ShardChunk.whole(f"{PREFIX}cpu/{self._rank}", torch.get_rng_state())
         if torch.cuda.is_available():
-            yield Piece.whole(f"{PREFIX}cuda/{self._rank}", torch.cuda.get_rng_state())
+            yield ShardChunk.whole(f"{PREFIX}cuda/{self._rank}", torch.cuda.get_rng_state())
 
     def restore(self, reader: CheckpointReader) -> None:
         """Takes up what is there for this kind of device."""

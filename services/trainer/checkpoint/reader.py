@@ -18,7 +18,7 @@ from headrace.errors import DataLoss
 from headrace.models.rows import Sharding
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import Manifest
-from services.trainer.checkpoint.piece import Place
+from services.trainer.checkpoint.shard_chunk import Place
 from services.trainer.files.agreement import FileWork
 from services.trainer.hugging_face.shards import cut, merge
 from services.trainer.megatron.parallel import Layout

@@ -13,22 +13,22 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from services.trainer.checkpoint.manifest import FileFacts, crc32
-from services.trainer.checkpoint.piece import Piece, Place
+from services.trainer.checkpoint.shard_chunk import Place, ShardChunk
 from services.trainer.files.durable import sync
 
 
-def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> str:
+def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardChunk]) -> str:
     """This rank's file is on the disk when it returns; the answer is its note for the manifest."""
     path = folder / f"rank-{rank:05d}.safetensors"
-    save_file({piece.key: piece.values for piece in pieces}, str(path))
+    save_file({chunk.key: chunk.values for chunk in chunks}, str(path))
     sync(path)
     facts = FileFacts(path.stat().st_size, crc32(path))
-    places = [asdict(Place.of(piece, path.name)) for piece in pieces]
+    places = [asdict(Place.of(chunk, path.name)) for chunk in chunks]
     return json.dumps({"name": path.name, "facts": asdict(facts), "places": places})
 
 
 def read_notes(notes: Sequence[str]) -> tuple[dict[str, FileFacts], list[Place]]:
-    """Every rank's file, and where every piece is."""
+    """Every rank's file, and where every chunk is."""
     found = [json.loads(note) for note in notes]
     files = {note["name"]: FileFacts(**note["facts"]) for note in found}
     return files, [Place(**place) for note in found for place in note["places"]]

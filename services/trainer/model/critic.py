@@ -31,8 +31,8 @@ from services.trainer.model.runner import Runner
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.algorithms.value_loss import value_loss
 from services.trainer.rl.inputs import MicroInputs, StepInputs
-from services.trainer.rl.known import Known, at, needed
-from services.trainer.rl.terms import masked_sum
+from services.trainer.rl.loss import masked_sum
+from services.trainer.rl.micro_values import MicroValues, at, needed
 
 
 class ValueHead(torch.nn.Module):
@@ -90,7 +90,7 @@ class Critic:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
         return self._runner.infer(inputs, self._at_responses)
 
-    def train(self, inputs: StepInputs, old_values: Known, *, updates: bool = True) -> dict[str, float]:
+    def train(self, inputs: StepInputs, old_values: MicroValues, *, updates: bool = True) -> dict[str, float]:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class Critic:
 
     def _at_responses(self, micro: MicroInputs, output: Tensor) -> Tensor:
         """[B, S, 1] of the rows to the responses' tokens: V where a token is predicted, before it is known."""
-        return placed(output.flatten()[micro.sources], micro, self._layout.context)
+        return placed(output.flatten()[micro.logit_positions], micro, self._layout.context)
 
     def _summed(self, parts: Sequence[Tensor]) -> list[float]:
         sums = torch.zeros(5, dtype=torch.float64, device=self._layout.device)

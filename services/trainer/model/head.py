@@ -27,7 +27,7 @@ class TokenHead:
         """[B, S, H] to log-probs and entropy [samples, R], 0 where nothing predicts a token."""
         weight = output_weight(self._model)
         predicting = self._wanted(hidden, micro).to(weight.dtype)
-        targets = micro.targets.flatten()[micro.places]
+        targets = micro.targets.flatten()[micro.target_slots]
         values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
         log_probs, entropy = (placed(each, micro, self._layout.context) for each in values)
         return log_probs, entropy
@@ -38,20 +38,20 @@ class TokenHead:
         wanted = self._wanted(hidden, micro).to(weight.dtype) @ weight.T
         shape = (*micro.targets.shape, wanted.shape[-1])
         flat = wanted.new_zeros(micro.targets.numel(), wanted.shape[-1])
-        return self._layout.context.total(flat.index_copy(0, micro.places, wanted).view(shape))
+        return self._layout.context.total(flat.index_copy(0, micro.target_slots, wanted).view(shape))
 
     def _wanted(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
         """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
         if self._model.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden.transpose(0, 1), tensor_parallel_output_grad=True)
             rows = whole.transpose(0, 1)[:, : micro.rows.tokens.shape[1]]
-            wanted: Tensor = rows.flatten(0, 1)[micro.sources]
+            wanted: Tensor = rows.flatten(0, 1)[micro.logit_positions]
         else:
-            wanted = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.sources])
+            wanted = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.logit_positions])
         return wanted
 
 
 def placed(values: Tensor, micro: MicroInputs, context: Context) -> Tensor:
     """[N], one a predicting position of this rank, to [samples, R] of its context group."""
     shape = micro.targets.shape
-    return context.total(values.new_zeros(shape.numel()).index_copy(0, micro.places, values).view(shape))
+    return context.total(values.new_zeros(shape.numel()).index_copy(0, micro.target_slots, values).view(shape))

@@ -21,7 +21,7 @@ from services.trainer.model.old_policies import OldPolicies
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.rl.hooks import BeforeLogProb
 from services.trainer.rl.inputs import MicroInputs, StepInputs
-from services.trainer.rl.known import Known
+from services.trainer.rl.micro_values import MicroValues
 
 
 class OldLogProbs:
@@ -46,9 +46,9 @@ class OldLogProbs:
 
     def __call__(
         self, step: int, steps: Sequence[StepInputs], *, for_advantages: bool
-    ) -> tuple[Sequence[Known], Sequence[Known]]:
+    ) -> tuple[Sequence[MicroValues], Sequence[MicroValues]]:
         """Old log-probs for the advantages, and for the loss of every optimizer step. Collective over all ranks."""
-        nothing: list[Known] = [None] * len(steps)
+        nothing: list[MicroValues] = [None] * len(steps)
         if self._policies is not None:
             self._policies.remember(step)
             versions = self._versions(self._policies, step, [micro for inputs in steps for micro in inputs])
@@ -63,7 +63,7 @@ class OldLogProbs:
             return nothing, [None, *self._all_log_probs(steps[1:])]
         return nothing, nothing
 
-    def _all_log_probs(self, steps: Sequence[StepInputs]) -> list[Known]:
+    def _all_log_probs(self, steps: Sequence[StepInputs]) -> list[MicroValues]:
         if self._before is not None:
             self._before("")
         return [self._log_probs(inputs) for inputs in steps]
@@ -81,7 +81,7 @@ class OldLogProbs:
 
     def _by_version(
         self, policies: OldPolicies, step: int, steps: Sequence[StepInputs], versions: Sequence[int]
-    ) -> list[Known]:
+    ) -> list[MicroValues]:
         found = [[torch.zeros_like(micro.mask) for micro in inputs] for inputs in steps]
         for version in versions:
             with policies.in_place(version):
@@ -96,4 +96,4 @@ class OldLogProbs:
 
 def _of(policies: OldPolicies, step: int, micro: MicroInputs) -> list[int]:
     """The kept version that each sample is from."""
-    return [policies.nearest(step - int(lag)) for lag in micro.lags[:, 0].tolist()]
+    return [policies.nearest(step - int(one)) for one in micro.staleness[:, 0].tolist()]

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.piece import Piece
 from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.checkpoint.shard_chunk import ShardChunk
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.model.host_copy import HostCopy
 
@@ -57,13 +57,13 @@ class OldPolicies:
         """The model is that policy inside the block."""
         return self._copies[version].in_place()
 
-    def pieces(self) -> Iterator[Piece]:
-        """The kept versions as pieces of a checkpoint."""
+    def chunks(self) -> Iterator[ShardChunk]:
+        """The kept versions as chunks of a checkpoint."""
         for version, copy in self._copies.items():
-            yield from self._state(version, copy).pieces()
+            yield from self._state(version, copy).chunks()
 
     def scalars(self) -> Mapping[str, Any]:
-        """There are none: versions are in the pieces' names."""
+        """There are none: versions are in the chunks' names."""
         return {}
 
     def restore(self, reader: CheckpointReader) -> None:

@@ -13,7 +13,7 @@ from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.megatron.gpt.routing_replay import Routing
 from services.trainer.megatron.parallel import Layout
-from services.trainer.metrics.lag import LogProbDistance
+from services.trainer.metrics.log_prob_distance import LogProbDistance
 from services.trainer.metrics.named_sums import summed_by_name
 from services.trainer.metrics.stopwatch import Stopwatch
 from services.trainer.metrics.token_statistics import MAXIMA, SUMS, statistics
@@ -22,9 +22,9 @@ from services.trainer.model.runner import Runner
 from services.trainer.plan.batching import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
-from services.trainer.rl.known import Known, at
+from services.trainer.rl.loss import LossInputs, LossOutputs
+from services.trainer.rl.micro_values import MicroValues, at
 from services.trainer.rl.objective import Objective
-from services.trainer.rl.terms import Outcome, Terms
 
 
 class Pipeline:
@@ -57,13 +57,13 @@ class Pipeline:
         self._temperature = temperature or 1.0
         self._agreement_bound = agreement_bound
 
-    def forward_backward(self, inputs: StepInputs, old: Known, reference: Known) -> dict[str, float]:
+    def forward_backward(self, inputs: StepInputs, old: MicroValues, reference: MicroValues) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks.
 
         Raises FailedPrecondition on all of them when trainer and engine disagree beyond the bound.
         """
 
-        def loss(number: int, hidden: Tensor) -> tuple[Tensor, Outcome]:
+        def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutputs]:
             with self._stopwatch.part("forward"):
                 return self._loss(hidden, inputs[number], at(old, number), at(reference, number))
 
@@ -89,16 +89,16 @@ class Pipeline:
 
     def _loss(
         self, hidden: Tensor, micro: MicroInputs, old: Tensor | None, reference: Tensor | None
-    ) -> tuple[Tensor, Outcome]:
+    ) -> tuple[Tensor, LossOutputs]:
         log_probs, entropy = self._head(hidden, micro, self._temperature)
         logits = self._head.logits(hidden, micro) if self._objective.needs_logits else None
-        terms = Terms(micro, log_probs, entropy, old, reference, logits)
+        loss_inputs = LossInputs(micro, log_probs, entropy, old, reference, logits)
         if self._layout.speaks:
-            self.distance.add(terms.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.lags)
-        outcome = self._objective(terms)
-        return outcome.loss, outcome
+            self.distance.add(loss_inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.staleness)
+        output = self._objective(loss_inputs)
+        return output.loss, output
 
-    def _metrics(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    def _metrics(self, outputs: Sequence[LossOutputs]) -> dict[str, float]:
         device = self._layout.device
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
@@ -106,12 +106,12 @@ class Pipeline:
         hooks: dict[str, float] = {}
         # One rank of the last stage speaks for its data rank; all others add nothing.
         if self._layout.is_last_stage and self._layout.speaks:
-            for outcome in outcomes:
-                sums += outcome.sums
-                maxima = torch.maximum(maxima, outcome.largest)
-                for name, share in outcome.hooks.items():
+            for output in outputs:
+                sums += output.sums
+                maxima = torch.maximum(maxima, output.largest)
+                for name, share in output.hooks.items():
                     hooks[name] = hooks.get(name, 0.0) + float(share)
-                found = torch.stack((outcome.worst.gap, outcome.worst.trainer, outcome.worst.engine)).double()
+                found = torch.stack((output.worst.gap, output.worst.trainer, output.worst.engine)).double()
                 worst = torch.where(found[0] > worst[0], found, worst)
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

@@ -20,12 +20,12 @@ from services.trainer.model.critic import Critic
 from services.trainer.model.old_log_probs import OldLogProbs
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.reference import ReferencePolicy
-from services.trainer.rl.advantages import Advantages, Evidence
+from services.trainer.rl.advantages import AdvantageInputs, Advantages
 from services.trainer.rl.algorithms.mis import mean_weight_sums
 from services.trainer.rl.corrections import weights_of
 from services.trainer.rl.hooks import BeforeLogProb, RolloutDataHook
 from services.trainer.rl.inputs import MicroInputs, StepInputs
-from services.trainer.rl.known import Known, at, needed
+from services.trainer.rl.micro_values import MicroValues, at, needed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +33,9 @@ class PreparedStep:
     """One optimizer step, ready to run."""
 
     inputs: StepInputs
-    old: Known
-    reference: Known
-    values: Known
+    old: MicroValues
+    reference: MicroValues
+    values: MicroValues
 
 
 class Preparation:
@@ -79,7 +79,7 @@ class Preparation:
         olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
         references = self._under(self._reference, "ref_", steps)
         teachers = self._under(self._teacher, "teacher_", steps)
-        values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
+        values: list[MicroValues] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
         if self._layout.is_last_stage and self._config.loss_type != "sft_loss":
             filled = self._with_advantages(step, steps, olds, references, teachers, values)
@@ -97,7 +97,7 @@ class Preparation:
         if self._reference is not None and interval is not None and step and step % interval == 0:
             self._reference.update()
 
-    def _under(self, policy: ReferencePolicy | None, prefix: str, steps: Sequence[StepInputs]) -> list[Known]:
+    def _under(self, policy: ReferencePolicy | None, prefix: str, steps: Sequence[StepInputs]) -> list[MicroValues]:
         if policy is None:
             return [None] * len(steps)
         with policy.in_place():
@@ -109,13 +109,13 @@ class Preparation:
         self,
         step: int,
         steps: Sequence[StepInputs],
-        olds: Sequence[Known],
-        references: Sequence[Known],
-        teachers: Sequence[Known],
-        values: Sequence[Known],
+        olds: Sequence[MicroValues],
+        references: Sequence[MicroValues],
+        teachers: Sequence[MicroValues],
+        values: Sequence[MicroValues],
     ) -> list[StepInputs]:
-        evidence = [
-            Evidence(
+        batch = [
+            AdvantageInputs(
                 micro,
                 log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else at(old, number),
                 reference_log_probs=at(reference, number),
@@ -125,14 +125,14 @@ class Preparation:
             for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
             for number, micro in enumerate(inputs)
         ]
-        self._measure(evidence)
-        found = self._advantages(evidence)
+        self._measure(batch)
+        found = self._advantages(batch)
         if self._data_hook is not None:
             found = self._data_hook(step, found)
         rest = iter(found)
         return [list(islice(rest, len(inputs))) for inputs in steps]
 
-    def _normalized(self, inputs: StepInputs, old: Known) -> StepInputs:
+    def _normalized(self, inputs: StepInputs, old: MicroValues) -> StepInputs:
         """The inputs with the mean of this optimizer step's importance weights over all data-parallel ranks."""
         config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
@@ -144,11 +144,11 @@ class Preparation:
         mean = total / count if total > 0 else 1.0
         return [replace(micro, mean_weight=mean) for micro in inputs]
 
-    def _measure(self, evidence: Sequence[Evidence]) -> None:
+    def _measure(self, batch: Sequence[AdvantageInputs]) -> None:
         """One rank speaks for those that know the same of the same samples."""
         if self._distance is None or not self._layout.speaks:
             return
-        for one in evidence:
+        for one in batch:
             self._distance.add(needed(one.log_probs), needed(one.teacher_log_probs), one.micro.mask)
 
     def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:

@@ -10,9 +10,9 @@ from typing import Any
 from headrace.errors import DataLoss
 from headrace.models.architecture import Architecture
 from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.piece import Piece
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.checkpoint.shard_chunk import ShardChunk
 from services.trainer.model.old_policies import OldPolicies
 
 POLICY = "policy"
@@ -31,10 +31,10 @@ class SavedParts:
         self._models = models
         self._parts: Sequence[ModelState | RandomState | OldPolicies] = [*models, *others]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Weights, optimizer, random states: all ranks' pieces together are everything, each once."""
+    def chunks(self) -> Iterator[ShardChunk]:
+        """Weights, optimizer, random states: all ranks' chunks together are everything, each once."""
         for part in self._parts:
-            yield from part.pieces()
+            yield from part.chunks()
 
     def scalars(self) -> dict[str, Any]:
         """The numbers of a checkpoint, equal on all ranks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.trajectory import Sample
 from services.trainer.plan.planning import Ids
-from services.trainer.plan.rows import NOBODY, Packing, Rows, lay
+from services.trainer.plan.rows import NOBODY, Packing, Rows, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class MicroBatch:
     samples: Sequence[Sample]
     """One a row of what follows; none where there is nothing to train"""
     rows: Rows
-    sources: Tensor
+    logit_positions: Tensor
     """int64 [N]: positions of the flattened rows that predict a token of an answer"""
-    places: Tensor
+    target_slots: Tensor
     """int64 [N]: where that token is in the flattened [n, R]"""
     targets: Tensor
     """int64 [n, R]: the responses' tokens"""
@@ -32,36 +32,36 @@ class MicroBatch:
     """uint8 [n, R]: 1 where a token is trained"""
     rollout_log_probs: Tensor
     """float32 [n, R], 0 where there is none"""
-    owners: Tensor
+    sample_numbers: Tensor
     """int64 [B, S]: whose token a position of the rows holds; -1: nobody's"""
 
 
 def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
     """The micro-batch of at least one sample; R is the longest response."""
-    laid = lay(samples, packing)
+    packed = pack(samples, packing)
     shape = (len(samples), max(1, *(s.response_length for s in samples)))
     targets = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.uint8)
     log_probs = torch.zeros(shape, dtype=torch.float32)
-    places = []
-    for row, (sample, sources) in enumerate(zip(samples, laid.sources, strict=True)):
+    target_slots = []
+    for row, (sample, logit_positions) in enumerate(zip(samples, packed.logit_positions, strict=True)):
         size = sample.response_length
         # A response without a prompt loses its first token, which nothing predicts.
-        first = size - len(sources)
+        first = size - len(logit_positions)
         targets[row, :size] = torch.from_numpy(sample.tokens[sample.prompt_length :].astype(np.int64))
         mask[row, first:size] = torch.from_numpy(sample.loss_mask[first:].copy())
         log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
-        places.append(np.arange(first, size) + row * shape[1])
+        target_slots.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         samples=tuple(samples),
-        rows=laid.rows,
-        sources=torch.from_numpy(np.concatenate(laid.sources)),
-        places=torch.from_numpy(np.concatenate(places)),
+        rows=packed.rows,
+        logit_positions=torch.from_numpy(np.concatenate(packed.logit_positions)),
+        target_slots=torch.from_numpy(np.concatenate(target_slots)),
         targets=targets,
         loss_mask=mask,
         rollout_log_probs=log_probs,
-        owners=laid.owners,
+        sample_numbers=packed.sample_numbers,
     )
 
 
@@ -72,10 +72,10 @@ def empty_micro_batch() -> MicroBatch:
         sample_ids=("",),
         samples=(),
         rows=Rows(one, one, None),
-        sources=one[0],
-        places=one[0],
+        logit_positions=one[0],
+        target_slots=one[0],
         targets=one,
         loss_mask=one.to(torch.uint8),
         rollout_log_probs=one.to(torch.float32),
-        owners=one + NOBODY,
+        sample_numbers=one + NOBODY,
     )

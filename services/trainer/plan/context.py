@@ -28,25 +28,25 @@ class Context:
     multiple: int = 1
     """Each part's length is a multiple of it: sequence parallelism divides it further."""
 
-    def part(self, rows: Rows, sources: Tensor, places: Tensor) -> tuple[Rows, Tensor, Tensor]:
+    def part(self, rows: Rows, logit_positions: Tensor, target_slots: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """This rank's positions of a single packed row, and those of them that predict a token.
 
-        `sources` [N] become places in the part; `places` [N] say as before which target each predicts.
+        `logit_positions` [N] become positions in the part; `target_slots` [N] say as before which target each predicts.
         """
         if self.size == 1:
-            return rows, sources, places
+            return rows, logit_positions, target_slots
         row = _with_segments(rows).aligned(2 * self.size * self.multiple)
         chunk = row.tokens.shape[1] // (2 * self.size)
-        device = sources.device
+        device = logit_positions.device
         everywhere = [_positions(self._spans(rank, chunk), device) for rank in range(self.size)]
         own = everywhere[self.rank]
         here = torch.full((row.tokens.shape[1],), -1, dtype=torch.int64, device=device)
         here[own] = torch.arange(len(own), device=device)
-        found = here[sources]
+        found = here[logit_positions]
         mine = found >= 0
         share = Share(self._spans(self.rank, chunk), torch.cat(everywhere).argsort(), self.group)
         part = Rows(row.tokens[:, own], row.positions[:, own], row.segments, share)
-        return part, found[mine], places[mine]
+        return part, found[mine], target_slots[mine]
 
     def total(self, part: Tensor) -> Tensor:
         """The sum over the group; its gradient reaches every rank's part as it is."""

@@ -35,15 +35,15 @@ class RolloutChoices:
     num_layers: int
     experts: Experts
 
-    def of(self, samples: Sequence[Sample], owners: Tensor, rows: Rows) -> ExpertChoices:
-        """The choices for these rows. `owners` [B, S] numbers the sample whose token a position holds; -1 means none.
+    def of(self, samples: Sequence[Sample], sample_numbers: Tensor, rows: Rows) -> ExpertChoices:
+        """The choices for these rows. `sample_numbers` [B, S]: the sample whose token a position holds; -1 means none.
 
         Raises InvalidArgument that names the sample whose column is missing or not of this model.
         """
-        owners, positions = rows.own(owners, NOBODY), rows.positions.cpu()
-        found = torch.full((*owners.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)
+        sample_numbers, positions = rows.own(sample_numbers, NOBODY), rows.positions.cpu()
+        found = torch.full((*sample_numbers.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)
         for number, sample in enumerate(samples):
-            mine = owners == number
+            mine = sample_numbers == number
             found[mine] = self._column(sample)[positions[mine]]
         by_layer = found.transpose(0, 1).flatten(0, 1).transpose(0, 1).contiguous().to(rows.tokens.device)
         return ExpertChoices({layer: by_layer[layer] for layer in self._layers})

@@ -36,7 +36,7 @@ class SampleImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowImages:
-    """The images of rows [B, S], and places for a model with a vision tower."""
+    """The images of rows [B, S], and the positions for a model with a vision tower."""
 
     axes: Tensor
     """int64 [3, B, S]: each token's place in time, from the top and from the left; alike for a token of text"""
@@ -53,18 +53,18 @@ class RowImages:
         return RowImages(pad(self.axes, (0, missing)), pad(self.slots, (0, missing), value=NOBODY), self.images)
 
 
-def row_images(samples: Sequence[Sample], owners: Tensor, rows: Rows, vision: Vision) -> RowImages:
-    """The images in these rows. `owners` [B, S] numbers the sample whose token a position holds; -1 means none.
+def row_images(samples: Sequence[Sample], sample_numbers: Tensor, rows: Rows, vision: Vision) -> RowImages:
+    """The images in these rows. `sample_numbers` [B, S]: the sample whose token a position holds; -1 means none.
 
     Raises InvalidArgument for a sample whose images and tokens contradict each other.
     """
-    owners, positions = rows.own(owners, NOBODY), rows.positions.cpu()
-    axes = torch.zeros((3, *owners.shape), dtype=torch.int64)
-    slots = torch.full(owners.shape, NOBODY)
+    sample_numbers, positions = rows.own(sample_numbers, NOBODY), rows.positions.cpu()
+    axes = torch.zeros((3, *sample_numbers.shape), dtype=torch.int64)
+    slots = torch.full(sample_numbers.shape, NOBODY)
     images: list[SampleImages] = []
     num_slots = 0
     for number, sample in enumerate(samples):
-        mine = owners == number
+        mine = sample_numbers == number
         sample_axes, sample_slots = _places(sample, vision)
         axes[:, mine] = sample_axes[:, positions[mine]]
         wanted = sample_slots[positions[mine]]

@@ -87,18 +87,18 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class PackedRows:
     """Rows, and for each sample where its response is predicted."""
 
     rows: Rows
-    sources: Sequence[Indices]
+    logit_positions: Sequence[Indices]
     """Per sample [R], or [R - 1] without a prompt: indices into the flattened rows."""
-    owners: Tensor
+    sample_numbers: Tensor
     """int64 [B, S]: the number of the sample whose token a position holds; -1: nobody's. The first of those that share
     a prompt owns it."""
 
 
-def lay(samples: Sequence[Sample], packing: Packing) -> Laid:
+def pack(samples: Sequence[Sample], packing: Packing) -> PackedRows:
     """Packs at least one sample. A sample's last token is only predicted, so it is in no row."""
     match packing:
         case "padded":
@@ -122,17 +122,17 @@ def row_tokens(lengths: Sequence[tuple[str, int, int]], packing: Packing) -> int
     return sum(prompt for _, prompt in prompts) + sum(max(0, response - 1) for _, _, response in lengths)
 
 
-def _padded(samples: Sequence[Sample]) -> Laid:
+def _padded(samples: Sequence[Sample]) -> PackedRows:
     size = max(1, *(len(s.tokens) - 1 for s in samples))
     tokens = np.zeros((len(samples), size), dtype=np.int64)
     for row, sample in zip(tokens, samples, strict=True):
         row[: len(sample.tokens) - 1] = sample.tokens[:-1]
     positions = torch.arange(size).expand(len(samples), size).contiguous()
     lengths = torch.tensor([[len(s.tokens) - 1] for s in samples])
-    owners = torch.arange(len(samples))[:, None].expand_as(positions).masked_fill(positions >= lengths, NOBODY)
+    sample_numbers = torch.arange(len(samples))[:, None].expand_as(positions).masked_fill(positions >= lengths, NOBODY)
     starts = [row * size for row in range(len(samples))]
-    sources = [_sources(start, sample) for start, sample in zip(starts, samples, strict=True)]
-    return Laid(Rows(torch.from_numpy(tokens), positions, None), sources, owners)
+    logit_positions = [_logit_positions(start, sample) for start, sample in zip(starts, samples, strict=True)]
+    return PackedRows(Rows(torch.from_numpy(tokens), positions, None), logit_positions, sample_numbers)
 
 
 def _families(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -147,20 +147,20 @@ def _families(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
     yield from families.values()
 
 
-def _in_order(samples: Sequence[Sample], families: Sequence[Sequence[Sample]]) -> Laid:
-    """Lays families out, and gives sources and owners in the order of the samples."""
-    laid = _packed(families)
-    as_laid = [s.sample_id for family in families for s in family]
-    found = dict(zip(as_laid, laid.sources, strict=True))
+def _in_order(samples: Sequence[Sample], families: Sequence[Sequence[Sample]]) -> PackedRows:
+    """Packs families, and gives logit_positions and sample_numbers in the order of the samples."""
+    packed = _packed(families)
+    in_rows = [s.sample_id for family in families for s in family]
+    found = dict(zip(in_rows, packed.logit_positions, strict=True))
     numbers = {sample.sample_id: number for number, sample in enumerate(samples)}
-    renumbered = torch.tensor([*(numbers[sample_id] for sample_id in as_laid), NOBODY])
-    return Laid(laid.rows, [found[sample.sample_id] for sample in samples], renumbered[laid.owners])
+    renumbered = torch.tensor([*(numbers[sample_id] for sample_id in in_rows), NOBODY])
+    return PackedRows(packed.rows, [found[sample.sample_id] for sample in samples], renumbered[packed.sample_numbers])
 
 
-def _packed(families: Sequence[Sequence[Sample]]) -> Laid:
+def _packed(families: Sequence[Sequence[Sample]]) -> PackedRows:
     row = _Row()
-    sources = [source for family in families for source in row.add(family)]
-    return Laid(row.rows(), sources, row.owners())
+    logit_positions = [of_one for family in families for of_one in row.add(family)]
+    return PackedRows(row.rows(), logit_positions, row.sample_numbers())
 
 
 class _Row:
@@ -170,30 +170,30 @@ class _Row:
         self._tokens: list[NDArray[np.int32]] = []
         self._positions: list[Indices] = []
         self._segments: list[RowSegment] = []
-        self._owners: list[Indices] = []
+        self._sample_numbers: list[Indices] = []
         self._num_samples = 0
         self._size = 0
 
     def add(self, family: Sequence[Sample]) -> list[Indices]:
-        """One sample, or several behind the prompt they share; their sources."""
+        """Adds one sample, or several behind the prompt that they share; returns their logit positions."""
         if len(family) == 1:
-            sources = [_sources(self._append(family[0].tokens[:-1], 0), family[0])]
+            logit_positions = [_logit_positions(self._append(family[0].tokens[:-1], 0), family[0])]
             self._num_samples += 1
-            return sources
+            return logit_positions
         prompt = family[0].prompt_length
         end = self._append(family[0].tokens[:prompt], 0) + prompt
         prefix = len(self._segments) - 1
         return [self._behind(end, prefix, sample) for sample in family]
 
-    def owners(self) -> Tensor:
+    def sample_numbers(self) -> Tensor:
         """[1, S], by the number of the sample as it was added."""
-        return torch.from_numpy(np.concatenate(self._owners))[None]
+        return torch.from_numpy(np.concatenate(self._sample_numbers))[None]
 
     def rows(self) -> Rows:
         """Never empty: a row of nothing but one-token samples gets a position that predicts nothing."""
         if not self._size:
             self._append(np.zeros(1, dtype=np.int32), 0)
-            self._owners[-1][:] = NOBODY
+            self._sample_numbers[-1][:] = NOBODY
         tokens = torch.from_numpy(np.concatenate(self._tokens).astype(np.int64))
         positions = torch.from_numpy(np.concatenate(self._positions))
         return Rows(tokens[None], positions[None], tuple(self._segments))
@@ -206,18 +206,20 @@ class _Row:
         return np.concatenate([[end - 1], np.arange(own, own + sample.response_length - 1)])
 
     def _append(
-        self, tokens: NDArray[np.int32], first: int, prefix: int | None = None, owner: int | None = None
+        self, tokens: NDArray[np.int32], first: int, prefix: int | None = None, sample: int | None = None
     ) -> int:
         start, self._size = self._size, self._size + len(tokens)
         if len(tokens):
             self._tokens.append(tokens)
             self._positions.append(np.arange(first, first + len(tokens)))
-            self._owners.append(np.full(len(tokens), self._num_samples if owner is None else owner, dtype=np.int64))
+            self._sample_numbers.append(
+                np.full(len(tokens), self._num_samples if sample is None else sample, dtype=np.int64)
+            )
             self._segments.append(RowSegment(start, self._size, prefix))
         return start
 
 
-def _sources(start: int, sample: Sample) -> Indices:
+def _logit_positions(start: int, sample: Sample) -> Indices:
     """The logit positions of a sample whose tokens lie one behind the other from `start` on."""
     end = len(sample.tokens) - 1
     # A response without a prompt has no position that predicts its first token.

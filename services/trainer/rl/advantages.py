@@ -22,11 +22,11 @@ from services.trainer.rl.algorithms.token_rewards import token_rewards
 from services.trainer.rl.algorithms.whitening import whiten
 from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
 from services.trainer.rl.inputs import MicroInputs
-from services.trainer.rl.known import needed
+from services.trainer.rl.micro_values import needed
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class AdvantageInputs:
     """A micro-batch's values before it is trained on, [B, S] each; None where the job does not need it."""
 
     micro: MicroInputs
@@ -38,7 +38,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class ResponseValues:
     """One response, [R] each."""
 
     reward: float
@@ -49,7 +49,7 @@ class Trace:
     values: Tensor | None
 
 
-Estimate = Callable[[Trace], tuple[Tensor, Tensor]]
+Estimate = Callable[[ResponseValues], tuple[Tensor, Tensor]]
 
 
 class Advantages:
@@ -79,70 +79,70 @@ class Advantages:
             return False
         return self._config.kl_coef > 0 or self._distillation is not None or self._hook is not None
 
-    def __call__(self, batch: Sequence[Evidence]) -> list[MicroInputs]:
+    def __call__(self, batch: Sequence[AdvantageInputs]) -> list[MicroInputs]:
         """The micro-batches with advantages and returns filled in."""
-        traces = [trace for evidence in batch for trace in self._traces(evidence)]
-        masks = [trace.mask for trace in traces]
+        responses = [response for inputs in batch for response in self._responses(inputs)]
+        masks = [response.mask for response in responses]
         if self._hook is None:
-            estimates = [self._estimate(trace) for trace in traces]
+            estimates = [self._estimate(response) for response in responses]
             advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
         else:
-            advantages, returns = _by_hook(self._hook, batch, traces)
+            advantages, returns = _by_hook(self._hook, batch, responses)
         if self._distillation is not None:
-            advantages = [_distilled(a, t, self._distillation) for a, t in zip(advantages, traces, strict=True)]
+            advantages = [_distilled(a, t, self._distillation) for a, t in zip(advantages, responses, strict=True)]
         if self._config.normalize_advantages:
             advantages = whiten(advantages, masks, self._group)
-        return put_back([evidence.micro for evidence in batch], advantages, returns)
+        return put_back([inputs.micro for inputs in batch], advantages, returns)
 
-    def _traces(self, evidence: Evidence) -> list[Trace]:
-        micro = evidence.micro
+    def _responses(self, inputs: AdvantageInputs) -> list[ResponseValues]:
+        micro = inputs.micro
 
         def cut(values: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * len(micro.samples) if values is None else micro.cut(values)
 
         kl = None
         if self._config.kl_coef > 0:
-            own, reference = needed(evidence.log_probs), needed(evidence.reference_log_probs)
+            own, reference = needed(inputs.log_probs), needed(inputs.reference_log_probs)
             kl = kl_estimate(own, reference, self._config.kl_reward_type)
-        columns = (evidence.log_probs, kl, evidence.teacher_log_probs, evidence.values)
+        columns = (inputs.log_probs, kl, inputs.teacher_log_probs, inputs.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
-        return [Trace(*part) for part in parts]
+        return [ResponseValues(*part) for part in parts]
 
 
-def _distilled(advantages: Tensor, trace: Trace, weight: float) -> Tensor:
-    found = distilled_advantages(advantages, needed(trace.log_probs), needed(trace.teacher_log_probs), weight)
-    return torch.where(trace.mask > 0, found, 0.0)
+def _distilled(advantages: Tensor, response: ResponseValues, weight: float) -> Tensor:
+    found = distilled_advantages(advantages, needed(response.log_probs), needed(response.teacher_log_probs), weight)
+    return torch.where(response.mask > 0, found, 0.0)
 
 
 def _by_hook(
-    hook: AdvantageHook, batch: Sequence[Evidence], traces: Sequence[Trace]
+    hook: AdvantageHook, batch: Sequence[AdvantageInputs], responses: Sequence[ResponseValues]
 ) -> tuple[list[Tensor], list[Tensor]]:
     micros = [e.micro for e in batch]
     data = RolloutData.of(micros)
-    data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in traces]
+    data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in responses]
     for name in ("log_probs", "teacher_log_probs", "values"):
-        found = [getattr(trace, name) for trace in traces]
+        found = [getattr(response, name) for response in responses]
         data[name] = [f.clone() for f in found if f is not None] if all(f is not None for f in found) else None
     hook(data)
     return data.per_token("advantages", micros), data.per_token("returns", micros)
 
 
 def _estimator(config: TrainSection) -> Estimate:
-    def same_for_all_tokens(trace: Trace) -> tuple[Tensor, Tensor]:
-        advantages = torch.where(trace.mask > 0, trace.reward, 0.0)
+    def same_for_all_tokens(response: ResponseValues) -> tuple[Tensor, Tensor]:
+        advantages = torch.where(response.mask > 0, response.reward, 0.0)
         return advantages, advantages
 
-    def ppo(trace: Trace) -> tuple[Tensor, Tensor]:
-        rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)
-        return gae(rewards, needed(trace.values), trace.mask, gamma=config.gamma, lambd=config.lambd)
+    def ppo(response: ResponseValues) -> tuple[Tensor, Tensor]:
+        rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
+        return gae(rewards, needed(response.values), response.mask, gamma=config.gamma, lambd=config.lambd)
 
-    def discounted(trace: Trace) -> tuple[Tensor, Tensor]:
-        rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)
-        returns = reinforce_plus_plus(rewards, trace.mask, gamma=config.gamma)
+    def discounted(response: ResponseValues) -> tuple[Tensor, Tensor]:
+        rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
+        returns = reinforce_plus_plus(rewards, response.mask, gamma=config.gamma)
         return returns, returns
 
-    def against_baseline(trace: Trace) -> tuple[Tensor, Tensor]:
-        found = reinforce_plus_plus_baseline(trace.reward, trace.mask, trace.kl, config.kl_coef)
+    def against_baseline(response: ResponseValues) -> tuple[Tensor, Tensor]:
+        found = reinforce_plus_plus_baseline(response.reward, response.mask, response.kl, config.kl_coef)
         return found, found
 
     match config.advantage_estimator:

@@ -17,7 +17,7 @@ from services.trainer.rl.algorithms.opsm import opsm_mask
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.hooks import of_samples, per_token
 from services.trainer.rl.inputs import MicroInputs
-from services.trainer.rl.terms import Terms, masked_max, masked_sum
+from services.trainer.rl.loss import LossInputs, masked_max, masked_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +33,8 @@ class Corrected:
     """What a user's function reports, by name: shares of the step's value"""
 
 
-Correction = Callable[[Terms, Tensor, Tensor], Corrected]
-"""Takes the terms, the old policy's log-probs and the loss per token."""
+Correction = Callable[[LossInputs, Tensor, Tensor], Corrected]
+"""Takes the inputs, the old policy's log-probs and the loss per token."""
 
 
 def choose_corrections(config: TrainSection, user_weights: Correction | None) -> list[Correction]:
@@ -50,26 +50,26 @@ def choose_corrections(config: TrainSection, user_weights: Correction | None) ->
 
 
 def _opsm(delta: float) -> Correction:
-    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
-        micro = terms.micro
-        kept = opsm_mask(terms.log_probs, old, micro.advantages, micro.mask, delta)
+    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+        micro = inputs.micro
+        kept = opsm_mask(inputs.log_probs, old, micro.advantages, micro.mask, delta)
         return Corrected(loss * kept, {"opsm_masked": masked_sum(1.0 - kept, micro.mask)})
 
     return correct
 
 
 def _weighted(config: TrainSection) -> Correction:
-    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
-        found = weights_of(config, terms.micro, terms.trainer_log_probs)
+    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+        found = weights_of(config, inputs.micro, inputs.trainer_log_probs)
         sums = {
-            "tis_weight": masked_sum(found.weights, terms.micro.mask),
-            "tis_weight_squared": masked_sum((found.weights - 1.0).square(), terms.micro.mask),
-            "tis_truncated": masked_sum(found.truncated, terms.micro.mask),
+            "tis_weight": masked_sum(found.weights, inputs.micro.mask),
+            "tis_weight_squared": masked_sum((found.weights - 1.0).square(), inputs.micro.mask),
+            "tis_truncated": masked_sum(found.truncated, inputs.micro.mask),
         }
         # Where the weight is 0 the token is out, even when its loss is infinite.
         weighted = torch.where(found.weights > 0, loss, 0.0) * found.weights
         return Corrected(
-            weighted / terms.micro.mean_weight, sums, {"tis_weight/max": masked_max(found.weights, terms.micro.mask)}
+            weighted / inputs.micro.mean_weight, sums, {"tis_weight/max": masked_max(found.weights, inputs.micro.mask)}
         )
 
     return correct
@@ -83,8 +83,8 @@ def weights_of(config: TrainSection, micro: MicroInputs, trainer_log_probs: Tens
 
 
 def _rejected(config: TrainSection) -> Correction:
-    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
-        trainer, micro = terms.trainer_log_probs, terms.micro
+    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+        trainer, micro = inputs.trainer_log_probs, inputs.micro
         ratio = importance_ratio(trainer, micro.rollout_log_probs, micro.mask, config.rs_level)
         kept, veto = within(ratio, *config.rejection_bounds), torch.zeros_like(micro.mask)
         if config.rs_veto_threshold is not None:
@@ -99,8 +99,8 @@ def custom_correction(path: str, args: HookArgs) -> Correction:
     """A user's `f(args, *, pg_loss, train_log_probs, ...) -> (pg_loss, loss_masks, metrics)`."""
     hook = trainer_hook(path, "tis").target
 
-    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
-        micro = terms.micro
+    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+        micro = inputs.micro
         if not micro.samples:
             return Corrected(loss)
         masks = micro.copies(micro.mask)
@@ -108,7 +108,7 @@ def custom_correction(path: str, args: HookArgs) -> Correction:
         found = hook(
             args,
             pg_loss=torch.cat(micro.cut(loss)),
-            train_log_probs=micro.copies(terms.trainer_log_probs),
+            train_log_probs=micro.copies(inputs.trainer_log_probs),
             rollout_log_probs=micro.copies(micro.rollout_log_probs),
             loss_masks=masks,
             total_lengths=facts["total_lengths"],

@@ -14,7 +14,7 @@ from headrace.hooks.trainer import trainer_hook
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.hooks import of_samples
 from services.trainer.rl.inputs import MicroInputs
-from services.trainer.rl.terms import Terms
+from services.trainer.rl.loss import LossInputs
 
 
 class CustomLoss:
@@ -29,38 +29,38 @@ class CustomLoss:
         self._hook = trainer_hook(path, "loss").target
         self._args = args
 
-    def __call__(self, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """A share of the step's loss, and of each number of the log, as scalars."""
-        micro = terms.micro
+        micro = inputs.micro
         if not micro.samples:
-            return weighted_sum(terms.log_probs, micro.weights), {}
+            return weighted_sum(inputs.log_probs, micro.weights), {}
 
         def sum_of_sample_mean(flat: Tensor) -> Tensor:
             lengths = [sample.response_length for sample in micro.samples]
             return weighted_sum(micro.put(torch.split(flat, lengths)), micro.weights) * micro.loss_scale
 
-        before = _version(terms.logits)
-        found = self._hook(self._args, _batch(terms), terms.logits, sum_of_sample_mean)
+        before = _version(inputs.logits)
+        found = self._hook(self._args, _batch(inputs), inputs.logits, sum_of_sample_mean)
         loss, log = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(log, dict):
             raise InvalidArgument(f"hook {self._path} must return (loss, log): a tensor of one number, and a dict")
-        self._check(loss, terms, before)
+        self._check(loss, inputs, before)
         # A loss that touches no logits still has to run backward with those of the other ranks.
-        share = loss.squeeze() / micro.loss_scale + weighted_sum(terms.log_probs, torch.zeros_like(micro.weights))
+        share = loss.squeeze() / micro.loss_scale + weighted_sum(inputs.log_probs, torch.zeros_like(micro.weights))
         return share, {
             f"loss/custom/{name}": self._number(name, value) / micro.loss_scale for name, value in log.items()
         }
 
-    def _check(self, loss: Tensor, terms: Terms, logits_before: int) -> None:
+    def _check(self, loss: Tensor, inputs: LossInputs, logits_before: int) -> None:
         if not torch.isfinite(loss).all():
             raise InvalidArgument(f"hook {self._path} returned a loss of {loss.item()}, must be finite")
-        if _version(terms.logits) != logits_before:
+        if _version(inputs.logits) != logits_before:
             raise InvalidArgument(
                 f"hook {self._path} has written into the logits, which are too large to be copied for it: leave them "
                 "as they are"
             )
-        sources = [tensor for tensor in (terms.log_probs, terms.entropy, terms.logits) if tensor is not None]
-        if terms.micro.mask.any() and not has_gradient(loss, sources):
+        sources = [tensor for tensor in (inputs.log_probs, inputs.entropy, inputs.logits) if tensor is not None]
+        if inputs.micro.mask.any() and not has_gradient(loss, sources):
             raise InvalidArgument(
                 f"hook {self._path} returned a loss without a gradient, which trains nothing: compute it from the "
                 "logits, or from batch['current_log_probs'] or batch['entropy'], and detach none of it"
@@ -125,8 +125,8 @@ class PolicyReducer:
         return reduce
 
 
-def _batch(terms: Terms) -> dict[str, Any]:
-    micro = terms.micro
+def _batch(inputs: LossInputs) -> dict[str, Any]:
+    micro = inputs.micro
     cut = micro.copies
     facts = of_samples(micro.samples)
     return facts | {
@@ -135,8 +135,8 @@ def _batch(terms: Terms) -> dict[str, Any]:
         "advantages": cut(micro.advantages),
         "returns": cut(micro.returns),
         "rollout_log_probs": cut(micro.rollout_log_probs),
-        "log_probs": cut(terms.trainer_log_probs),
-        "ref_log_probs": None if terms.reference_log_probs is None else cut(terms.reference_log_probs),
-        "current_log_probs": cut(terms.log_probs),
-        "entropy": cut(terms.entropy),
+        "log_probs": cut(inputs.trainer_log_probs),
+        "ref_log_probs": None if inputs.reference_log_probs is None else cut(inputs.reference_log_probs),
+        "current_log_probs": cut(inputs.log_probs),
+        "entropy": cut(inputs.entropy),
     }

@@ -25,13 +25,13 @@ from services.trainer.rl.algorithms.reduction import Reduction
 class MicroInputs:
     """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t.
 
-    Rows, sources and places are this rank's part in its context group, the rest is all of it.
+    Rows, logit_positions and target_slots are this rank's part in its context group, the rest is all of it.
     """
 
     rows: Rows
-    sources: Tensor
+    logit_positions: Tensor
     """int64 [N], positions of the flattened rows that predict a token"""
-    places: Tensor
+    target_slots: Tensor
     """int64 [N], where that token is in the flattened [B, S]"""
     targets: Tensor
     """int64 [B, S], the tokens to predict"""
@@ -43,7 +43,7 @@ class MicroInputs:
     """How many rollouts (or tokens, for a loss per token) of the step the weights are an average over"""
     rollout_log_probs: Tensor
     """float32 [B, S], the engine's log-probs of the targets"""
-    lags: Tensor
+    staleness: Tensor
     """float32 [B, 1], how many steps behind the sample's oldest token is"""
     advantages: Tensor
     """float32 [B, S]; zeros until services/trainer/rl/advantages.py fills it in"""
@@ -99,7 +99,7 @@ def step_inputs(
     ids = plan.all_sample_ids
     of_step = [s for s in samples if s.sample_id in ids]
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss, constant=config.loss_constant_length)
-    lags = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
+    staleness = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
     weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}
     scale = reduction.num_tokens if config.calculate_per_token_loss else reduction.num_rollouts
     micro_batches = [
@@ -111,7 +111,7 @@ def step_inputs(
             micro,
             micro.loss_mask * _column(micro, weights),
             scale,
-            _column(micro, lags),
+            _column(micro, staleness),
             rewards,
             layout,
             choices,
@@ -123,15 +123,15 @@ def step_inputs(
 
 def inference_inputs(micro: MicroBatch, layout: Layout, vision: Vision | None = None) -> MicroInputs:
     """Inputs for log-probs alone: no rewards, no weights."""
-    lags = torch.zeros(len(micro.targets), 1)
-    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout, vision=vision)
+    staleness = torch.zeros(len(micro.targets), 1)
+    return _on_device(micro, torch.zeros(micro.targets.shape), 1, staleness, {}, layout, vision=vision)
 
 
 def _on_device(
     micro: MicroBatch,
     weights: Tensor,
     scale: int,
-    lags: Tensor,
+    staleness: Tensor,
     rewards: Mapping[str, float],
     layout: Layout,
     choices: RolloutChoices | None = None,
@@ -139,25 +139,25 @@ def _on_device(
 ) -> MicroInputs:
     device = layout.device
     zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
-    rows, sources, places = layout.context.part(
-        micro.rows.to(device), micro.sources.to(device), micro.places.to(device)
+    rows, logit_positions, target_slots = layout.context.part(
+        micro.rows.to(device), micro.logit_positions.to(device), micro.target_slots.to(device)
     )
     return MicroInputs(
         rows=rows,
-        sources=sources,
-        places=places,
+        logit_positions=logit_positions,
+        target_slots=target_slots,
         targets=micro.targets.to(device),
         mask=micro.loss_mask.to(device, torch.float32),
         weights=weights.to(device),
         loss_scale=float(max(scale, 1)),
         rollout_log_probs=micro.rollout_log_probs.to(device),
-        lags=lags.to(device),
+        staleness=staleness.to(device),
         advantages=zeros,
         returns=zeros,
         rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
         samples=micro.samples,
-        experts=choices.of(micro.samples, micro.owners, rows) if choices else ExpertChoices(),
-        images=row_images(micro.samples, micro.owners, rows, vision) if vision else None,
+        experts=choices.of(micro.samples, micro.sample_numbers, rows) if choices else ExpertChoices(),
+        images=row_images(micro.samples, micro.sample_numbers, rows, vision) if vision else None,
     )
 
 

@@ -16,8 +16,8 @@ from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.algorithms.sft import sft_loss
 from services.trainer.rl.corrections import Correction, choose_corrections
 from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
+from services.trainer.rl.loss import Disagreement, LossInputs, LossOutputs, masked_max, masked_sum
 from services.trainer.rl.policy_losses import choose_policy_loss
-from services.trainer.rl.terms import Disagreement, Outcome, Terms, masked_max, masked_sum
 
 
 class Objective:
@@ -59,19 +59,19 @@ class Objective:
         """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
 
-    def __call__(self, terms: Terms) -> Outcome:
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
         if self._custom_loss is not None:
-            loss, log = self._custom_loss(terms)
-            return _outcome(terms, loss, {"loss/custom": loss}, hooks=log)
+            loss, log = self._custom_loss(inputs)
+            return _outputs(inputs, loss, {"loss/custom": loss}, hooks=log)
         if self._config.loss_type == "sft_loss":
-            loss = weighted_sum(sft_loss(terms.log_probs), terms.micro.weights)
-            return _outcome(terms, loss, {"loss/sft": loss})
-        return self._policy(terms)
+            loss = weighted_sum(sft_loss(inputs.log_probs), inputs.micro.weights)
+            return _outputs(inputs, loss, {"loss/sft": loss})
+        return self._policy(inputs)
 
-    def _policy(self, terms: Terms) -> Outcome:
-        config, micro = self._config, terms.micro
-        old = micro.rollout_log_probs if config.use_rollout_logprobs else terms.trainer_log_probs
-        found = self._policy_loss(terms, old)
+    def _policy(self, inputs: LossInputs) -> LossOutputs:
+        config, micro = self._config, inputs.micro
+        old = micro.rollout_log_probs if config.use_rollout_logprobs else inputs.trainer_log_probs
+        found = self._policy_loss(inputs, old)
         ratio = bounded(found.log_ratio).exp()
         largest = {"ratio/max": masked_max(ratio, micro.mask)}
         hooks: dict[str, Tensor] = {}
@@ -82,43 +82,43 @@ class Objective:
             "ratio": masked_sum(ratio, micro.mask),
             "ratio_squared": masked_sum((ratio - 1.0).square(), micro.mask),
             "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
-            **mismatch(terms.trainer_log_probs, micro.rollout_log_probs, micro.mask),
+            **mismatch(inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask),
         }
         per_token = found.loss
         for correct in self._corrections:
-            corrected = correct(terms, old, per_token)
+            corrected = correct(inputs, old, per_token)
             per_token = corrected.loss
             sums |= corrected.sums
             largest |= corrected.largest
             hooks |= corrected.hooks
         reduce = weighted_sum if self._reducer is None else self._reducer.of(micro)
         loss = sums["loss/policy"] = reduce(per_token, micro.weights)
-        if self.has_kl and terms.reference_log_probs is not None:
-            sums["loss/kl"] = weighted_sum(self._kl(terms, old, terms.reference_log_probs), micro.weights)
+        if self.has_kl and inputs.reference_log_probs is not None:
+            sums["loss/kl"] = weighted_sum(self._kl(inputs, old, inputs.reference_log_probs), micro.weights)
             loss = loss + config.kl_loss_coef * sums["loss/kl"]
         if config.entropy_coef:
-            sums["loss/entropy"] = weighted_sum(terms.entropy, micro.weights)
+            sums["loss/entropy"] = weighted_sum(inputs.entropy, micro.weights)
             loss = loss - config.entropy_coef * sums["loss/entropy"]
-        return _outcome(terms, loss, sums, largest, hooks)
+        return _outputs(inputs, loss, sums, largest, hooks)
 
-    def _kl(self, terms: Terms, old: Tensor, reference: Tensor) -> Tensor:
+    def _kl(self, inputs: LossInputs, old: Tensor, reference: Tensor) -> Tensor:
         if self._config.use_unbiased_kl:
-            return unbiased_kl_estimate(terms.log_probs, old, reference, self._config.kl_loss_type)
-        return kl_estimate(terms.log_probs, reference, self._config.kl_loss_type)
+            return unbiased_kl_estimate(inputs.log_probs, old, reference, self._config.kl_loss_type)
+        return kl_estimate(inputs.log_probs, reference, self._config.kl_loss_type)
 
 
-def _outcome(
-    terms: Terms,
+def _outputs(
+    inputs: LossInputs,
     loss: Tensor,
     sums: Mapping[str, Tensor],
     largest: Mapping[str, Tensor] | None = None,
     hooks: Mapping[str, Tensor] | None = None,
-) -> Outcome:
-    micro = terms.micro
+) -> LossOutputs:
+    micro = inputs.micro
     everything = {
         "tokens": micro.mask.sum(),
-        "entropy": masked_sum(terms.entropy.detach(), micro.mask),
-        "log_prob_diff": masked_sum((terms.trainer_log_probs - micro.rollout_log_probs).abs(), micro.mask),
+        "entropy": masked_sum(inputs.entropy.detach(), micro.mask),
+        "log_prob_diff": masked_sum((inputs.trainer_log_probs - micro.rollout_log_probs).abs(), micro.mask),
         **sums,
     }
     zero = torch.zeros((), device=loss.device)
@@ -126,4 +126,4 @@ def _outcome(
         torch.stack([values.get(name, zero).detach().double() for name in names])
         for values, names in ((everything, SUMS), (largest or {}, MAXIMA))
     )
-    return Outcome(loss, vector, maxima, Disagreement.worst(terms), hooks or {})
+    return LossOutputs(loss, vector, maxima, Disagreement.worst(inputs), hooks or {})

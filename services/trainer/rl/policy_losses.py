@@ -12,7 +12,7 @@ from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.cispo import cispo_loss
 from services.trainer.rl.algorithms.gspo import sequence_log_ratio
 from services.trainer.rl.algorithms.policy_loss import policy_loss
-from services.trainer.rl.terms import Terms
+from services.trainer.rl.loss import LossInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,28 +26,28 @@ class TokenLoss:
     """logπ - logπ_old as the loss saw it; no gradient."""
 
 
-PolicyLoss = Callable[[Terms, Tensor], TokenLoss]
+PolicyLoss = Callable[[LossInputs, Tensor], TokenLoss]
 
 
 def choose_policy_loss(config: TrainSection) -> PolicyLoss:
-    """The loss of the job's estimator, given the terms and the old policy's log-probs."""
+    """The loss of the job's estimator, given the inputs and the old policy's log-probs."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
 
-    def clipped_ratio(terms: Terms, old: Tensor) -> TokenLoss:
+    def clipped_ratio(inputs: LossInputs, old: Tensor) -> TokenLoss:
         loss, clipped = policy_loss(
-            terms.log_probs, old, terms.micro.advantages, config.eps_clip, high, config.eps_clip_c
+            inputs.log_probs, old, inputs.micro.advantages, config.eps_clip, high, config.eps_clip_c
         )
-        return TokenLoss(loss, clipped, terms.log_probs.detach() - old)
+        return TokenLoss(loss, clipped, inputs.log_probs.detach() - old)
 
-    def gspo(terms: Terms, old: Tensor) -> TokenLoss:
-        log_ratio = sequence_log_ratio(terms.log_probs, old, terms.micro.mask)
+    def gspo(inputs: LossInputs, old: Tensor) -> TokenLoss:
+        log_ratio = sequence_log_ratio(inputs.log_probs, old, inputs.micro.mask)
         zeros = torch.zeros_like(log_ratio)
-        loss, clipped = policy_loss(log_ratio, zeros, terms.micro.advantages, config.eps_clip, high, config.eps_clip_c)
+        loss, clipped = policy_loss(log_ratio, zeros, inputs.micro.advantages, config.eps_clip, high, config.eps_clip_c)
         return TokenLoss(loss, clipped, log_ratio.detach())
 
-    def cispo(terms: Terms, old: Tensor) -> TokenLoss:
-        loss, clipped = cispo_loss(terms.log_probs, old, terms.micro.advantages, config.eps_clip, high)
-        return TokenLoss(loss, clipped, terms.log_probs.detach() - old)
+    def cispo(inputs: LossInputs, old: Tensor) -> TokenLoss:
+        loss, clipped = cispo_loss(inputs.log_probs, old, inputs.micro.advantages, config.eps_clip, high)
+        return TokenLoss(loss, clipped, inputs.log_probs.detach() - old)
 
     match config.advantage_estimator:
         case "gspo":

@@ -18,7 +18,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import Unavailable
 from headrace.ledger_tools.audit.ledger import read_ledger
 from headrace.ledger_tools.audit.record import read_record
-from headrace.ledger_tools.audit.verdict import judge
+from headrace.ledger_tools.audit.verdict import verdict_of
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.buffer.ledger.transaction import LedgerEvent
@@ -165,6 +165,6 @@ async def test_groups_that_a_step_makes_the_ledger_forget_while_it_is_read_are_n
 
         async with Meanwhile(server.address) as client:
             ledger = await read_ledger(client, "train", 20.0)
-        verdict = judge([ledger], read_record(file))
+        verdict = verdict_of([ledger], read_record(file))
     assert len(ledger.groups) < len(ledger.replay.groups)
     assert verdict.is_clean

@@ -21,9 +21,9 @@ def micro_inputs(
     What is not given is zeros; `lengths` are S unless given.
     """
     mask = mask.float()
-    fields: dict[str, Any] = dict.fromkeys(("rows", "sources", "places", "targets", "experts"))
+    fields: dict[str, Any] = dict.fromkeys(("rows", "logit_positions", "target_slots", "targets", "experts"))
     zeros = {name: torch.zeros_like(mask) for name in ("rollout_log_probs", "advantages", "returns")}
-    weights = {"weights": mask / mask.sum().clamp(min=1), "lags": mask[:, :1], "rewards": (0.0,) * len(mask)}
+    weights = {"weights": mask / mask.sum().clamp(min=1), "staleness": mask[:, :1], "rewards": (0.0,) * len(mask)}
     found: dict[str, Any] = fields | zeros | weights | tensors
     samples = [_sample(row, length) for row, length in enumerate(lengths or [mask.shape[1]] * len(mask))]
     return MicroInputs(**found, mask=mask, loss_scale=1.0, samples=samples)

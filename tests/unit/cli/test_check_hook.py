@@ -80,7 +80,7 @@ def hooks(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("hook", "flags", "code", "parts"),
     [
-        ("rm.py:reward_func", (), 0, ["is a reward function", "judges 4 sample answers: [1.0, 0.0, 0.0, 0.0]"]),
+        ("rm.py:reward_func", (), 0, ["is a reward function", "scores 4 sample responses: [1.0, 0.0, 0.0, 0.0]"]),
         ("rm.py:batched_custom_rm", (), 0, ["is a group_reward function", "[1.0, 0.0, 0.0, 0.0]"]),
         ("rm.py:CustomRewardModel", ("--reward-model-path", "/folder"), 0, ["[7.0, 7.0, 7.0, 7.0]"]),
         ("rm.py:Needy", (), 1, ["weights", "name its own with --reward-model-path FOLDER or --job JOB.toml"]),

@@ -11,7 +11,7 @@ from headrace.ledger_tools.audit.events import COMMITTED, CONSUMED, FAILED, LEAS
 from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.record import Record, parse_record
 from headrace.ledger_tools.audit.replay import Replay
-from headrace.ledger_tools.audit.verdict import AuditVerdict, judge
+from headrace.ledger_tools.audit.verdict import AuditVerdict, verdict_of
 
 NO_STATE = pb.GROUP_STATE_UNSPECIFIED
 
@@ -94,11 +94,11 @@ def two_steps() -> Shard:
 
 
 def test_a_run_as_it_should_be_is_clean() -> None:
-    assert judge([two_steps().ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))) == AuditVerdict([], [], [], [])
+    assert verdict_of([two_steps().ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))) == AuditVerdict([], [], [], [])
 
 
 def test_a_ledger_without_a_line_of_the_trainer_has_lost_all() -> None:
-    verdict = judge([two_steps().ledger()], Record())
+    verdict = verdict_of([two_steps().ledger()], Record())
     assert verdict.lost == ["a", "b", "c", "d"]
     assert [each.what for each in verdict.others] == [
         "has no line of step 0, which epoch 1 consumed",
@@ -110,9 +110,9 @@ def test_what_retention_has_forgotten_is_not_missed_and_what_it_has_not_is() -> 
     shard = two_steps()
     shard.add("committed", "g0", COMMITTED, 0)
     fed = record((0, ZERO, "ab"), (1, ONE, "cd"))
-    assert judge([shard.ledger(without=("g0",))], fed).lost == ["a", "b"]
+    assert verdict_of([shard.ledger(without=("g0",))], fed).lost == ["a", "b"]
     shard.add("forgotten", "", NO_STATE, 1)
-    assert judge([shard.ledger(without=("g0",))], fed).is_clean
+    assert verdict_of([shard.ledger(without=("g0",))], fed).is_clean
 
 
 def test_an_older_trainer_may_write_its_last_line_late_but_only_one() -> None:
@@ -123,9 +123,9 @@ def test_an_older_trainer_may_write_its_last_line_late_but_only_one() -> None:
     shard.consume("g2", 2)
     lines = [(0, ZERO, "ab"), (1, ONE, "cd"), (1, ONE, "cd"), (2, digest(("g2", 2)), "ef")]
     late = (2, digest(("g2", 2)), "ef")
-    assert judge([shard.ledger()], record(*lines)).is_clean
-    assert judge([shard.ledger()], record(*lines, late)).is_clean
-    assert not judge([shard.ledger()], record(*lines, late, late)).is_clean
+    assert verdict_of([shard.ledger()], record(*lines)).is_clean
+    assert verdict_of([shard.ledger()], record(*lines, late)).is_clean
+    assert not verdict_of([shard.ledger()], record(*lines, late, late)).is_clean
 
 
 def test_a_trainers_checkpoint_may_pass_a_step_that_it_did_not_consume() -> None:
@@ -135,7 +135,7 @@ def test_a_trainers_checkpoint_may_pass_a_step_that_it_did_not_consume() -> None
     shard.epoch += 1
     shard.consume("g0", 0)
     shard.add("rewound", "", NO_STATE, 1)
-    assert judge([shard.ledger()], record((0, ZERO, "ab"))).is_clean
+    assert verdict_of([shard.ledger()], record((0, ZERO, "ab"))).is_clean
 
 
 def test_a_group_taken_out_of_a_batch_explains_why_a_rerun_has_another() -> None:
@@ -146,8 +146,8 @@ def test_a_group_taken_out_of_a_batch_explains_why_a_rerun_has_another() -> None
     shard.add("dropped", "g0", pb.GROUP_STATE_DROPPED, 0)
     shard.put("g1", 0, "c", "d")
     shard.consume("g1", 0)
-    assert judge([shard.ledger()], record((0, ZERO, "ab"), (0, ONE, "cd"))).is_clean
-    assert judge([shard.ledger()], record((0, ZERO, "ax"), (0, ONE, "cd"))).others[0].kind == "rerun"
+    assert verdict_of([shard.ledger()], record((0, ZERO, "ab"), (0, ONE, "cd"))).is_clean
+    assert verdict_of([shard.ledger()], record((0, ZERO, "ax"), (0, ONE, "cd"))).others[0].kind == "rerun"
 
 
 def test_leases_that_ran_out_attempts_that_failed_and_retries_are_part_of_a_good_history() -> None:
@@ -163,13 +163,13 @@ def test_leases_that_ran_out_attempts_that_failed_and_retries_are_part_of_a_good
         ("released", QUEUED),
     ):
         shard.add(kind, "g2", state)
-    assert judge([shard.ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))).is_clean
+    assert verdict_of([shard.ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))).is_clean
 
 
 def test_lines_that_came_while_the_ledger_was_read_are_not_held_against_it() -> None:
     lines = ((0, ZERO, "ab"), (1, ONE, "cd"), (2, ZERO, "xy"), (3, ZERO, "zz"))
-    assert judge([two_steps().ledger()], record(*lines), num_lines_before=2).is_clean
-    assert not judge([two_steps().ledger()], record(*lines)).is_clean
+    assert verdict_of([two_steps().ledger()], record(*lines), num_lines_before=2).is_clean
+    assert not verdict_of([two_steps().ledger()], record(*lines)).is_clean
 
 
 def shards() -> list[AuditedLedger]:
@@ -184,9 +184,9 @@ def shards() -> list[AuditedLedger]:
 
 def test_shards_are_judged_together_also_where_one_is_behind() -> None:
     whole = hashlib.sha256(ZERO + ONE).digest()
-    assert judge(shards(), record((0, whole, "abcd"))).is_clean
-    assert [each.kind for each in judge(shards(), record((0, ZERO, "abcd"))).others] == ["digest"]
-    assert [each.kind for each in judge(shards(), record((0, whole, "cdab"))).others] == ["order"]
-    verdict = judge(shards(), record((0, whole, "acdx")))
+    assert verdict_of(shards(), record((0, whole, "abcd"))).is_clean
+    assert [each.kind for each in verdict_of(shards(), record((0, ZERO, "abcd"))).others] == ["digest"]
+    assert [each.kind for each in verdict_of(shards(), record((0, whole, "cdab"))).others] == ["order"]
+    verdict = verdict_of(shards(), record((0, whole, "acdx")))
     assert (verdict.lost, verdict.unaccounted) == (["b"], ["x"])
-    assert judge(shards(), record((0, whole, "abcd"), (1, whole, "d"))).doubled == ["d"]
+    assert verdict_of(shards(), record((0, whole, "abcd"), (1, whole, "d"))).doubled == ["d"]

@@ -20,8 +20,8 @@ from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from headrace.job.schema.run import CheckpointSection
 from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_name
 from services.trainer.checkpoint.manifest import Manifest, crc32
-from services.trainer.checkpoint.piece import Piece
 from services.trainer.checkpoint.reader import CheckpointReader, Expected, opened
+from services.trainer.checkpoint.shard_chunk import ShardChunk
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.context import Context
 from services.trainer.state import TrainState
@@ -33,8 +33,8 @@ class Note:
     def __init__(self, text: str = "") -> None:
         self.text = text
 
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece.whole("note/text", torch.tensor(list(self.text.encode()), dtype=torch.uint8))
+    def chunks(self) -> Iterator[ShardChunk]:
+        yield ShardChunk.whole("note/text", torch.tensor(list(self.text.encode()), dtype=torch.uint8))
 
     def scalars(self) -> dict[str, int]:
         return {"length": len(self.text)}
@@ -51,17 +51,17 @@ class PowerCut(BaseException):
 class HalfWritten(Note):
     """Gives a part of its state, and the power goes."""
 
-    def pieces(self) -> Iterator[Piece]:
-        yield from super().pieces()
+    def chunks(self) -> Iterator[ShardChunk]:
+        yield from super().chunks()
         raise PowerCut
 
 
 class Hoarder(Note):
     """Has more state than a note."""
 
-    def pieces(self) -> Iterator[Piece]:
-        yield from super().pieces()
-        yield Piece.whole("note/secret", torch.zeros(3))
+    def chunks(self) -> Iterator[ShardChunk]:
+        yield from super().chunks()
+        yield ShardChunk.whole("note/secret", torch.zeros(3))
 
 
 @pytest.fixture
@@ -255,8 +255,8 @@ def test_in_the_background_the_copy_of_the_moment_is_written(tmp_path: Path, lay
     class Weights(Note):
         values = torch.ones(100_000)
 
-        def pieces(self) -> Iterator[Piece]:
-            yield Piece.whole("weights", self.values)
+        def chunks(self) -> Iterator[ShardChunk]:
+            yield ShardChunk.whole("weights", self.values)
 
         def restore(self, reader: CheckpointReader) -> None:
             self.values = reader.whole("weights")
@@ -273,8 +273,8 @@ def test_in_the_background_the_copy_of_the_moment_is_written(tmp_path: Path, lay
 
 def test_a_failure_in_the_background_is_raised_when_it_is_asked_for(tmp_path: Path, layout: Layout) -> None:
     class Unwritable(Note):
-        def pieces(self) -> Iterator[Piece]:
-            yield Piece.whole("twice", torch.zeros(1))
+        def chunks(self) -> Iterator[ShardChunk]:
+            yield ShardChunk.whole("twice", torch.zeros(1))
             (tmp_path / "checkpoints" / ".draft-1").rename(tmp_path / "elsewhere")
 
     checkpoints = Checkpoints(_section(async_save=True), tmp_path, layout)
@@ -482,9 +482,9 @@ def test_a_save_that_was_under_way_when_a_newer_trainer_came_is_not_put_in_place
     tmp_path: Path, layout: Layout
 ) -> None:
     class Overtaken(Note):
-        def pieces(self) -> Iterator[Piece]:
+        def chunks(self) -> Iterator[ShardChunk]:
             Checkpoints(_section(), tmp_path, layout).claim(2)
-            yield from super().pieces()
+            yield from super().chunks()
 
     with pytest.raises(Fenced):
         Checkpoints(_section(), tmp_path, layout).save(Overtaken("late"), step=1, policy_version=1, epoch=1)

@@ -37,8 +37,8 @@ def test_a_padded_row_holds_one_sample_and_column_t_speaks_of_response_token_t()
     assert batch.targets.tolist() == [[13, 14, 0, 0], [12, 13, 14, 15]]
     assert batch.loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 1]]
     assert batch.rollout_log_probs.tolist() == [[-1, -2, 0, 0], [-1, -2, -3, -4]]
-    assert batch.sources.tolist() == [2, 3, 6, 7, 8, 9]
-    assert batch.places.tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch.logit_positions.tolist() == [2, 3, 6, 7, 8, 9]
+    assert batch.target_slots.tolist() == [0, 1, 4, 5, 6, 7]
 
 
 def test_a_packed_row_holds_samples_one_behind_the_other() -> None:
@@ -46,7 +46,7 @@ def test_a_packed_row_holds_samples_one_behind_the_other() -> None:
     assert batch.rows.tokens.tolist() == [[10, 11, 12, 13, 10, 11, 12, 13, 14]]
     assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert batch.rows.segments == (RowSegment(0, 4), RowSegment(4, 9))
-    assert batch.sources.tolist() == [2, 3, 5, 6, 7, 8]
+    assert batch.logit_positions.tolist() == [2, 3, 5, 6, 7, 8]
 
 
 def test_samples_of_a_group_follow_one_copy_of_their_prompt() -> None:
@@ -54,7 +54,7 @@ def test_samples_of_a_group_follow_one_copy_of_their_prompt() -> None:
     assert batch.rows.tokens.tolist() == [[10, 11, 12, 13, 13, 14, 10, 11, 12]]
     assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
     assert batch.rows.segments == (RowSegment(0, 3), RowSegment(3, 4, 0), RowSegment(4, 6, 0), RowSegment(6, 9))
-    assert batch.sources.tolist() == [2, 3, 7, 8, 2, 4, 5, 2]
+    assert batch.logit_positions.tolist() == [2, 3, 7, 8, 2, 4, 5, 2]
     assert batch.targets.tolist() == [[13, 14, 0], [12, 13, 0], [13, 14, 15], [13, 0, 0]]
 
 
@@ -62,7 +62,7 @@ def test_samples_of_a_group_follow_one_copy_of_their_prompt() -> None:
 def test_a_response_without_a_prompt_loses_only_the_token_that_nothing_predicts(packing: Packing) -> None:
     batch = collate([sample(0, 3)], packing)
     assert batch.rows.tokens.tolist() == [[10, 11]]
-    assert batch.places.tolist() == [1, 2]
+    assert batch.target_slots.tolist() == [1, 2]
     assert batch.loss_mask.tolist() == [[0, 1, 1]]
     assert batch.rollout_log_probs.tolist() == [[0, -2, -3]]
 
@@ -72,7 +72,7 @@ def test_a_sample_of_one_token_alone_predicts_nothing(packing: Packing) -> None:
     batch = collate([sample(0, 1)], packing)
     assert batch.rows.tokens.shape == (1, 1)
     assert batch.loss_mask.tolist() == [[0]]
-    assert not len(batch.sources)
+    assert not len(batch.logit_positions)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12))

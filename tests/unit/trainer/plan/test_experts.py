@@ -26,26 +26,26 @@ CHOICES = RolloutChoices(2, EXPERTS)
 def test_every_position_has_the_choice_of_its_own_token(packing: Packing) -> None:
     samples = told(0)
     micro = collate(samples, packing)
-    found = CHOICES.of(micro.samples, micro.owners, micro.rows)
+    found = CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
     rows, size = micro.rows.tokens.shape
     seen = set()
     for row in range(rows):
         for column in range(size):
-            owner, position = int(micro.owners[row, column]), int(micro.rows.positions[row, column])
+            number, position = int(micro.sample_numbers[row, column]), int(micro.rows.positions[row, column])
             mine = [found.by_layer[layer][column * rows + row].tolist() for layer in (0, 1)]
-            if owner < 0:
+            if number < 0:
                 assert mine == [[-1, -1], [-1, -1]]
                 continue
-            assert micro.rows.tokens[row, column] == samples[owner].tokens[position]
-            assert mine == samples[owner].columns[ROUTED_EXPERTS][position].tolist()
-            seen.add((owner, position))
+            assert micro.rows.tokens[row, column] == samples[number].tokens[position]
+            assert mine == samples[number].columns[ROUTED_EXPERTS][position].tolist()
+            seen.add((number, position))
     of_responses = {(n, p) for n, s in enumerate(samples) for p in range(s.prompt_length, len(s.tokens) - 1)}
     assert of_responses <= seen
 
 
 def test_an_empty_micro_batch_leaves_all_to_the_router() -> None:
     micro = empty_micro_batch()
-    found = CHOICES.of(micro.samples, micro.owners, micro.rows)
+    found = CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
     assert [chosen.tolist() for chosen in found.by_layer.values()] == [[[-1, -1]], [[-1, -1]]]
 
 
@@ -53,7 +53,7 @@ def test_dense_layers_are_not_asked() -> None:
     choices = RolloutChoices(2, replace(EXPERTS, dense_layers=(0,)))
     sample = _with(told(0)[0], layer=0, value=0)
     micro = collate([sample], "padded")
-    assert list(choices.of(micro.samples, micro.owners, micro.rows).by_layer) == [1]
+    assert list(choices.of(micro.samples, micro.sample_numbers, micro.rows).by_layer) == [1]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_dense_layers_are_not_asked() -> None:
 def test_choices_that_are_not_this_models_are_refused(value: int, message: str) -> None:
     micro = collate([_with(told(0)[0], layer=1, value=value)], "padded")
     with pytest.raises(InvalidArgument, match=message):
-        CHOICES.of(micro.samples, micro.owners, micro.rows)
+        CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
 
 
 def test_a_sample_without_choices_is_named() -> None:
     micro = collate([replace(told(0)[0], columns={})], "padded")
     with pytest.raises(InvalidArgument, match=r"sample g0-0 has no rollout_routed_experts of shape .* \(found none\)"):
-        CHOICES.of(micro.samples, micro.owners, micro.rows)
+        CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
 
 
 def test_a_router_follows_what_it_wrote_down_and_keeps_its_gradient() -> None:

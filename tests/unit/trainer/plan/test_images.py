@@ -25,11 +25,11 @@ VISION = Vision(IMAGE, 1176, 2, (2, 3, 3))
 def test_tokens_have_the_places_of_their_own_sample_under_every_packing(packing: Packing) -> None:
     every = samples()
     micro = collate(every, packing)
-    found = row_images(micro.samples, micro.owners, micro.rows, VISION)
+    found = row_images(micro.samples, micro.sample_numbers, micro.rows, VISION)
     for number, sample in enumerate(every):
         alone = collate([sample], "packed")
-        expected = row_images([sample], alone.owners, alone.rows, VISION)
-        mine = micro.owners == number
+        expected = row_images([sample], alone.sample_numbers, alone.rows, VISION)
+        mine = micro.sample_numbers == number
         positions = micro.rows.positions[mine]
         assert (found.axes[:, mine] == expected.axes[:, 0][:, positions]).all()
     assert sorted(found.slots[found.slots >= 0].unique().tolist()) == list(range(int(found.slots.max()) + 1))
@@ -40,7 +40,7 @@ def test_tokens_have_the_places_of_their_own_sample_under_every_packing(packing:
 def test_text_goes_on_behind_the_longest_side_of_an_image() -> None:
     sample = samples()[0]  # three tokens, an image of 4 x 6 patches behind its start, its end, two more
     micro = collate([sample], "packed")
-    found = row_images([sample], micro.owners, micro.rows, VISION)
+    found = row_images([sample], micro.sample_numbers, micro.rows, VISION)
     time, height, width = found.axes[:, 0, :13].tolist()
     assert time == [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8, 9]
     assert height == [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 7, 8, 9]
@@ -56,13 +56,15 @@ def test_an_image_token_that_the_policy_sampled_is_text() -> None:
     assert starts == image_starts("", VISION, sample.tokens, sample.columns)
     changed = replace(sample, tokens=tokens)
     micro = collate([changed], "packed")
-    assert row_images([changed], micro.owners, micro.rows, VISION).slots[0, 10:].tolist() == [-1] * (len(tokens) - 11)
+    assert row_images([changed], micro.sample_numbers, micro.rows, VISION).slots[0, 10:].tolist() == [-1] * (
+        len(tokens) - 11
+    )
 
 
 def test_rows_that_are_made_longer_hold_nothing_there() -> None:
     sample = samples()[0]
     micro = collate([sample], "packed")
-    longer = row_images([sample], micro.owners, micro.rows, VISION).aligned(micro.rows.tokens.shape[1] + 3)
+    longer = row_images([sample], micro.sample_numbers, micro.rows, VISION).aligned(micro.rows.tokens.shape[1] + 3)
     assert longer.slots[0, -3:].tolist() == [-1] * 3
     assert longer.axes[:, 0, -3:].tolist() == [[0] * 3] * 3
 

@@ -9,9 +9,9 @@ import torch
 
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.rl.corrections import weights_of
+from services.trainer.rl.loss import LossInputs
 from services.trainer.rl.policy_losses import choose_policy_loss
 from services.trainer.rl.rewards import shaped_rewards
-from services.trainer.rl.terms import Terms
 from tests.support.ranks.micro_inputs import micro_inputs
 
 REWARDS = (1.0, 0.25, 0.0)
@@ -21,7 +21,9 @@ REWARDS = (1.0, 0.25, 0.0)
 def test_eps_clip_c_bounds_the_loss_of_a_bad_answer(load_with, flags: str, expected: float) -> None:
     new = torch.full((1, 1), math.log(5.0))
     micro = micro_inputs(torch.ones(1, 1), advantages=-torch.ones(1, 1))
-    found = choose_policy_loss(load_with(*flags.split()).train)(Terms(micro, new, new, new, new), torch.zeros(1, 1))
+    found = choose_policy_loss(load_with(*flags.split()).train)(
+        LossInputs(micro, new, new, new, new), torch.zeros(1, 1)
+    )
     assert found.loss.item() == pytest.approx(expected)
 
 

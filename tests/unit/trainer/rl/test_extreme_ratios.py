@@ -12,8 +12,8 @@ from torch import Tensor
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
 from services.trainer.rl.algorithms.policy_loss import policy_loss
 from services.trainer.rl.build import objective_of
+from services.trainer.rl.loss import LossInputs, LossOutputs
 from services.trainer.rl.objective import Objective
-from services.trainer.rl.terms import Outcome, Terms
 from tests.support.ranks.micro_inputs import micro_inputs
 
 KL = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type"
@@ -47,14 +47,16 @@ ATTACKS: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def outcome(objective: Objective, advantage: float, mask: Tensor, token: Mapping[str, float]) -> tuple[Outcome, Tensor]:
+def outputs(
+    objective: Objective, advantage: float, mask: Tensor, token: Mapping[str, float]
+) -> tuple[LossOutputs, Tensor]:
     """What two responses of three tokens come to, with `token` as the second of the first, and the gradient."""
     known = {name: torch.full((2, 3), -0.6) for name in ("new", "old", "engine", "reference")}
     for name, value in token.items():
         known[name][0, 1] = value
     new = known["new"].requires_grad_()
     micro = micro_inputs(mask, rollout_log_probs=known["engine"], advantages=torch.full((2, 3), advantage))
-    found = objective(Terms(micro, new, -new.exp() * new, known["old"], known["reference"]))
+    found = objective(LossInputs(micro, new, -new.exp() * new, known["old"], known["reference"]))
     found.loss.backward()
     assert new.grad is not None
     return found, new.grad
@@ -65,7 +67,7 @@ def outcome(objective: Objective, advantage: float, mask: Tensor, token: Mapping
 def test_one_token_makes_no_gradient_and_no_figure_infinite(load_with, flags: str, attack: str) -> None:
     objective = objective_of(load_with(*flags.split()))
     for advantage in (-1.0, 1.0):
-        found, gradient = outcome(objective, advantage, torch.ones(2, 3), ATTACKS[attack])
+        found, gradient = outputs(objective, advantage, torch.ones(2, 3), ATTACKS[attack])
         assert torch.isfinite(found.loss)
         assert torch.isfinite(gradient).all()
         assert torch.isfinite(found.sums).all()
@@ -78,8 +80,8 @@ def test_a_token_that_is_not_trained_changes_nothing_whatever_its_ratio(load_wit
     objective = objective_of(load_with(*flags.split()))
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
     for advantage in (-1.0, 1.0):
-        found, gradient = outcome(objective, advantage, mask, ATTACKS[attack])
-        clean, expected = outcome(objective, advantage, mask, {})
+        found, gradient = outputs(objective, advantage, mask, ATTACKS[attack])
+        clean, expected = outputs(objective, advantage, mask, {})
         assert torch.equal(found.loss, clean.loss)
         assert torch.equal(gradient, expected)
         assert torch.equal(found.sums, clean.sums)

@@ -14,18 +14,18 @@ from headrace.errors import InvalidArgument
 from services.trainer.rl import corrections
 from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
 from services.trainer.rl.hooks import per_token
-from services.trainer.rl.terms import Terms
+from services.trainer.rl.loss import LossInputs
 from tests.support.ranks.micro_inputs import micro_inputs
 
 LENGTHS = (3, 2)
 Loss = Callable[[Any, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], Any]
 
 
-def terms() -> Terms:
+def terms() -> LossInputs:
     logits = torch.zeros(2, 3, 7, requires_grad=True) * 1.0
     log_probs = logits.log_softmax(-1)[..., 0]
     micro = micro_inputs(torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), lengths=LENGTHS)
-    return Terms(micro, log_probs, -log_probs, None, None, logits)
+    return LossInputs(micro, log_probs, -log_probs, None, None, logits)
 
 
 def custom(loss: Loss) -> CustomLoss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.trainer.rl.advantages import Evidence
+from services.trainer.rl.advantages import AdvantageInputs
 from services.trainer.rl.build import advantages_of
 from tests.support.ranks.micro_inputs import micro_inputs
 
@@ -18,7 +18,7 @@ def relative_error(load_with, flags: str) -> float:
     policy = logits.log_softmax(-1)
     reference = torch.tensor([-0.8, 0.7, 0.1], dtype=torch.float64).log_softmax(-1)
     known = (policy.detach()[:, None].float(), reference[:, None].float())
-    evidence = Evidence(micro_inputs(torch.ones(3, 1)), *known, None, torch.zeros(3, 1))
+    evidence = AdvantageInputs(micro_inputs(torch.ones(3, 1)), *known, None, torch.zeros(3, 1))
     (micro,) = advantages_of(load_with(*flags.split()), None)([evidence])
     advantages = micro.advantages[:, 0].double()
     (found,) = torch.autograd.grad((policy.detach().exp() * advantages * policy).sum(), logits, retain_graph=True)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from headrace.errors import Internal
 
-Known = Sequence[Tensor] | None
+MicroValues = Sequence[Tensor] | None
 """[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
 
-def at(known: Known, number: int) -> Tensor | None:
+def at(values: MicroValues, number: int) -> Tensor | None:
     """[B, S] of the micro-batch with this number; None where the step has none."""
-    return None if known is None else known[number]
+    return None if values is None else values[number]
 
 
 def needed(values: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Pieces of a checkpoint: runs of elements of tensors that all ranks together hold.
+"""Shard chunks of a checkpoint: runs of elements of tensors that all ranks together hold.
 
 A tensor of the whole model is cut into `num_shards` by tensor parallelism, in the way its `Sharding` says; a shard is
-laid flat, and a rank of the distributed optimizer holds a run of it. So a piece has whole-tensor coordinates: the
+laid flat, and a rank of the distributed optimizer holds a run of it. So a chunk has whole-tensor coordinates: the
 tensor's name, which shard of how many, and where in it the run begins. Any layout can be put together from them.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardChunk:
     """The elements of one shard of a tensor from `start` on."""
 
     tensor: str
@@ -30,7 +30,7 @@ class Piece:
     """The dimension that the shards divide."""
 
     @classmethod
-    def whole(cls, tensor: str, values: Tensor, *, shard: int = 0, num_shards: int = 1) -> Piece:
+    def whole(cls, tensor: str, values: Tensor, *, shard: int = 0, num_shards: int = 1) -> ShardChunk:
         """All of a shard."""
         return cls(tensor, values.detach().reshape(-1), tuple(values.shape), shard, num_shards)
 
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The manifest's entry for a piece: which file it is in, and which part of which tensor it is."""
+    """The manifest's entry for a chunk: which file it is in, and which part of which tensor it is."""
 
     tensor: str
     file: str
@@ -63,19 +63,19 @@ class Place:
     end: int
 
     @classmethod
-    def of(cls, piece: Piece, file: str) -> Place:
-        """The place of a piece that is written to `file`."""
+    def of(cls, chunk: ShardChunk, file: str) -> Place:
+        """The place of a chunk that is written to `file`."""
         return cls(
-            tensor=piece.tensor,
+            tensor=chunk.tensor,
             file=file,
-            key=piece.key,
-            dtype=str(piece.values.dtype).removeprefix("torch."),
-            shape=piece.shape,
-            whole_shape=piece.whole_shape,
-            shard=piece.shard,
-            num_shards=piece.num_shards,
-            start=piece.start,
-            end=piece.start + piece.values.numel(),
+            key=chunk.key,
+            dtype=str(chunk.values.dtype).removeprefix("torch."),
+            shape=chunk.shape,
+            whole_shape=chunk.whole_shape,
+            shard=chunk.shard,
+            num_shards=chunk.num_shards,
+            start=chunk.start,
+            end=chunk.start + chunk.values.numel(),
         )
 
     @property

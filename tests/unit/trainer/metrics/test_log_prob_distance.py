@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from services.trainer.metrics.lag import LARGEST_LAG, LogProbDistance
+from services.trainer.metrics.log_prob_distance import LARGEST_STALENESS, LogProbDistance
 from services.trainer.plan.batch import Batch, statistics
 
 
@@ -28,15 +28,15 @@ def test_means_and_maxima_are_those_of_each_lags_trained_tokens() -> None:
     rollout = torch.tensor([[-1.5, -2.0, -1.0], [-1.0, -2.0, -1.0], [-3.0, -3.0, -4.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     distance.add(before, rollout, mask, torch.tensor([[0.0], [2.0], [2.0]]))
-    distance.add(before[:1], rollout[:1], mask[:1], torch.tensor([[LARGEST_LAG + 5.0]]))
+    distance.add(before[:1], rollout[:1], mask[:1], torch.tensor([[LARGEST_STALENESS + 5.0]]))
     assert distance.read() == pytest.approx(
         {
             "log_prob_diff/lag_0/mean": 0.25,
             "log_prob_diff/lag_0/max": 0.5,
             "log_prob_diff/lag_2/mean": 2 / 6,
             "log_prob_diff/lag_2/max": 1.0,
-            f"log_prob_diff/lag_{LARGEST_LAG}/mean": 0.25,
-            f"log_prob_diff/lag_{LARGEST_LAG}/max": 0.5,
+            f"log_prob_diff/lag_{LARGEST_STALENESS}/mean": 0.25,
+            f"log_prob_diff/lag_{LARGEST_STALENESS}/max": 0.5,
         }
     )
     assert distance.read() == {}

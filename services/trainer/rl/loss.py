@@ -15,7 +15,7 @@ from services.trainer.rl.inputs import MicroInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
+class LossInputs:
     """The inputs of the objective. All float32, [B, S] unless said."""
 
     micro: MicroInputs
@@ -43,19 +43,19 @@ class Disagreement:
     engine: Tensor
 
     @classmethod
-    def worst(cls, terms: Terms) -> Disagreement:
+    def worst(cls, inputs: LossInputs) -> Disagreement:
         """The worst of the trained tokens; zeros without one."""
-        micro = terms.micro
-        gaps = ((terms.trainer_log_probs - micro.rollout_log_probs).abs() * micro.mask).flatten()
+        micro = inputs.micro
+        gaps = ((inputs.trainer_log_probs - micro.rollout_log_probs).abs() * micro.mask).flatten()
         if not gaps.numel():
             zero = torch.zeros((), device=gaps.device)
             return cls(zero, zero, zero)
         place = gaps.argmax()
-        return cls(gaps[place], terms.trainer_log_probs.flatten()[place], micro.rollout_log_probs.flatten()[place])
+        return cls(gaps[place], inputs.trainer_log_probs.flatten()[place], micro.rollout_log_probs.flatten()[place])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class LossOutputs:
     """The micro-batch's part of the loss, and of what is reported."""
 
     loss: Tensor
