@@ -80,8 +80,8 @@ def revoke_client(folder: Path, name: str) -> bool:
     """
     if name == SERVICE_NAME:
         raise ConfigError(
-            f"the certificate of {name} is the services', which is not revoked: whoever has its key can pretend to be "
-            "a service. Make an authority in a new folder, and start the run again with it"
+            f"the certificate of {name} is the services', which is not revoked: anyone who has its key can pose "
+            "as a service. Make an authority in a new folder, and start the run again with it"
         )
     _require_name(name)
     if not (folder / "ca-key.pem").exists():

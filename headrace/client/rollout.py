@@ -147,7 +147,7 @@ class RolloutClient(Rollout):
         return reply
 
     async def scale_fleet(self, num_engines: int, *, drain_seconds: float | None = None) -> pb.ScaleFleetResponse:
-        """Asks for so many engines; `get_fleet` shows how they come and go.
+        """Asks for a fleet of `num_engines`; `get_fleet` shows how they come and go.
 
         Raises FailedPrecondition for engines that are started elsewhere, InvalidArgument above the job's limit,
         ResourceExhausted where the machine's memory has no room for more.

@@ -18,7 +18,7 @@ from headrace.errors import DeadlineExceeded
 _Answer = TypeVar("_Answer")
 
 WAITING_AT_ONCE = 8
-"""Calls that wait for one thing: when much arrives at once, so many are served in a round trip."""
+"""The number of calls that wait for one thing: when much arrives at once, a round trip serves that many."""
 LOOKING_AT_ONCE = 64
 """Calls that do not wait, of those whose time ended in the queue."""
 

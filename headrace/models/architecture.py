@@ -77,7 +77,7 @@ class Vision:
     patch_values: int
     """Numbers of a patch, as the image processor gives them."""
     merge_size: int
-    """So many patches by so many become one embedding."""
+    """merge_size × merge_size patches become one embedding"""
     rotary_sections: Sequence[int]
     """Rotary frequencies that turn with a token's place in time, from the top and from the left
     (M-RoPE, https://arxiv.org/abs/2409.12191)."""

@@ -1,6 +1,6 @@
 """Says to a person how a process ended.
 
-The kernel ends a process with SIGKILL when memory runs out, and tells nobody else. So whoever starts a process looks
+The kernel ends a process with SIGKILL when memory runs out, and tells nobody else. So the parent of a process looks
 now and then at how much it has, and the highest number of the last looks stands beside the signal. The very last says
 little: of a tree that lost its largest process and has not ended yet, it is what is left.
 """

@@ -1,7 +1,7 @@
 """The log file of a process: each start appends to it, and what one start wrote is read for a person.
 
 A person waits for the process or asks why it ended. At MAX_BYTES a start begins a new file, and the full one is kept as
-NAME.log.1, in the place of the one before: a process that starts for ever fills no disk.
+NAME.log.1, in the place of the one before: a process that keeps restarting fills no disk.
 """
 
 from __future__ import annotations

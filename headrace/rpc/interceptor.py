@@ -30,7 +30,7 @@ from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 from headrace.wire.field_count import layout_of, require_few_fields
 from headrace.wire.limits import MAX_RECEIVE_SECONDS
 
-# For callers that set no deadline (curl-like tools): nothing waits for ever.
+# For callers that set no deadline (curl-like tools): nothing waits without a limit.
 DEFAULT_DEADLINE_SECONDS = 600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -243,7 +243,7 @@ MAX_SCORER_SECONDS: Final = 30.0
 MAX_MATH_CPU_SECONDS: Final = 2.0
 """Processor time of one item in scorers math and deepscaler: an answer that takes longer is wrong."""
 MAX_REGEX_SECONDS: Final = 5.0
-"""One item in scorer regex: patterns come with the items, and some take for ever."""
+"""One item in scorer regex: patterns come with the items, and some never come to an end."""
 MAX_CODE_SECONDS: Final = 600.0
 """One item in scorer code, unless reward_timeout_seconds is less: a program may have many tests."""
 MAX_REMOTE_SECONDS: Final = 600.0

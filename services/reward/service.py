@@ -24,7 +24,7 @@ from services.reward.servicer import RewardServicer
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 _LOAD_SECONDS = 120.0
-# An async function mostly waits (for a judge model, for a sandbox): so many of its calls share a worker.
+# An async function mostly waits (for a judge model, for a sandbox), so several of its calls share a worker.
 _ASYNC_CALLS_PER_WORKER = 32
 
 

@@ -8,7 +8,7 @@ from services.rollout.admission.shares import Kind, Shares
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
 
 _TRAINING_SHARE = 8
-"""Training has so many samples in flight for each sample of an evaluation, and for each request of a client."""
+"""The number of samples that training has in flight for each sample of an evaluation and each request of a client."""
 
 
 def groups_at_once(rollout: RolloutSection) -> int:
@@ -18,7 +18,7 @@ def groups_at_once(rollout: RolloutSection) -> int:
 
 
 def samples_of(rollout: RolloutSection, groups: int) -> int:
-    """Returns the samples of so many groups."""
+    """Returns the number of samples in `groups` groups."""
     return groups * (rollout.n_samples_per_prompt or 1)
 
 

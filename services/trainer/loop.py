@@ -5,7 +5,7 @@ committed: what a checkpoint does not cover comes back, in the same batches, whe
 that cannot be written does not end the run before its last step: the next interval tries again.
 
 With --colocate trainer and engines take turns on the same devices. The trainer takes them when it has its batch, and
-trains and saves; they are the engines' again once a publication has all that it needs of the ranks.
+trains and saves; they are the engines' again once a publication has all that it needs from the ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Ranks(Protocol):
 
 
 class Console(Protocol):
-    """Whoever watches and steers."""
+    """The person or program that watches and steers the run."""
 
     @property
     def stopping(self) -> bool:

@@ -24,7 +24,7 @@ _USAGE = "usage:\n  headrace rollout scale N [RUN]  change the number of engines
 
 
 def rollout(argv: Sequence[str]) -> int:
-    """Returns 0 once so many engines serve, 1 when one of them stays down or it takes too long."""
+    """Returns 0 once the fleet has the wanted size, 1 when an engine stays down or it takes too long."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0

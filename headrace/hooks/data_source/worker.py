@@ -1,4 +1,4 @@
-"""Data sources at work: the user's object lives in one worker process and is made anew wherever that ends.
+"""Data sources at work: the user's object lives in one worker process, and is made again when that process ends.
 
 A class with `save` and `load` is asked to save after every answer and to load what belongs to the number of groups that
 the ledger has taken. One without them has to answer the same whenever it is made: it is wound forward by asking again,

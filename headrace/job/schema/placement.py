@@ -80,7 +80,7 @@ class PlacementSection(NodeOptions):
 
     @property
     def num_engines(self) -> int:
-        """The engines behind the router, whoever starts them."""
+        """The number of engines behind the router, also of those that are started elsewhere."""
         if self.engine_groups:
             return sum(group.count for group in self.engine_groups)
         return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine

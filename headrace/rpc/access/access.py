@@ -37,7 +37,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """True where whoever connects may call everything."""
+        """True where every client that connects may call everything."""
         return not self._has_certificates and self._tokens is None
 
     def caller(self, peer: Peer, metadata: Metadata) -> Caller:

@@ -16,7 +16,7 @@ _LONG_AGO = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 def valid_from(pem: bytes) -> datetime.datetime:
-    """The beginning of its validity. One that cannot be read is older than any: whoever asks refuses it."""
+    """Returns when its validity begins; for an unreadable one a date before all others, so that callers refuse it."""
     try:
         der = ssl.PEM_cert_to_DER_cert(pem.decode())
         _, certificate, _ = _element(der)

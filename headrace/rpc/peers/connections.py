@@ -1,8 +1,8 @@
 """Limits the connections that one address may have to a gRPC port. gRPC itself accepts them all.
 
 A connection is silent → known. It is known once a call on it was allowed. Where an address has too many, silent ones
-are closed first, the longest silent before the others: whoever means to call has called by then. With none of those
-the newest are closed, so that nobody loses what it has to a stranger.
+are closed first, the longest silent before the others: a client that means to call has called by then. Without silent
+ones the newest are closed, so that nobody loses what it has to a stranger.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import Reading, Step
 
 KeptGroups = Callable[[], Awaitable[Sequence[Generated]]]
-"""The generated groups that the ledger still has, to be given to an object that was made anew."""
+"""The generated groups that the ledger still has, for an object that was made again."""
 
 _WIND_SHARE = 0.2
 """The share of a call's time limit for catching up: its last answer may take as long again, twice."""
@@ -136,7 +136,7 @@ class DataSourceWalk:
         return True
 
     async def _hand_again(self, cursor: Cursor, kept: KeptGroups) -> None:
-        """To an object that was made anew, because its process ended or the buffer was started again."""
+        """Hands the groups to an object that was made again, because its process ended or the buffer restarted."""
         self._handed = 0
         groups = await kept()
         await self._wind(cursor.prompts_read)

@@ -1,4 +1,4 @@
-"""Passes a command's changes on: to the journal and, once they are durable, to whoever waits for them.
+"""Passes a command's changes on: to the journal and, once they are durable, to the calls that wait for them.
 
 Waits of a stream end when anything in it changes. Deleted samples release their columns when the deletion is durable;
 groups that became READY are then given to the data source that wants to see them.

@@ -53,7 +53,7 @@ class EngineSlots:
             self._free(kind)
 
     def require_room(self, count: int) -> None:
-        """Raises ResourceExhausted unless so many requests of clients may begin or wait."""
+        """Raises ResourceExhausted unless `count` more requests of clients may begin or wait."""
         waiting = self.shares.waiting(Kind.CLIENTS)
         if count > self.shares.room(Kind.CLIENTS) + self._max_waiting - waiting:
             raise ResourceExhausted(

@@ -1,7 +1,7 @@
 """OpenAI's protocol over HTTP: `/v1/…` for callers whose role allows it, `/sessions/ID/v1/…` for an agent's session.
 
-A session's ID is its key: nobody can guess it, and only whoever plays the task is told. A client that goes away ends
-its request at the engine. Errors have OpenAI's form.
+A session's ID is its key: nobody can guess it, and only the agent that plays the task is told. A client that goes away
+ends its request at the engine. Errors have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Endpoint:
     def __init__(
         self, sessions: AgentSessions, policy: AgentPolicy, encoder: PromptEncoder, model: str, gate: Gate | None = None
     ) -> None:
-        """`gate`: who may ask what; absent, whoever connects may."""
+        """`gate`: who may ask what; without one, every client may."""
         self._gate = gate or Gate()
         self._sessions = sessions
         self._policy = policy

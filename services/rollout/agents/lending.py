@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOSSES = 3
-"""A task that so many hosts were lent and did not finish has failed: it may be what ends them."""
+"""A task that this number of hosts took and did not finish has failed: it may be what ends them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +59,7 @@ class Lending:
             self._end(self._leases[offer.lease_id])
 
     def lend(self, host_id: str, most: int, most_bytes: int, now: float) -> list[TaskLease]:
-        """Returns at most so many leases; a task that is larger than all of `most_bytes` comes alone."""
+        """Returns at most `most` leases; a task that is larger than all of `most_bytes` comes alone."""
         leases, left = list[TaskLease](), most_bytes
         while self.waiting and len(leases) < most and (not leases or next(iter(self.waiting)).num_bytes <= left):
             offer, _ = self.waiting.popitem(last=False)

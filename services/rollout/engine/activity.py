@@ -21,7 +21,7 @@ class Activity:
 
     @contextmanager
     def requests(self, count: int = 1) -> Iterator[None]:
-        """So many requests are with the engines while the block runs."""
+        """Counts `count` requests as being with the engines while the block runs."""
         self._count()
         self._requests += count
         try:
@@ -31,7 +31,7 @@ class Activity:
             self._requests -= count
 
     def resize(self, num_engines: int) -> None:
-        """So many engines share the requests from now on."""
+        """The requests are shared by `num_engines` engines from now on."""
         self._count()
         self.num_engines = num_engines
 

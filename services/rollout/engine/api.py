@@ -32,7 +32,7 @@ class SamplingParams:
         return self.json_schema is not None or self.regex is not None
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """Returns what remains to be asked for when so many tokens of the response are there."""
+        """Returns what remains to be asked for once the response has `num_tokens` tokens."""
         return replace(
             self,
             max_new_tokens=self.max_new_tokens - num_tokens,
@@ -40,7 +40,7 @@ class SamplingParams:
         )
 
     def at_most(self, num_tokens: int) -> SamplingParams:
-        """Returns the parameters with a response of at most so many tokens."""
+        """Returns the parameters with a response of at most `num_tokens` tokens."""
         most = min(self.max_new_tokens, num_tokens)
         return replace(self, max_new_tokens=most, min_new_tokens=min(self.min_new_tokens, most))
 

@@ -88,7 +88,7 @@ class StepCall:
         self._held.clear()
 
     def charge(self, num_groups: int) -> None:
-        """A function that has taken no group ends as many as it was called for: it would be called again for ever."""
+        """Ends as many groups as the function was called for if it took none: it would be called again without end."""
         if not self._num_taken:
             self._hold(self._groups.take_now(num_groups))
 

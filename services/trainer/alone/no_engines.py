@@ -9,7 +9,7 @@ from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
 
 
 class Publications(Protocol):
-    """The current weights, given to whoever generates with them."""
+    """Gives the current weights to those that generate with them."""
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns figures once every engine serves `state.step`."""

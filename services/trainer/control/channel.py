@@ -240,4 +240,4 @@ class Channel:
             return
         log.error("rank_lost", rank=peer, why=why)
         self._lost.set_exception(PeerLost(f"rank {peer} is gone ({why}): this rank ends too"))
-        self._lost.exception()  # seen: whoever guards raises it
+        self._lost.exception()  # retrieved here; `guard` raises it

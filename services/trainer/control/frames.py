@@ -15,7 +15,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Rank 0 asks for a command. It may be large, so whoever carries it out reads it, in the compute thread."""
+    """Rank 0 asks for a command. It may be large, so the rank that executes it decodes it, in the compute thread."""
 
     number: int
     command: msgspec.Raw

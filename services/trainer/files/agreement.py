@@ -1,6 +1,6 @@
 """Work on files among ranks that compute together: it is done on all of them, or the same error is raised on all.
 
-A rank that failed alone would leave the others in the next collective, for ever. So each rank does its part without
+A rank that failed alone would leave the others waiting in the next collective. So each rank does its part without
 collectives, and all tell each other how it went before anyone goes on. After a failure a rank tries nothing more.
 """
 
@@ -32,7 +32,7 @@ _MESSAGE_CHARACTERS = 900
 
 
 class FileWork:
-    """One piece of work on files. `refusal` is what a path that cannot be used is to whoever asked for the work."""
+    """One operation on files. `refusal` is the class of the error for a path that cannot be used."""
 
     def __init__(
         self,

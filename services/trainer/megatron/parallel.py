@@ -188,7 +188,7 @@ def _contexts(
     own = torch.tensor(dist.get_process_group_ranks(dp_group), device=device)
     every = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(every, own)
-    # Whoever is in a group or not: all make all groups, in one order.
+    # Every rank creates every group, in one order, whether it belongs to it or not.
     data_parallel = sorted({tuple(ranks.tolist()) for ranks in every})
     contexts = [ranks[i : i + size] for ranks in data_parallel for i in range(0, len(ranks), size)]
     others = [ranks[i::size] for ranks in data_parallel for i in range(size)]

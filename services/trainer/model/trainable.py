@@ -2,7 +2,7 @@
 
 Names are those of the whole model: `decoder.layers.31.mlp.linear_fc1.weight` whatever stage holds the layer, and
 `embedding.word_embeddings.weight` for a tied embedding's copy on the last stage, which is frozen or trained with it
-(were they not, the stages would wait for each other's gradients for ever).
+(otherwise the stages would wait for each other's gradients until their timeout).
 """
 
 from __future__ import annotations

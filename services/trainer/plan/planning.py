@@ -25,7 +25,7 @@ Unit = list[SampleFacts]
 _UNITS_PER_RANK = 4
 # Differencing balances few units better; of many, the shortest fill up what the longest left uneven, and faster.
 _FEW_UNITS = 512
-# Data ranks keep equal work for so many more micro-batches, and give up so much of it for fewer.
+# Data ranks keep equal work for up to 2 % more micro-batches, and give up at most 10 % of it for fewer.
 _TOLERATED, _HEAVIER = 1.02, 1.1
 
 

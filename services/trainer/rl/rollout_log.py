@@ -1,4 +1,4 @@
-"""A user's log of a step's samples. What it raises is told, and the step goes on: it is trained whoever looks at it."""
+"""A user's log of a step's samples. What it raises is logged, and the step is trained all the same."""
 
 from __future__ import annotations
 

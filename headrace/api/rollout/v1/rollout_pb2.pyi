@@ -1596,7 +1596,7 @@ class LeaseTasksResponse(_message.Message):
     AGENT_FUNCTION_PATH_FIELD_NUMBER: _builtins.int
     ARGS_JSON_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
-    """A lease ends unless it is renewed within so many seconds."""
+    """A lease ends unless it is renewed within this number of seconds."""
     agent_function_path: _builtins.str
     """The job's --agent-function-path."""
     args_json: _builtins.str

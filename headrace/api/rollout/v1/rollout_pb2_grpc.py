@@ -149,7 +149,7 @@ class RolloutServiceServicer:
     def ScaleFleet(self, request, context):
         """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
         twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
-        no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+        no room for that number. During a publication engines come as always, and those that take part in it leave after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,7 +57,7 @@ class RolloutServiceStub:
     ScaleFleet: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScaleFleetRequest, _rollout_pb2.ScaleFleetResponse]
     """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
     twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
-    no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+    no room for that number. During a publication engines come as always, and those that take part in it leave after it.
     """
     BeginPublish: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]
     """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
@@ -113,7 +113,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     ScaleFleet: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScaleFleetRequest, _rollout_pb2.ScaleFleetResponse]  # type: ignore[assignment]
     """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
     twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
-    no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+    no room for that number. During a publication engines come as always, and those that take part in it leave after it.
     """
     BeginPublish: _aio.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]  # type: ignore[assignment]
     """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open.
@@ -190,7 +190,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_pb2.ScaleFleetResponse, _abc.Awaitable[_rollout_pb2.ScaleFleetResponse]]:
         """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
         twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
-        no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+        no room for that number. During a publication engines come as always, and those that take part in it leave after it.
         """
 
     @_abc_1.abstractmethod

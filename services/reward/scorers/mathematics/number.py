@@ -20,7 +20,7 @@ _REPEATING = re.compile(
     r"(?P<whole>\d{0,400})\.(?P<fixed>\d{0,400})\\(?:overline|bar)\s*(?:\{(?P<again>\d{1,400})\}|(?P<digit>\d))"
 )
 _BASED = re.compile(r"(?P<digits>[0-9A-Za-z]{1,400})\s*_\s*\{?\s*(?P<base>\d{1,2})\s*\}?")
-# From so many digits on a decimal stands for the number that it is cut off or rounded from.
+# A decimal with at least this number of digits stands for the number that it is cut off or rounded from.
 _ENOUGH_DIGITS = 6
 
 

@@ -62,7 +62,7 @@ class EngineActor:
 
 
 class RayEngine:
-    """Needs a share of one machine: so many GPUs where the cluster has some, else a CPU."""
+    """Needs a share of one machine: `num_gpus` GPUs where the cluster has some, else a CPU."""
 
     def __init__(self, make: Make, num_gpus: int) -> None:
         self.url = ""

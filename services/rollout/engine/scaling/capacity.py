@@ -34,7 +34,7 @@ class Capacity:
     free_bytes: Callable[[], int] = free_bytes
 
     async def require(self, num_engines: int, fleet: Sequence[Engine]) -> None:
-        """Raises what keeps the fleet from having so many, with the way out."""
+        """Raises what keeps the fleet from having `num_engines` engines, with the way out."""
         if self.elsewhere:
             raise FailedPrecondition(
                 "engines are started elsewhere (rollout_external_engine_addrs): start or end them there, and start the "

@@ -23,7 +23,7 @@ from services.rollout.metrics import RolloutMetrics
 _LOAD_SECONDS = 120.0
 _CALL_SECONDS = 300.0
 _MOST_STEPS = 8
-"""So many steps' groups may gather, kept and dropped ones."""
+"""The number of steps whose groups may gather, kept and dropped ones."""
 
 
 class AllSamples:
