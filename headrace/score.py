@@ -40,7 +40,7 @@ class ScoreItem:
     status: str = "completed"
     response_tokens: int = 0
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
-    """For users' functions: tokens int32 [T], loss_mask uint8 [R] and rollout_log_probs float32 [R], or nothing."""
+    """What users' functions get: tokens int32 [T], loss_mask uint8 [R], rollout_log_probs float32 [R]; or nothing."""
     index: int | None = None
     """The sample's place in its group, for users' functions; None: its place in the call."""
 

@@ -44,7 +44,7 @@ class OldList:
 
     @classmethod
     def read(cls, text: str) -> OldList:
-        """Of safety-db's insecure_full.json."""
+        """Reads safety-db's insecure_full.json."""
         tree: dict[str, Any] = json.loads(text)
         date = datetime.datetime.fromtimestamp(tree.pop("$meta")["timestamp"], datetime.UTC).date()
         entries: dict[str, list[tuple[str, str]]] = {}

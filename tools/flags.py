@@ -32,7 +32,7 @@ the prefix `--sglang-`.
 
 
 def described() -> list[Option]:
-    """Those that headrace says something about; Megatron-core's other fields are its own."""
+    """Returns the options that headrace describes; Megatron-core's other fields are its own."""
     return [option for option in options().values() if option.section != "megatron" or option.name in DESCRIBED]
 
 
@@ -108,7 +108,7 @@ def _functions(file: Path) -> frozenset[str]:
 
 @cache
 def _texts(file: Path, root: Path) -> tuple[str, ...]:
-    """Of the test's file and of the modules in tests/ that it imports: cases are often data of theirs."""
+    """Returns the text of the test's file and of the modules in tests/ that it imports, which often hold its cases."""
     text = file.read_text()
     modules = re.findall(r"^from (tests\.[\w.]+) import", text, re.MULTILINE)
     paths = [root / f"{module.replace('.', '/')}.py" for module in modules]

@@ -22,7 +22,7 @@ class Pin(NamedTuple):
 
 
 def pins_of(file: Path) -> Sequence[Pin]:
-    """In the file's order; hashes, extras and markers are left out. Raises ValueError for a line that pins nothing."""
+    """Returns the pins in order, without hashes, extras and markers. Raises ValueError for a line without a pin."""
     found = []
     for line in file.read_text().splitlines():
         text = line.split(" #")[0].strip()

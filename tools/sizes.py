@@ -32,7 +32,7 @@ _WAY_OUT = {
 
 
 def sizes(root: Path = ROOT) -> Sizes:
-    """Of everything that is larger than its limit."""
+    """Returns the sizes of everything that is larger than its limit."""
     modules: dict[str, int] = defaultdict(int)
     lines: dict[str, int] = {}
     classes: dict[str, int] = defaultdict(int)

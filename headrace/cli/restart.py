@@ -20,7 +20,7 @@ from headrace.launch.health import is_serving
 from headrace.run_folder import ROLLOUT, RunFolder, ServiceEntry, service_of
 
 ORDER = ("reward", "buffer", "rollout", "trainer")
-"""Who is called comes before who calls: a service finds the ones that it calls as they are to stay."""
+"""A service is restarted after the ones that it calls, and finds them as they will stay."""
 
 _ALL = "all"
 _POLL_SECONDS = 0.1

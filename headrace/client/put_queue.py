@@ -18,7 +18,7 @@ from headrace.wire.put_request import put_request
 _CALLS_AT_ONCE = 2
 """One that the buffer works on, and one on its way."""
 _ENOUGH_BYTES = 1 << 20
-"""Of puts that wait: their call does not wait any longer."""
+"""A call that has gathered this many bytes of puts is sent at once."""
 _ENOUGH_GROUPS = 256
 
 Send = Callable[[bytes, float], Awaitable[pb.PutGroupsResponse]]

@@ -114,7 +114,7 @@ class RolloutClients(Rollout):
         raise error
 
     async def _ready(self) -> Sequence[RolloutClient]:
-        """Those that answer: first those of the newest version, of them first those with the fewest samples."""
+        """Returns the services that answer, those of the newest version first, among them the least busy first."""
         asked = await self._tried(lambda service: service.get_fleet(deadline_seconds=_ANSWER_SECONDS))
         ready = [
             (-reply.policy_version, reply.samples_in_flight, number)

@@ -32,7 +32,7 @@ class DeviceShare:
 
     @property
     def visible(self) -> str:
-        """As CUDA_VISIBLE_DEVICES says it."""
+        """Returns the value of CUDA_VISIBLE_DEVICES."""
         return ",".join(device.name for device in self.devices)
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's; its tool definitions are in `metadata["tools"]`."""
     index: int = 0
-    """Which of the prompt's samples this is, from 0."""
+    """The number of this sample among those of its prompt, from 0."""
     evaluation: bool = False
     """Nobody trains on it."""
 

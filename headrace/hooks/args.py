@@ -73,7 +73,7 @@ def section_args(section: Section) -> HookArgs:
 
 
 def _for_hooks(option: object) -> object:
-    """As hooks get it: no class that the processes of user code would have to import."""
+    """Returns the value as hooks get it: of no class that the processes of user code would have to import."""
     from headrace.job.schema.section import Section
 
     match option:

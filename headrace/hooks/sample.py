@@ -117,7 +117,7 @@ class Sample:
     spec_info: SampleSpecInfo = field(default_factory=SampleSpecInfo)
     prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
     failure_reason: str | None = None
-    """With FAILED: why, in one sentence."""
+    """The reason of status FAILED, in one sentence."""
 
     @property
     def effective_response_length(self) -> int:

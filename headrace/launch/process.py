@@ -22,7 +22,7 @@ class ServiceSpec:
     name: str
     command: Sequence[str]
     address: str
-    """Where others reach it."""
+    """The address at which others reach it."""
     metrics_address: str
     log_file: Path
     start_seconds: float
@@ -32,13 +32,13 @@ class ServiceSpec:
     max_restarts: int | None = None
     """Within the window of the launcher's RestartPolicy; None: as many as it says."""
     ending: Path | None = None
-    """Where the service writes how it ended badly."""
+    """The file in which the service says why it failed."""
     keeps_exit_code: bool = True
     """False where what starts it ends with a code of its own: then `ending` counts."""
     no_restart: str | None = None
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
     bound: Address | None = None
-    """Where it listens; None: at its address."""
+    """The address at which it listens; None: `address`."""
     serves: bool = True
     """False where another machine's process serves at the address: this one is ready when that one is."""
     restart_request: Path | None = None

@@ -19,7 +19,7 @@ from headrace.rpc.net import Address, free_port, own_place, require_free
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
-"""In the order of starting; they are ended the other way round."""
+"""The services in the order of starting; they are ended in the reverse order."""
 
 _NEEDED: Mapping[str, Sequence[str]] = {
     "buffer": (),

@@ -122,7 +122,7 @@ async def _rows(
 
 
 async def _fetch(buffer: Buffer, stream: str, sample_ids: Sequence[str]) -> list[Sample]:
-    """Those that are still there: a step may be committed while its samples are read."""
+    """Returns the samples that are still there: a step may be committed while its samples are read."""
     if not sample_ids:
         return []
     try:

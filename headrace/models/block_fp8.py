@@ -26,7 +26,7 @@ class BlockFp8:
     weights: frozenset[str]
     block: tuple[int, int]
     num_tensors: int
-    """Of the folder, without factors."""
+    """The number of tensors in the folder, without factors."""
 
     @classmethod
     def of(cls, folder: Path) -> BlockFp8 | None:

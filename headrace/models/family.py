@@ -32,6 +32,6 @@ class Family:
     model_types: Sequence[str]
     """config.json's model_type."""
     read: Callable[[Mapping[str, Any]], Architecture]
-    """From a config.json; raises ConfigError for what headrace cannot do."""
+    """Reads a config.json; raises ConfigError for what headrace cannot do."""
     table: Callable[[Architecture], Table] = decoder
     presets: Sequence[Preset] = field(default=())

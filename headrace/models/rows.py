@@ -60,7 +60,7 @@ class Row:
     hf: tuple[HfTensor, ...]
     sharding: Sharding
     expert: int | None = None
-    """Which expert it is a part of; its Megatron name then has {expert}, counted within the rank."""
+    """The expert that it is a part of; its Megatron name then has {expert}, counted within the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Table:
     """All rows of a model, in the order in which tensors travel."""
 
     first: Sequence[Row]
-    """Of the first stage: the embedding."""
+    """The first stage's rows: the embedding."""
     layer: Callable[[int], Sequence[Row]]
-    """Of a layer, counted from 0 over the whole model."""
+    """A layer's rows; layers are counted from 0 over the whole model."""
     last: Sequence[Row]
-    """Of the last stage: final norm, output layer."""
+    """The last stage's rows: final norm and output layer."""
     num_layers: int
 
     def rows(self) -> Iterator[Row]:

@@ -66,7 +66,7 @@ class Prompts(msgspec.Struct):
 
     rows: list[PromptRow] = []
     rm_types: dict[str, Scorers] = {}
-    """By name; "" for rows that name none."""
+    """Scorers by name; "" for rows that name none."""
     num_rows: int = 0
 
 

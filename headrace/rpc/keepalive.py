@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 ASK_SECONDS = 30.0
 ACKNOWLEDGED_SECONDS = 10.0
-"""Where the other side's kernel acknowledges nothing of what was sent for so long, the connection is over."""
+"""A connection ends when the other side's kernel has acknowledged nothing for this long."""
 
 ANSWER_SECONDS = 20.0
-"""Where its kernel does, but no answer comes. Answers queue behind data, for seconds on a slow line."""
+"""The same where the kernel acknowledges but no answer comes. Answers queue behind data, for seconds on a slow line."""
 
 CONNECT_SECONDS = 5.0
 """A connection that is not up by then is begun again: five round trips of a far line, and a lost packet or two."""

@@ -42,7 +42,7 @@ from headrace.wire.limits import (
 
 DRAIN_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
-"""In which a call that cannot be finished is answered."""
+"""The time within which a call that cannot be finished is answered."""
 DEFAULT_LIMITS = RequestLimits()
 
 # Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.

@@ -98,12 +98,12 @@ def server_credentials(folder: TlsFolder) -> grpc.ServerCredentials:
 
 
 def listening_context(folder: TlsFolder) -> ssl.SSLContext:
-    """For what is not gRPC: asks the other side for a certificate. Raises ConfigError for a file that is not there."""
+    """Returns a server's context outside gRPC, asking for a client certificate. Raises ConfigError for a missing file."""
     return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
 
 def connecting_context(folder: TlsFolder) -> ssl.SSLContext:
-    """For a connection to such a listener, with the server name SERVICE_NAME."""
+    """Returns the context of a connection to such a listener, with the server name SERVICE_NAME."""
     return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
 

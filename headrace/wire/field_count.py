@@ -20,7 +20,7 @@ _FIELDS_AT_ONCE = 10_000
 _PACKED_BYTES = 4
 """Packed numbers are cheap: this many bytes of them count as one field."""
 _FIXED_BYTES = {1: 8, 3: 0, 4: 0, 5: 4}
-"""After the tag, by wire type. The contents of a group are counted as if they stood beside it."""
+"""The bytes after the tag, by wire type. The contents of a group are counted as if they stood beside it."""
 
 
 @dataclass(frozen=True, slots=True)

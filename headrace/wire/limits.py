@@ -43,13 +43,13 @@ MAX_CONNECTIONS: Final = 8_192
 MAX_SILENT_CONNECTIONS_PER_PEER: Final = 256
 """Connections of one address that have sent no whole request yet, over HTTP; the oldest ones are closed."""
 MAX_HANDSHAKE_SECONDS: Final = 10.0
-"""From a connection's start to the end of its TLS handshake and HTTP/2 preface."""
+"""The time from a connection's start to the end of its TLS handshake and HTTP/2 preface."""
 MAX_IDLE_SECONDS: Final = 600.0
 """A gRPC connection without a call is closed; clients open another."""
 MAX_RECEIVING_PER_PEER: Final = 16
 """Requests of one peer that are on their way at the same time; further ones wait, unread."""
 MAX_RECEIVE_SECONDS: Final = 300.0
-"""From the start of a gRPC call to the end of its request."""
+"""The time from the start of a gRPC call to the end of its request."""
 MAX_BYTES_PER_PEER: Final = 2 << 30
 """Requests of one peer that are being answered; the run's own services have no such limit."""
 MAX_METADATA_BYTES: Final = 16_384
@@ -59,11 +59,11 @@ MAX_STREAMS_PER_CONNECTION: Final = 40_000
 MAX_HTTP_HEADER_BYTES: Final = 32_768
 """The head of an HTTP request: its first line and all headers."""
 MAX_HTTP_HEADER_SECONDS: Final = 10.0
-"""From a connection's start, or its last answer, to the end of the head."""
+"""The time from a connection's start, or its last answer, to the end of the head."""
 MAX_HTTP_BODY_BYTES: Final = 16 << 20
 """The body of an HTTP request."""
 MAX_HTTP_BODY_SECONDS: Final = 60.0
-"""From the head to the end of the body."""
+"""The time from the head to the end of the body."""
 MAX_HTTP_STALL_SECONDS: Final = 60.0
 """A client that does not read its answer."""
 

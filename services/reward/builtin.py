@@ -22,7 +22,7 @@ from headrace.wire.limits import (
 from services.reward.cpu_limit import TooSlow, cpu_limit
 
 BOXED = "boxed_"
-"""Before a scorer's name: of the response, only the content of its last box is scored."""
+"""The prefix of a scorer's name with which only the content of the response's last box is scored."""
 _SLOW_NICENESS = 5
 
 

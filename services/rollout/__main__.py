@@ -33,7 +33,7 @@ from services.rollout.servicer import REQUEST_LIMITS, WAITING, RolloutServicer
 from services.rollout.when_started import WhenStarted
 
 DRAIN_SECONDS = 10.0
-"""In which a response that has begun can be finished. Engines, router and leases end in what is left of the grace."""
+"""The time in which started responses may finish. Engines, router and leases end in what is left of the grace."""
 
 
 def main() -> int:

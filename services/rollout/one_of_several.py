@@ -8,7 +8,7 @@ from headrace.job.schema.job import Job
 
 
 def job_of_service(job: Job, number: int | None) -> Job:
-    """With its share of the engines that are started elsewhere and of the groups, and a port of its own for agents.
+    """Returns the job with this service's share of external engines and of groups, and a port of its own for agents.
 
     None: it is the only one.
     """

@@ -16,7 +16,7 @@ from services.trainer.metrics.readings import grown_from
 _MIN_WINDOW = 32
 _REASONS_SHOWN = 3
 _WINDOWS_WITHOUT_A_SAMPLE = 10
-"""Filters may drop what is too easy or too hard for a while; after this many windows without a usable sample the run ends."""
+"""Filters may drop what is too easy or too hard for a while; this many windows without a usable sample end the run."""
 
 
 class Breaker:

@@ -49,7 +49,7 @@ class Ranks(Protocol):
         """Loads the latest checkpoint, if there is one; returns its step."""
 
     async def claim(self, state: TrainState) -> None:
-        """From here on only trainers of this epoch, or a newer one, put checkpoints into the folder."""
+        """Makes sure that only trainers of this epoch, or a newer one, put checkpoints into the folder from now on."""
 
     @property
     def shares_devices(self) -> bool:
@@ -118,10 +118,10 @@ class Schedule(Protocol):
     num_steps: int
 
     def publishes(self, state: TrainState) -> bool:
-        """After this many steps the engines get new weights."""
+        """Returns True where the engines get new weights at this step."""
 
     def saves(self, state: TrainState) -> bool:
-        """After this many steps a checkpoint is written."""
+        """Returns True where a checkpoint is written at this step."""
 
 
 async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule: Schedule) -> TrainState:
@@ -190,13 +190,13 @@ async def next_batch(
 
 
 async def look_ahead(ledger: TrainerLedger, ranks: Ranks, state: TrainState) -> None:
-    """In asynchronous training the next batch is often there: it is fetched while this one is trained and published."""
+    """Prefetches the next batch, if it is full already: in asynchronous training it often is."""
     if (upcoming := await ledger.batch_ahead(state.epoch, state.step + 1)) is not None:
         await ranks.prefetch(upcoming)
 
 
 async def commit(ledger: TrainerLedger, ranks: Ranks, covered: TrainState) -> TrainState:
-    """Once a checkpoint is safe, the ledger lets go what it covers; returns the state of the newest safe one."""
+    """Lets the ledger release the steps that a safe checkpoint covers; returns the state of the newest safe one."""
     if (safe := ranks.take_safe()) is None:
         return covered
     await ledger.commit(safe.epoch, safe.step)

@@ -187,7 +187,7 @@ def _engines(job: Job) -> str:
 
 
 def _engines_of_each(job: Job) -> int:
-    """Those that are started elsewhere are divided over all rollout services."""
+    """Returns the number of engines of each rollout service; external engines are divided over all services."""
     elsewhere = len(job.placement.rollout_external_engine_addrs)
     return elsewhere // job.services.num_rollout_services or job.placement.num_engines
 

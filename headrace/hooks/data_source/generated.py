@@ -42,7 +42,7 @@ class WantedAgain:
     """The oldest policy version that the step may train: what is older leaves the buffer."""
     count: int
     n_samples: int
-    """Of a group."""
+    """The number of samples of a group."""
     too_early: list[str]
     """Groups that may not be chosen yet."""
 
@@ -146,7 +146,7 @@ def _current(each: Sample | list[Sample], origin: Origin) -> list[Sample]:
 
 
 def _changed(args: HookArgs, sample: Sample, wire: WireSample) -> WireSample:
-    """As it was generated but for what a data source may set: reward, metadata and remove_sample."""
+    """Returns the generated sample with what a data source may set: reward, metadata and remove_sample."""
     mask = np.zeros_like(wire.loss_mask) if sample.remove_sample else wire.loss_mask
     changes: dict[str, Any] = {"metadata": sample.metadata, "loss_mask": mask}
     if sample.reward != (dict(wire.reward_parts) or wire.reward):

@@ -25,7 +25,7 @@ class Call:
     completions: dict[int, tuple[object, Completion]] = field(default_factory=dict)
     """The latest completion of each conversation, by the conversation's id; the object is stored so that it lives."""
     of_texts: list[Completion] = field(default_factory=list)
-    """Those that answered a text and not messages."""
+    """The completions that answered a text and not messages."""
     latest: Completion | None = None
     _requests: int = 0
 

@@ -31,7 +31,7 @@ class ToolCall(dict[str, Any]):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By the parameters' names."""
+        """Returns the arguments by parameter name."""
         found: dict[str, Any] = self["arguments"]
         return found
 

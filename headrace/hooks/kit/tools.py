@@ -35,7 +35,7 @@ class Tool:
     max_characters: int
 
     def schema(self) -> dict[str, Any]:
-        """In OpenAI's form, as chat templates take it."""
+        """Returns the schema in OpenAI's form, which chat templates take."""
         described = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": described}
 

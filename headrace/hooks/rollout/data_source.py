@@ -43,7 +43,7 @@ class LedgerDataSource:
         self._held: dict[int, list[Sample]] = {}
         """Groups that were leased for this call and have not ended, by the numbers of their leases."""
         self._by_number: dict[int, int | None] = {}
-        """Those numbers by `group_index`; None for a number that several have."""
+        """The numbers by `group_index`; None for one that several groups have."""
         self.num_ended = 0
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

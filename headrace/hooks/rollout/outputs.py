@@ -23,7 +23,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """For each data set `rewards`, one a sample, and beside them `truncated` and `samples`, which may be left out."""
+    """`data` holds for each data set `rewards`, one a sample, and optionally `truncated` and `samples`."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None

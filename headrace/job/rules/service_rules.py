@@ -14,7 +14,7 @@ _EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104  # refused
 
 
 def addresses_of(address: str | None) -> Sequence[Address]:
-    """Those of a service's processes; none for one that is started here. Raises ConfigError for what is no address."""
+    """Returns the addresses of a service that is started elsewhere, else none. Raises ConfigError for a bad one."""
     return [Address.parse(each) for each in address.split(",")] if address else []
 
 

@@ -23,7 +23,7 @@ class AuditedLedger:
 
     replay: Replay
     position: int
-    """To which the history was read."""
+    """The position up to which the history was read."""
     groups: Mapping[str, pb.Group]
     stats: pb.StreamStats | None
     """None where the ledger has moved since `position`."""

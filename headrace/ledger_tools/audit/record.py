@@ -37,7 +37,7 @@ class Record:
     lines: Sequence[RecordLine] = ()
     findings: Sequence[Finding] = ()
     last_lines: Mapping[int, RecordLine] = field(init=False)
-    """Of every step."""
+    """The last line of every step."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "last_lines", {line.step: line for line in self.lines})

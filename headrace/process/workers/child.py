@@ -30,7 +30,7 @@ from headrace.process.workers.state import ProcessState
 from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
 
 _MESSAGE_CHARACTERS = 2_000
-"""Of all that is said of an exception: its class, its message and its place."""
+"""The limit for a report of an exception: its class, its message and where it was raised."""
 _PLACE_CHARACTERS = 500
 _TRACEBACK_CHARACTERS = 32_000
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.

@@ -41,7 +41,7 @@ class Access:
         return not self._has_certificates and self._tokens is None
 
     def caller(self, peer: Peer, metadata: Metadata) -> Caller:
-        """Without roles where the caller has not shown any. Nothing is raised, so that a refusal is logged with it."""
+        """Returns the caller, without roles where it has shown none; never raises, so that a refusal can name it."""
         shown = of_certificate(peer) if self._has_certificates else _NOBODY
         if self._revoked is not None and self._revoked.includes(peer):
             return Caller(shown.name, (), is_revoked=True)

@@ -36,7 +36,7 @@ def token_of(environment: Mapping[str, str] = os.environ) -> Callable[[], str] |
 
 
 def interceptors(token: Callable[[], str]) -> Sequence[Any]:
-    """For a channel that is encrypted, or of one machine."""
+    """Returns interceptors for a channel that is encrypted or stays on one machine."""
     return [_UnaryUnary(token), _UnaryStream(token)]
 
 

@@ -33,7 +33,7 @@ class _File(BaseModel):
 
 
 class Revoked:
-    """Those of a TLS folder, as they are now: a change needs no restart, and neither does the first one.
+    """A TLS folder's revoked clients as they are now: neither a change nor the first one needs a restart.
 
     While the file is damaged, or gone after it was there, those that were read last are refused, and the log says so.
     """
@@ -68,7 +68,7 @@ class Revoked:
 
 
 def read(path: Path) -> _Names | None:
-    """By client's name. None where there is no file. Raises ConfigError for one that is not of this form."""
+    """Returns the entries by client name; None where there is no file. Raises ConfigError for a malformed one."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes: make an authority in a new folder")

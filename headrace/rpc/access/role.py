@@ -22,7 +22,7 @@ class Role(StrEnum):
 
 
 OF_CLIENTS = tuple(role for role in Role if role is not Role.SERVICE)
-"""Those that a client's certificate may have."""
+"""The roles that a client's certificate may have."""
 
 
 def role_named(text: str) -> Role:

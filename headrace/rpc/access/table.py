@@ -74,7 +74,7 @@ ALLOWED: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "Stop": _OPERATES,
     },
 }
-"""By service and method. A method that is not here may be called by nobody who has a role."""
+"""The allowed roles by service and method. No role may call a method that is not listed."""
 
 
 def roles_of(service: str, method: str) -> frozenset[Role]:

@@ -19,7 +19,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Tokens:
-    """Those of the job's tokens file, as it is now: no restart is needed for a new or a revoked one."""
+    """The tokens of the job's file as it is now: a new or a revoked one needs no restart."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is not there, or is not of tokens."""

@@ -49,7 +49,7 @@ def digest_of(token: str) -> str:
 
 
 def entries_in(path: Path) -> Mapping[str, Entry]:
-    """By name. Raises ConfigError for a file that is absent or not of this form; no message shows its content."""
+    """Returns the entries by name. Raises ConfigError for an absent or malformed file; no message shows its content."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"tokens_file {path} is larger than {_MAX_FILE_BYTES} bytes: revoke tokens of it")

@@ -29,7 +29,7 @@ class WatchedFile(Generic[T]):
         self._look_at = time.monotonic() + _LOOK_SECONDS
 
     def content(self) -> T:
-        """As the file is, or was half a second ago. Raises ConfigError while it cannot be used."""
+        """Returns what the file holds, or held half a second ago. Raises ConfigError while it cannot be used."""
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             self._look()

@@ -20,7 +20,7 @@ VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 def trust_authority(folder: TlsFolder) -> None:
-    """From now on processes that this one starts trust it, besides the authorities that they trusted before."""
+    """Makes processes that this one starts from now on trust it, besides the authorities that they trusted before."""
     trusted = [path.read_bytes() for path in (*_trusted_before(), folder.authority)]
     descriptor, name = tempfile.mkstemp(prefix="headrace-trusted-", suffix=".pem")
     with os.fdopen(descriptor, "wb") as out:

@@ -75,7 +75,7 @@ class Visits:
         self._num_open -= _remove(self._of_host, visit)
 
     def close_all(self) -> None:
-        """For the end of a port."""
+        """Closes all connections of a port that ends."""
         for visit in [visit for of_host in self._of_host.values() for visit in of_host]:
             visit.close()
 

@@ -22,7 +22,7 @@ from headrace.wire.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER
 
 _LOOK_SECONDS = 0.25
 _FEW = 256
-"""With fewer descriptors than that nobody is near a limit, and a look is one system call."""
+"""With fewer descriptors than this nobody is near a limit, and a check costs one system call."""
 _MOST_DESCRIPTORS = 1 << 16
 
 

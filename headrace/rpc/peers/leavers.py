@@ -31,5 +31,5 @@ class Leavers:
         return len(self._times) == _MANY and time.monotonic() - self._times[0] < _SECONDS
 
     async def outlast(self) -> None:
-        """For a call that begins while they are many: one that was reset is cancelled here, which counts, too."""
+        """Delays a call that begins while many calls leave: one that was reset is cancelled here, which counts too."""
         await asyncio.sleep(_WAIT_SECONDS)

@@ -32,7 +32,7 @@ class FinishedGroup:
         return cls(tuple(sample_pb2.Sample.FromString(data) for data in packed))
 
     def named(self, group_id: str, lease_id: str) -> tuple[NewSample, ...]:
-        """As a producer would put them under this lease. Raises InvalidArgument for what could not be put."""
+        """Returns the samples as a producer would put them. Raises InvalidArgument for what cannot be put."""
         rollouts: dict[str, str] = {}
         new: list[NewSample] = []
         for place, sample in enumerate(self.samples):

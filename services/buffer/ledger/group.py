@@ -116,7 +116,7 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     position: int = 0
     """The position of its latest event."""
     source: int | None = None
-    """Which of the stream's sources its prompt was read from; None: submitted."""
+    """The number of the stream's source that its prompt was read from; None: submitted."""
 
     @property
     def live_lease(self) -> Lease:

@@ -87,7 +87,7 @@ class BufferApplication:
         self._chooser: GroupChooser | None = None
         self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By stream: commands that go on in several transactions."""
+        """Locks of commands that go on in several transactions, by stream."""
         self._deleting: set[asyncio.Task[None]] = set()
         self._payload_readers = BlockingPool("payload-reader", 4)
         self._hashers = BlockingPool("payload-hasher", 4)

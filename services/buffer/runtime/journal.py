@@ -35,7 +35,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         self.durable_position = position
         self.oldest_position = oldest_position
-        """Of the history that the store keeps."""
+        """The first position of the history that the store still has."""
         self.advanced = Signal()
         self.tail = Tail()
         self.failed: asyncio.Future[None] = loop.create_future()

@@ -23,7 +23,7 @@ from services.rollout.agents.lending import Lending, TaskLease, TaskOffer
 from services.rollout.agents.session import Session
 
 _TASK_BYTES = 4_096
-"""Of a task on the wire beside its prompt and metadata."""
+"""The bytes of a task on the wire beside its prompt and metadata."""
 _WARN_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 """A host ends a task at its limit by itself, and then says so."""

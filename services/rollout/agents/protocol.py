@@ -199,7 +199,7 @@ class Choice:
         return "length" if self.answer.finish is Finish.LENGTH else "stop"
 
     def log_probs(self) -> dict[str, Any]:
-        """In the chat API's form."""
+        """Returns the log-probs in the chat API's form."""
         pairs = zip(self.pieces, self.answer.log_probs, strict=True)
         content = [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in pairs

@@ -120,7 +120,7 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
 
 
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
-    """Without `number` it is the request's only sample; those of a fan-out share the request's id as their rollout."""
+    """Returns a sample; samples of a fan-out have a `number`, and share the request's id as their rollout."""
     was_cut = is_cut or branch.finish is Finish.LENGTH
     return Sample(
         sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",

@@ -34,7 +34,7 @@ class SessionLimits:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Not recorded where an outside client asks once: its requests have a session of their own each."""
+    """An agent's session. An outside client's request has a session of its own, which is not recorded."""
 
     session_id: str
     record: SessionRecord
@@ -55,7 +55,7 @@ class Session:
     _begun: float = field(default_factory=time.monotonic)
 
     def lend(self, lease: str | None) -> None:
-        """From now on only requests under this lease are answered, and none without one: a new run begins."""
+        """Begins a new run: from now on only requests under this lease are answered."""
         for asked in self.requests:
             asked.cancel()
         self.record, self.run, self.is_cut = self.record.emptied(), "", False

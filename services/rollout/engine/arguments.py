@@ -61,9 +61,9 @@ class EngineOptions:
     first_engine: int = 0
     """The number of the first engine with these options."""
     host: str = "127.0.0.1"
-    """Where it listens."""
+    """The address at which it listens."""
     first_gpu: int = 0
-    """Where its GPUs begin; those of the others follow."""
+    """The number of its first GPU; the others follow it."""
 
 
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:

@@ -63,7 +63,7 @@ class Fleet:
         """
         self._slot_of = alike(slots) if isinstance(slots, int) else slots
         self.engines: Sequence[Engine] = [Engine(number, self._slot_of(number)) for number in range(count)]
-        """By number, those that leave included."""
+        """All engines by number, including those that leave."""
         self.weights = ServedWeights()
         self.activity = Activity(count)
         self.may_start = asyncio.Event()

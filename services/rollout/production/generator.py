@@ -41,7 +41,7 @@ class Generator:
         end_request: EndRequest | None = None,
         has_grammars: bool = True,
     ) -> None:
-        """Without `has_grammars`, engines can follow neither a JSON schema nor a regular expression."""
+        """`has_grammars`: engines can follow a JSON schema or a regular expression."""
         self._has_grammars = has_grammars
         self._end_request = end_request
         self._router = router

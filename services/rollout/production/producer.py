@@ -74,7 +74,7 @@ class Producer:
         self._may_lease.set()
         self._paused_by: set[str] = set()
         self._groups: dict[str, _GroupInFlight] = {}
-        """By lease id."""
+        """The work in progress by lease id."""
         self._something_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -11,7 +11,7 @@ from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState
 
 GRACE_SECONDS = 10.0
-"""For so long an engine may take to answer a request that is ended."""
+"""The time that an engine may take to answer a request that is ended."""
 _AGAIN_SECONDS = 1.0
 _GENERATING = (EngineState.READY, EngineState.LEAVING)
 

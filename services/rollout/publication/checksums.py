@@ -16,7 +16,7 @@ _SLICE_BYTES = 64 << 20  # some 50 ms of one core
 _MOST_SLICES = 32
 _LAYER = re.compile(r".*?\.\d+\.")
 _TIED = frozenset({"lm_head.weight"})
-"""With tied embeddings the sender may send it although the engine does not have it."""
+"""The output layer: with tied embeddings the sender may send it although the engine does not have it."""
 
 
 async def read(

@@ -68,7 +68,7 @@ def step_name(step: int) -> str:
 
 
 def _is_new(folder: Path) -> bool:
-    """Not there yet, or with nothing in it: the run that will fill it begins now."""
+    """Returns True for a folder that is absent or empty: the run that will fill it begins now."""
     return not folder.exists() or not any(folder.iterdir())
 
 

@@ -53,7 +53,7 @@ from services.trainer.serving.trackers import trackers
 from services.trainer.weights.memory_files import MemoryFiles
 
 _CALL_SECONDS = 60.0
-"""For a call to a rollout service that has no deadline of its own."""
+"""The deadline of calls to a rollout service that set none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class TrainerBuild:
         )
 
     async def clear_devices(self, rollout: Rollout | None) -> None:
-        """Before any rank has memory on devices that it shares with engines, these have none there."""
+        """Makes engines give up their memory on shared devices before any rank has memory there."""
         if rollout is not None and self._job.placement.offload_rollout:
             await clear(rollout.services[0], seconds=self._away_seconds)
 
@@ -274,7 +274,7 @@ class TrainerBuild:
         )
 
     def untrained(self, step: int) -> UntrainedRanks:
-        """In the place of all ranks, where the run only generates."""
+        """Returns what stands for all ranks where the run only generates."""
         return UntrainedRanks(step, self._run_dir)
 
     def breaker(self) -> Breaker:

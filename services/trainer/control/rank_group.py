@@ -186,7 +186,7 @@ class RankGroup:
     async def _results(
         self, answers: list[asyncio.Future[Result | Trained]], kind: type[R], deadline_seconds: float
     ) -> list[R]:
-        """Those of this kind: ranks that have nothing to say answer None."""
+        """Returns the results of this class; ranks that have nothing to say answer None."""
         await answers[0]
         await _all_answered(answers, f"gave no {kind.__name__}", deadline_seconds)
         return [result for answer in answers if isinstance(result := answer.result(), kind)]

@@ -61,7 +61,7 @@ class WeightSender:
         self._kept = KeptWeights(layout.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._groups: dict[int, WeightGroup] = {}
-        """By rollout service."""
+        """The broadcast groups by rollout service."""
 
     def describe(self) -> StageWeights | None:
         """This stage's weights, the same at every publication; None on ranks that send nothing."""

@@ -72,7 +72,7 @@ class SampleReader:
     def _read_own(
         self, samples: Sequence[SampleFacts], fetch: FetchSamples, found: dict[str, Sample]
     ) -> list[UnusableSample]:
-        """Those that are bad; the others are put into `found`."""
+        """Returns the bad samples; puts the others into `found`."""
         facts = {sample.sample_id: sample for sample in samples}
         wanted = [sample_id for sample_id in self._own(samples) if sample_id not in found]
         read = [self._used(one, facts) for one in fetch(wanted)]

@@ -28,7 +28,7 @@ class SamplesRead:
         return read
 
     def of(self, trained_ids: Sequence[str]) -> list[Answer]:
-        """Those that this rank trained: a user's function may have been given more."""
+        """Returns the samples that this rank trained: a user's function may have been given more."""
         return [self._answers[sample_id] for sample_id in trained_ids]
 
 

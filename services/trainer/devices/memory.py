@@ -103,7 +103,7 @@ class RankMemory:
 
 
 def _storages(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Those on the device, each once, by address."""
+    """Returns the storages on the device, each once, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type)
     return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}
 

@@ -33,7 +33,7 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
 
 
 def kept_names(names: Iterable[str], architecture: Architecture) -> list[str]:
-    """Those of what is not trained: layers behind the last, which predict further tokens, and a vision tower."""
+    """Returns the names of what is not trained: layers that predict further tokens, and a vision tower."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     if architecture.vision is not None:

@@ -62,7 +62,7 @@ def write_torch_dist(
 
 
 def _names(a: Architecture, row: Row, layer: int | None) -> Iterator[Name]:
-    """As Megatron-core names layers: stacked, and one by one in a model with experts."""
+    """Returns Megatron-core's names: of stacked layers, or of each layer in a model with experts."""
     if layer is None:
         yield Name((row.megatron,))
     elif row.expert is not None and a.experts is not None:

@@ -45,7 +45,7 @@ SUMS = (
     "answers",
     *MISMATCH,
 )
-"""Those called squared are of the distance from 1, where the values are: squares themselves would lose it."""
+"""The squared statistics: of the distance from 1, near which the values are; plain squares would lose it."""
 
 MAXIMA = ("ratio/max", "tis_weight/max")
 """The largest values over all tokens; none of them is ever negative."""

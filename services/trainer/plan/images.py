@@ -43,7 +43,7 @@ class RowImages:
     slots: Tensor
     """int64 [B, S]: the embedding that stands at a position, counted over all images; -1: the token's own"""
     images: Sequence[SampleImages]
-    """Of those samples whose images are in these rows"""
+    """The pixels of the samples whose images are in these rows"""
 
     def aligned(self, size: int) -> RowImages:
         """S made longer, with positions that hold nothing."""

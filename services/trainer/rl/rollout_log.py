@@ -40,7 +40,7 @@ class RolloutLog:
 
 
 def numbers(path: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the metrics that are finite numbers; the others are named in the log."""
+    """Returns the metrics that are finite numbers; names the others in the log."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:

@@ -61,7 +61,7 @@ class JobEvaluator:
     async def _of_some_service(
         self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
     ) -> Sequence[rollout_pb2.EvalResult]:
-        """From the beginning by another rollout service, if there is one, when the first one ends in the middle."""
+        """Evaluates, and starts again on another rollout service, if there is one, when the first one dies."""
         for others in reversed(range(len(self._client.services))):
             try:
                 return await self._results(state, datasets, seen)

@@ -70,7 +70,7 @@ class NoEvaluations:
 
 
 class JobEvaluations:
-    """With `exact` training waits for each evaluation, so that one version of the weights generates all its samples."""
+    """Runs evaluations. With `exact` training waits for each, so that one version generates all its samples."""
 
     def __init__(self, evaluate: Evaluate, schedule: JobSchedule, report: RunReport, *, exact: bool) -> None:
         self._evaluate = evaluate

@@ -35,7 +35,7 @@ OpenTrackers = Callable[[int], Sequence[Tracker]]
 
 
 def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> OpenTrackers:
-    """Those that the job asks for; `job` is all of it, as JSON has it, for W&B to show."""
+    """Returns the trackers that the job asks for; `job` is the whole job in JSON's types, for W&B to show."""
 
     def opened(step: int) -> Sequence[Tracker]:
         found: list[Tracker] = []

@@ -22,5 +22,5 @@ class KeptWeights:
             self._kept[name].copy_(tensor.detach())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the order in which they were kept, on the device from which they are sent."""
+        """Yields the tensors in the order in which they were kept, on the device from which they are sent."""
         return ((name, tensor.to(self._device)) for name, tensor in self._kept.items())

@@ -80,7 +80,7 @@ class WeightGroup:
             threading.Thread(target=_close, args=(last,), name=f"close-{self.name}", daemon=True).start()
 
     def _build(self, world_size: int) -> None:
-        """As SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
+        """Builds the group as SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
         store = dist.PrefixStore(self.name, self._store)
         if self._backend == "gloo":
             try:

@@ -21,4 +21,4 @@ def _from_json(value: Any) -> Any:
 
 
 FromJson = BeforeValidator(_from_json)
-"""For unions: `--moe-layer-freq 1` is a number, `--moe-layer-freq "[0, 1]"` is a list."""
+"""Reads a union's value: `--moe-layer-freq 1` is a number, `--moe-layer-freq "[0, 1]"` is a list."""

@@ -88,7 +88,7 @@ def read(
 
 
 def _finish(work: Work, stream: IndexedStream, group: Group, finish: Finish, ledger_id: str) -> None:
-    """As if a producer had it leased and put it."""
+    """Finishes the group as if a producer had leased and put it."""
     stream.queues.discard_queued(group)
     leased = grant(work, stream, group, _DATA_SOURCE, "", ledger_id)
     samples = finish(group.group_id, leased.live_lease.lease_id)

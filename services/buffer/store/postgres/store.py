@@ -31,7 +31,7 @@ from services.buffer.store.postgres.sessions import AWAY, Session, Sessions, ans
 
 _UPSERT = "INSERT INTO {0} VALUES (%s, %b, %s) ON CONFLICT ({1}) DO UPDATE SET body = excluded.body, crc = excluded.crc"
 _LONG_SECONDS = 2.0
-"""After this time callers are told that a commit waits."""
+"""The time after which callers are told that a commit waits."""
 _LOAD_SECONDS = 600.0
 
 

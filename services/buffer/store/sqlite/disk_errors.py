@@ -11,7 +11,7 @@ from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FEW_BYTES = 256 << 10
-"""With less free space SQLite has no room for its log and reports an I/O error."""
+"""The free space below which SQLite has no room for its log and reports an I/O error."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class FullDisk:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._refused: dict[int, OSError] = {}
-        """By thread."""
+        """The error of a thread's last refused write, by thread id."""
         self._stopped = threading.Event()
 
     @property

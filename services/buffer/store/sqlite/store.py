@@ -88,10 +88,10 @@ class SqliteStore:
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._prepared: dict[int, _Prepared] = {}
-        """By the identity of the transaction."""
+        """Prepared transactions by identity."""
         self._state_damage: tuple[Damage, ...] = ()
         self._payload_damage: dict[str, Damage] = {}
-        """By key."""
+        """Damaged payloads by key."""
         self._compactor = Compactor(self, self._extents, self._payload_files, file_bytes, self._opened.kept)
         self._scrub = Scrub(self._extents.all(), self._check_extent)
 

@@ -66,7 +66,7 @@ class Asked:
     max_new_tokens: int
     vocab_size: int | None = None
     has_images: bool = False
-    """Whose embeddings the engine counts by itself."""
+    """The prompt has images, whose embeddings the engine counts by itself."""
 
 
 @dataclass(frozen=True, slots=True)

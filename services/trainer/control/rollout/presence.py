@@ -20,9 +20,9 @@ _FLEET_SECONDS = 2.0
 _SILENCE_GAP_SECONDS = 60.0
 """A fleet that was not asked for so long, because a batch was trained, may have answered meanwhile."""
 _PRESENT_SECONDS = 5.0
-"""Services that took part in the last publication are waited for, when another one has answered."""
+"""How long to wait for services that took part in the last publication, once another one has answered."""
 _ABSENT_SECONDS = 0.25
-"""So are those that did not."""
+"""The same for services that did not take part."""
 _AGAIN_SECONDS = 30.0
 """A service or engines that could not be given the served weights are not offered them sooner."""
 _ALIVE = (pb.ENGINE_STATE_READY, pb.ENGINE_STATE_STALE)

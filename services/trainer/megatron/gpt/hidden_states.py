@@ -56,7 +56,7 @@ class RotaryAtPositions(nn.Module):
         super().__init__()
         self._rotary = rotary
         self.axes: Callable[[], tuple[Tensor, Sequence[int]] | None] = lambda: None
-        """Of the rows that come next: their places [3, B, S], and how many frequencies turn with each; None: plain."""
+        """The next rows' positions [3, B, S], and how many frequencies turn with each axis; None: plain."""
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int | Tensor:
         """The row's length, or its positions [T]."""

@@ -11,7 +11,7 @@ EPSILON = 1e-6
 
 
 def grpo_rewards(samples: Sequence[SampleFacts], *, divide_by_std: bool) -> dict[str, float]:
-    """By sample_id: (R - mean_g) / (std_g + 1e-6); equal rewards give exactly 0.
+    """Returns by sample_id (R - mean_g) / (std_g + 1e-6); equal rewards give exactly 0.
 
     A group is all samples of one group_id, whatever its size and order; std is unbiased. A sample of a rollout that
     fanned out weighs 1 / the rollout's samples in both. No result exceeds √n in a group of n samples: the whole group

@@ -9,7 +9,7 @@ from services.trainer.rl.algorithms.sequence import sequence_mean
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """For every token of a response the mean of logπ - logπ_old over its trained tokens; float32 [B, R].
+    """Returns for every token of a response the mean of logπ - logπ_old over its trained tokens; float32 [B, R].
 
     The clipped loss is then taken of its exponential. Gradients flow to `log_probs` alone.
     """

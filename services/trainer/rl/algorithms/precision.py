@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def precise(values: Tensor) -> Tensor:
-    """In float32; float64 stays, so that gradients can be held against finite differences."""
+    """Returns the values in float32; float64 stays, so that gradients can be compared with finite differences."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -27,11 +27,11 @@ class Reduction:
     num_rollouts: int
     num_tokens: int
     divisors: Mapping[str, float]
-    """By sample_id: what a trained token of the sample is divided by. Samples without such a token have none."""
+    """The divisor of a sample's trained tokens by sample_id. Samples without such a token have none."""
 
     @classmethod
     def of(cls, samples: Sequence[SampleFacts], *, per_token: bool = False, constant: float | None = None) -> Reduction:
-        """For the samples of one optimizer step, those of all data-parallel ranks.
+        """Returns the reduction of one optimizer step's samples, those of all data-parallel ranks.
 
         Default: the mean over a rollout's tokens, averaged over rollouts: 1 / rollout's tokens / num_rollouts.
         `per_token`: 1 / num_tokens. `constant`: 1 / constant / num_rollouts, a rollout's sum over a fixed length, so

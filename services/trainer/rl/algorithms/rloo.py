@@ -10,7 +10,7 @@ from services.trainer.rl.algorithms.groups import group_rewards
 
 
 def rloo_rewards(samples: Sequence[SampleFacts]) -> dict[str, float]:
-    """By sample_id: R - mean of the group's other rollouts; equal rewards, and a lone rollout, give exactly 0.
+    """Returns by sample_id R - mean of the group's other rollouts; equal rewards, and a lone rollout, give exactly 0.
 
     Failed and unscored samples are outside the statistics and have 0.
     """
