@@ -98,7 +98,7 @@ def server_credentials(folder: TlsFolder) -> grpc.ServerCredentials:
 
 
 def listening_context(folder: TlsFolder) -> ssl.SSLContext:
-    """Returns a server's context outside gRPC, asking for a client certificate. Raises ConfigError for a missing file."""
+    """Returns a server's context outside gRPC, which asks for certificates. Raises ConfigError for a missing file."""
     return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
 

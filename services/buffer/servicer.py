@@ -45,9 +45,9 @@ from headrace.wire.put_request import RawPut
 from services.buffer.conversion import wire, wire_stats, wire_stream
 from services.buffer.conversion.wire_bytes import batch_group_bytes, sample_bytes
 from services.buffer.conversion.wire_checks import require_sha256
+from services.buffer.ledger.chunks import cut, first_within
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
-from services.buffer.ledger.portions import cut, first_within
 from services.buffer.pace import paced
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.backup import Digest
@@ -164,8 +164,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]  # as bytes
         require_some(len(request.sample_ids), "sample_ids")
         require_at_most(len(request.sample_ids), MAX_SAMPLES_PER_FETCH, "sample_ids")
-        async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
-            yield b"".join(part for record, payload in portion for part in sample_bytes(record, payload))
+        async for chunk in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
+            yield b"".join(part for record, payload in chunk for part in sample_bytes(record, payload))
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
         next_step = await self._buffer.consume(request.stream, request.epoch, request.step, request.digest)

@@ -19,7 +19,7 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.plain import plain
 from headrace.label import label_text
 from services.buffer.ledger.source import FileSource
-from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.prompts.row import RowReader
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 
@@ -41,8 +41,8 @@ def by_submit(label: Any) -> str:
 
 
 def by_data_source(label: Any) -> str:
-    walk = DataSourceWalk("source.py:S", HookArgs({}), seconds=1.0)
-    return message_of(walk._prompt(plain(Sample(prompt="p", label=label)), 1).body)
+    reader = DataSourceReader("source.py:S", HookArgs({}), seconds=1.0)
+    return message_of(reader._prompt(plain(Sample(prompt="p", label=label)), 1).body)
 
 
 def by_evaluation(label: Any, folder: Path) -> str:

@@ -22,7 +22,7 @@ async def check_payloads(buffer: BufferClient, ledger: AuditedLedger) -> tuple[i
     """Returns how many payloads were read, and findings about the others."""
     groups = [group for group in ledger.groups.values() if group.state in (READY, CONSUMED)]
     num_read, findings = 0, []
-    for some in _portions([sample for group in groups for sample in group.samples]):
+    for some in _chunks([sample for group in groups for sample in group.samples]):
         found = await _check(buffer, ledger.replay.config.name, some)
         num_read += len(some) - len(found)
         findings += found
@@ -55,7 +55,7 @@ async def _has_moved(buffer: BufferClient, stream: str, sample: Sample) -> bool:
     return any(group.state not in (READY, CONSUMED) for group in found.groups)
 
 
-def _portions(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+def _chunks(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
     some: list[Sample] = []
     num_bytes = 0
     for sample in samples:

@@ -18,8 +18,8 @@ from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
+from services.buffer.prompts.reader import Entry, Reading, without_prompts
 from services.buffer.prompts.row import RowReader
-from services.buffer.prompts.walk import Reading, Step, without_prompts
 
 
 class FileRows(Protocol):
@@ -62,7 +62,7 @@ class IndexedFile:
         return self._length
 
     async def read(self, cursor: Cursor, count: int) -> Reading:
-        """The next `count` prompts of the walk; fewer where the last epoch ends."""
+        """The next `count` prompts; fewer where the last epoch ends."""
         return await self._readers.run(self._read, cursor, count)
 
     def is_end(self, cursor: Cursor) -> bool:
@@ -73,14 +73,14 @@ class IndexedFile:
         """It holds nothing open."""
 
     def _read(self, cursor: Cursor, count: int) -> Reading:
-        steps: list[Step] = []
-        while len(steps) < count and not self.is_end(cursor):
-            end = min(cursor.row + count - len(steps), len(self))
+        entries: list[Entry] = []
+        while len(entries) < count and not self.is_end(cursor):
+            end = min(cursor.row + count - len(entries), len(self))
             rows = self._order(cursor.epoch)[cursor.row : end]
             for prompt in self._rows.prompts(rows, cursor.epoch):
                 cursor = self._next(cursor)
-                steps.append(Step(prompt, cursor))
-        return Reading(steps, cursor)
+                entries.append(Entry(prompt, cursor))
+        return Reading(entries, cursor)
 
     def _next(self, cursor: Cursor) -> Cursor:
         moved = replace(cursor, row=cursor.row + 1, prompts_read=cursor.prompts_read + 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.walk import PromptWalk, Reading, Step
+from services.buffer.prompts.reader import Entry, PromptReader, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +21,40 @@ class MixReading:
     """Prompt id → the serialized samples that it came with."""
 
 
-def finished_of(steps: Iterable[Step]) -> dict[str, tuple[bytes, ...]]:
-    """Prompt id → samples, of the steps that have some."""
-    return {step.prompt.prompt_id: step.samples for step in steps if step.samples}
+def finished_of(entries: Iterable[Entry]) -> dict[str, tuple[bytes, ...]]:
+    """Prompt id → samples, of the entries that have some."""
+    return {entry.prompt.prompt_id: entry.samples for entry in entries if entry.samples}
 
 
 class PromptMix:
-    def __init__(self, walks: Sequence[PromptWalk]) -> None:
-        self._walks = walks
+    def __init__(self, readers: Sequence[PromptReader]) -> None:
+        self._readers = readers
 
     @property
     def digests(self) -> tuple[str, ...]:
-        return tuple(walk.digest for walk in self._walks)
+        return tuple(reader.digest for reader in self._readers)
 
     @property
     def bad_lines(self) -> int:
-        """Found when the walks were opened."""
-        return sum(walk.bad_lines for walk in self._walks)
+        """Found when the readers were opened."""
+        return sum(reader.bad_lines for reader in self._readers)
 
     def start(self) -> tuple[Cursor, ...]:
         """Returns the cursors of a new stream."""
-        return tuple(Cursor() for _ in self._walks)
+        return tuple(Cursor() for _ in self._readers)
 
     async def read(self, cursors: Sequence[Cursor], counts: Sequence[int]) -> MixReading:
-        """The next prompts, `counts` of each source; fewer where its walk ends."""
+        """The next prompts, `counts` of each source; fewer where it ends."""
         readings = [
-            await walk.read(cursor, count) if count else Reading((), cursor)
-            for walk, cursor, count in zip(self._walks, cursors, counts, strict=True)
+            await reader.read(cursor, count) if count else Reading((), cursor)
+            for reader, cursor, count in zip(self._readers, cursors, counts, strict=True)
         ]
         moved = tuple(reading.cursor for reading in readings)
-        ended = tuple(walk.is_end(cursor) for walk, cursor in zip(self._walks, moved, strict=True))
-        prompts = [[step.prompt for step in reading.steps] for reading in readings]
-        return MixReading(prompts, moved, ended, finished_of(step for reading in readings for step in reading.steps))
+        ended = tuple(reader.is_end(cursor) for reader, cursor in zip(self._readers, moved, strict=True))
+        prompts = [[entry.prompt for entry in reading.entries] for reading in readings]
+        finished = finished_of(entry for reading in readings for entry in reading.entries)
+        return MixReading(prompts, moved, ended, finished)
 
     async def close(self) -> None:
-        for walk in self._walks:
-            await walk.close()
+        for reader in self._readers:
+            await reader.close()

@@ -13,9 +13,9 @@ from headrace.errors import InvalidArgument
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.files import open_regular
+from services.buffer.prompts.reader import check_num_rows, unreadable
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
-from services.buffer.prompts.walk import check_num_rows, unreadable
 
 
 class ParquetRows:

@@ -1,18 +1,18 @@
-"""One shard's part of a walk: of all its prompts in their order, those whose number is `shard` modulo `num_shards`.
+"""One shard's part of a source: of all its prompts in their order, those whose number is `shard` modulo `num_shards`.
 
-Every shard walks the whole source and keeps its own, so together they walk it exactly once, shuffled as it is.
+Every shard reads the whole source and returns its own prompts, so together they read each exactly once.
 """
 
 from __future__ import annotations
 
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.walk import PromptWalk, Reading
+from services.buffer.prompts.reader import PromptReader, Reading
 
 
-class WalkShard:
+class ReaderShard:
     """`prompts_read` in its cursors counts every shard's prompts."""
 
-    def __init__(self, whole: PromptWalk, shard: int, num_shards: int) -> None:
+    def __init__(self, whole: PromptReader, shard: int, num_shards: int) -> None:
         self._whole = whole
         self._shard = shard
         self._num_shards = num_shards
@@ -23,7 +23,7 @@ class WalkShard:
         """Reads to the `count`-th prompt of this shard and no further."""
         skip = (self._shard - cursor.prompts_read) % self._num_shards
         reading = await self._whole.read(cursor, skip + (count - 1) * self._num_shards + 1)
-        return Reading(reading.steps[skip :: self._num_shards], reading.cursor)
+        return Reading(reading.entries[skip :: self._num_shards], reading.cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
         """True at the end of the whole source."""

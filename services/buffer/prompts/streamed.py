@@ -20,8 +20,8 @@ from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.indexed import drawn_order
+from services.buffer.prompts.reader import Entry, Reading, without_prompts
 from services.buffer.prompts.row import RowReader
-from services.buffer.prompts.walk import Reading, Step, without_prompts
 
 _BLOCK_SECONDS = 120.0
 _EDGE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ BlockReader = Callable[[RowReader, int, BlockPlace, BlockPlace], Block]
 
 
 class StreamedFile:
-    """Holds the block being walked and as many parsed ahead as there are workers."""
+    """Holds the block being read and as many parsed ahead as there are workers."""
 
     bad_lines = 0
 
@@ -88,15 +88,15 @@ class StreamedFile:
 
     async def read(self, cursor: Cursor, count: int) -> Reading:
         """The next `count` prompts; fewer where the last epoch ends. Raises InvalidArgument at a bad line."""
-        steps: list[Step] = []
-        while len(steps) < count and not self.is_end(cursor):
+        entries: list[Entry] = []
+        while len(entries) < count and not self.is_end(cursor):
             place, end = await self._readers.run(self._bounds, cursor)
             if end is None:
                 cursor = self._next_epoch(cursor)
                 continue
             block = await self._block(cursor.epoch, place, end)
             order = self._order(cursor.epoch, place, len(block.prompts))
-            for row in order[cursor.row : cursor.row + count - len(steps)]:
+            for row in order[cursor.row : cursor.row + count - len(entries)]:
                 cursor = replace(
                     cursor,
                     offset=place.offset,
@@ -104,13 +104,13 @@ class StreamedFile:
                     row=cursor.row + 1,
                     prompts_read=cursor.prompts_read + 1,
                 )
-                steps.append(Step(block.prompts[row], cursor))
+                entries.append(Entry(block.prompts[row], cursor))
             if cursor.row >= len(order):
                 bad_lines = cursor.bad_lines + (block.bad_lines if cursor.epoch == 0 else 0)
                 cursor = replace(cursor, offset=end.offset, line=end.line, row=0, bad_lines=bad_lines)
-                if steps:
-                    steps[-1] = replace(steps[-1], cursor=cursor)
-        return Reading(steps, cursor)
+                if entries:
+                    entries[-1] = replace(entries[-1], cursor=cursor)
+        return Reading(entries, cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
         """True when all epochs were read."""

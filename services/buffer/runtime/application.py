@@ -22,6 +22,7 @@ from headrace.wire.protobuf import Payload
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.payload_check import check_samples
+from services.buffer.ledger.chunks import cut, sample_chunks
 from services.buffer.ledger.commands.dropping import Dropped
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.ledger.commands.retrying import Retried
@@ -29,7 +30,6 @@ from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.portions import cut, portions
 from services.buffer.ledger.stream import StreamConfig, StreamState
 from services.buffer.ledger.stream_limits import check_limits
 from services.buffer.ledger.transaction import LedgerEvent
@@ -42,8 +42,8 @@ from services.buffer.runtime.clock import now
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.lease_timer import LeaseTimer
 from services.buffer.runtime.prompt_reading import PromptReading
+from services.buffer.runtime.prompt_sources import PromptSources
 from services.buffer.runtime.store_watch import StoreWatch
-from services.buffer.runtime.supply import PromptSupply
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.runtime.watching import Watching
 from services.buffer.store.base import Damage, Store
@@ -69,7 +69,7 @@ class BufferApplication:
         store: Store,
         ledger: Ledger,
         journal: Journal,
-        supply: PromptSupply,
+        sources: PromptSources,
         columns: Columns,
         *,
         max_watch_lag: int,
@@ -79,9 +79,9 @@ class BufferApplication:
         self.journal = journal
         self._store = store
         self._min_free_disk_bytes = min_free_disk_bytes
-        self._supply = supply
+        self._sources = sources
         self._columns = columns
-        self._reading = PromptReading(ledger, supply, store, self._check_payloads)
+        self._reading = PromptReading(ledger, sources, store, self._check_payloads)
         self._changes = Changes(ledger, journal, columns, self._reading.generated)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
@@ -127,18 +127,18 @@ class BufferApplication:
         )
         columns = Columns(columns_folder, max_bytes=max_column_bytes)
         await columns.restore(snapshot.groups)
-        supply = PromptSupply(user_code, prompt_files)
+        sources = PromptSources(user_code, prompt_files)
         buffer = cls(
             store,
             ledger,
             Journal(store, snapshot.position, snapshot.oldest_position),
-            supply,
+            sources,
             columns,
             max_watch_lag=max_watch_lag,
             min_free_disk_bytes=min_free_disk_bytes,
         )
         buffer._chooser = await user_code.chooser()
-        opening = [task for indexed in ledger.streams.values() if (task := supply.resume(indexed.state))]
+        opening = [task for indexed in ledger.streams.values() if (task := sources.resume(indexed.state))]
         if opening:
             await asyncio.wait(opening, timeout=_OPENING_SECONDS)
         for stream in ledger.deleted:
@@ -156,7 +156,7 @@ class BufferApplication:
         if self._store.waiting_for:
             self._store.stop_waiting()
         await self.journal.close()
-        await self._supply.close()
+        await self._sources.close()
         if self._chooser:
             await self._chooser.close()
         await asyncio.to_thread(self._store.close)
@@ -164,7 +164,7 @@ class BufferApplication:
     async def create_stream_of_client(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """Returns (config, True if new). Raises InvalidArgument for files that clients may not name."""
         check_limits(config)
-        paths = [await self._supply.path_of_client(file.path) for file in config.files]
+        paths = [await self._sources.path_of_client(file.path) for file in config.files]
         files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
         known = config.name in self.ledger.streams
         names = {*self.ledger.streams, *self.ledger.deleted, config.name}
@@ -186,9 +186,9 @@ class BufferApplication:
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """Returns (config, True if new)."""
         check_limits(config)
-        async with self._supply.locks[config.name]:
+        async with self._sources.locks[config.name]:
             is_new = config.name not in self.ledger.streams
-            state = await self._supply.begin(config) if is_new else StreamState(config)
+            state = await self._sources.begin(config) if is_new else StreamState(config)
             return config, await self._changes.commit(self.ledger.create_stream(now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
@@ -199,10 +199,10 @@ class BufferApplication:
 
     async def delete_stream(self, stream: str, *, force: bool) -> bool:
         """Returns True when the stream existed; its groups are deleted in chunks."""
-        async with self._supply.locks[stream], self._changing[stream]:
+        async with self._sources.locks[stream], self._changing[stream]:
             deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
             if deleted:
-                await self._supply.forget(stream)
+                await self._sources.forget(stream)
                 self._forget_deleted(stream)
         return deleted
 
@@ -218,7 +218,7 @@ class BufferApplication:
 
     def trouble_of(self, stream: str) -> str | None:
         """Returns why a stream's prompts cannot be read now; None when they can."""
-        return self._supply.trouble_of(stream)
+        return self._sources.trouble_of(stream)
 
     async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
         """Returns one group id for each prompt."""
@@ -281,7 +281,7 @@ class BufferApplication:
         async def attempt() -> StepBatch | None:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             if batch is None and self.ledger.is_starved(stream):
-                self._supply.require(self.ledger.stream(stream).state)
+                self._sources.require(self.ledger.stream(stream).state)
             if batch is None and self._chooser:
                 return await self._choose(self._chooser, stream, epoch, step)
             return batch
@@ -350,7 +350,7 @@ class BufferApplication:
         async for first in paced(range(0, len(sample_ids), _LOOKED_UP_AT_ONCE)):
             some = sample_ids[first : first + _LOOKED_UP_AT_ONCE]
             found += self.ledger.sample_records(stream, some, skip_unknown=skip_unknown)
-        for records in portions(found):
+        for records in sample_chunks(found):
             yield list(zip(records, await self.payloads(records), strict=True))
 
     async def list_groups(

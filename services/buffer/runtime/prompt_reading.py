@@ -26,7 +26,7 @@ from services.buffer.pace import paced
 from services.buffer.prompts.data_source import is_again, origin_group
 from services.buffer.prompts.mix import finished_of
 from services.buffer.runtime.clock import now
-from services.buffer.runtime.supply import PromptSupply
+from services.buffer.runtime.prompt_sources import PromptSources
 from services.buffer.store.base import Store
 
 CheckSamples = Callable[[Sequence[tuple[str, NewSample]]], Awaitable[None]]
@@ -38,39 +38,39 @@ _FULL = (NoLeaseReason.ADMISSION, NoLeaseReason.LIMITER, NoLeaseReason.BYTES)
 class PromptReading:
     """Reads under the stream's lock. Unblocked by: a lease's request."""
 
-    def __init__(self, ledger: Ledger, supply: PromptSupply, store: Store, check: CheckSamples) -> None:
+    def __init__(self, ledger: Ledger, sources: PromptSources, store: Store, check: CheckSamples) -> None:
         self._ledger = ledger
-        self._supply = supply
+        self._sources = sources
         self._store = store
         self._check = check
         self._payloads = BlockingPool("generated-samples", 1)
 
     async def read(self, stream: str, max_groups: int, note: Callable[[Result[None]], None]) -> None:
         """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
-        async with self._supply.locks[stream]:
-            if self._supply.chooses(stream) and any(counts := self._wanted(stream, max_groups)):
+        async with self._sources.locks[stream]:
+            if self._sources.chooses(stream) and any(counts := self._wanted(stream, max_groups)):
                 await self._choose(stream, sum(counts), note)
             while any(counts := self._wanted(stream, max_groups)):
-                reading = await self._supply.read(self._ledger.stream(stream).state, counts)
+                reading = await self._sources.read(self._ledger.stream(stream).state, counts)
                 finished = await self._finished(stream, reading.finished)
                 note(self._ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended, finished))
 
     def _wanted(self, stream: str, max_groups: int) -> Sequence[int]:
         """A group that may be chosen again is trained a step late: producers begin that much less ahead."""
-        return self._ledger.prompts_wanted(stream, max_groups, is_held_back=self._supply.chooses(stream))
+        return self._ledger.prompts_wanted(stream, max_groups, is_held_back=self._sources.chooses(stream))
 
     async def generated(self, transaction: Transaction) -> None:
         """Gives the groups that a durable transaction made READY to the data sources of their streams."""
         ready: defaultdict[str, list[Group]] = defaultdict(list)
         for event in transaction.events:
-            if event.kind == "put" and event.group_id and self._supply.takes_samples(event.stream):
+            if event.kind == "put" and event.group_id and self._sources.takes_samples(event.stream):
                 group = transaction.groups[event.group_id]
                 if group.state is GroupState.READY and not is_again(group.prompt):
                     ready[event.stream].append(group)
         for stream, groups in ready.items():
             packed = [each async for each in self._packed(groups)]
             if stream in self._ledger.streams:  # else it was deleted since
-                await self._supply.hand_over(self._ledger.stream(stream).state, packed, partial(self._kept, stream))
+                await self._sources.hand_over(self._ledger.stream(stream).state, packed, partial(self._kept, stream))
 
     async def _choose(self, stream: str, count: int, note: Callable[[Result[None]], None]) -> None:
         if self._ledger.no_lease_reason(stream) in _FULL:
@@ -78,7 +78,7 @@ class PromptReading:
         step, oldest = self._ledger.stream(stream).next_filled()
         state = self._ledger.stream(stream).state
         asked = WantedAgain(step, oldest, count, state.config.n_samples_per_prompt, self._of_step(stream, step))
-        steps = await self._supply.choose(state, asked, partial(self._kept, stream))
+        steps = await self._sources.choose(state, asked, partial(self._kept, stream))
         known = self._ledger.stream(stream).prompts
         new = [each for each in steps if each.prompt.prompt_id not in known]
         if not new:

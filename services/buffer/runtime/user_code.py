@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs
-from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.chooser import GroupChooser
 
 
@@ -29,12 +29,12 @@ class UserCode:
         await chooser.start()
         return chooser
 
-    async def data_source(self, path: str) -> DataSourceWalk:
+    async def data_source(self, path: str) -> DataSourceReader:
         """Raises ConfigError when the class cannot be loaded, or when this process was started without its job."""
         if self.args is None:
             raise ConfigError(
                 f"the ledger's prompts come from {path}, but this process has no job: start it with its job"
             )
-        walk = DataSourceWalk(path, self.args, seconds=self.seconds)
-        await walk.start()
-        return walk
+        reader = DataSourceReader(path, self.args, seconds=self.seconds)
+        await reader.start()
+        return reader

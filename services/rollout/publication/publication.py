@@ -29,7 +29,7 @@ class Committed:
     lost_engine_ids: tuple[str, ...]
     paused_seconds: float
     busy_share: float | None
-    """The busy share of the engines' time since the last commit to all; None for the first, and for a few engines alone."""
+    """The engines' busy share of the time since the last commit to all; None for the first, and for a few engines."""
 
 
 class Publication:

@@ -1,4 +1,4 @@
-"""Promise 10: prompts are walked exactly once per epoch, whatever they come from and however often it is resumed."""
+"""Promise 10: prompts are read exactly once per epoch, whatever they come from and however often it is resumed."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ async def opened(*sources: FileSource) -> AsyncIterator[PromptMix]:
         await mix.close()
 
 
-async def walk(mix: PromptMix, portion: int) -> list[str]:
-    """All prompt ids, read `portion` at a time until the end."""
+async def read_all(mix: PromptMix, chunk: int) -> list[str]:
+    """All prompt ids, read `chunk` at a time until the end."""
     cursors, ids, exhausted = mix.start(), [], False
     while not exhausted:
-        reading = await mix.read(cursors, [portion] * len(cursors))
+        reading = await mix.read(cursors, [chunk] * len(cursors))
         ids += [p.prompt_id for prompts in reading.prompts for p in prompts]
         cursors, exhausted = reading.cursors, all(reading.ended)
     assert sum(cursor.prompts_read for cursor in cursors) == len(ids)
     return ids
 
 
-async def walk_of(*sources: FileSource, portion: int = 7) -> list[str]:
+async def read_all_of(*sources: FileSource, chunk: int = 7) -> list[str]:
     async with opened(*sources) as mix:
-        return await walk(mix, portion)
+        return await read_all(mix, chunk)
 
 
 async def first_prompt(source: FileSource) -> Prompt:
@@ -73,12 +73,12 @@ def ten(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("portion", [1, 3, 10, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_every_prompt_comes_exactly_once_in_every_epoch(
-    ten: Path, shuffle: bool, portion: int, streaming: bool
+    ten: Path, shuffle: bool, chunk: int, streaming: bool
 ) -> None:
-    ids = await walk_of(source(ten, num_epochs=3, shuffle=shuffle, streaming=streaming), portion=portion)
+    ids = await read_all_of(source(ten, num_epochs=3, shuffle=shuffle, streaming=streaming), chunk=chunk)
     for epoch in range(3):
         part = ids[epoch * 10 : epoch * 10 + 10]
         assert sorted(part) == sorted(f"ten.jsonl:{line}@{epoch}" for line in range(1, 11))
@@ -86,7 +86,7 @@ async def test_every_prompt_comes_exactly_once_in_every_epoch(
 
 async def test_the_order_is_drawn_from_seed_and_epoch(ten: Path) -> None:
     async def order(seed: int) -> list[str]:
-        ids = await walk_of(source(ten, num_epochs=2, shuffle=True, seed=seed))
+        ids = await read_all_of(source(ten, num_epochs=2, shuffle=True, seed=seed))
         return [i.split("@")[0] for i in ids]
 
     first = await order(1)
@@ -185,7 +185,7 @@ def test_a_missing_or_empty_file_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_slice_holds_its_lines_and_no_others(ten: Path, streaming: bool) -> None:
     async def lines(first: int, end: int | None) -> list[int]:
-        ids = await walk_of(source(ten, first_row=first, end_row=end, num_epochs=1, streaming=streaming))
+        ids = await read_all_of(source(ten, first_row=first, end_row=end, num_epochs=1, streaming=streaming))
         return [int(i.split(":")[1].split("@")[0]) for i in ids]
 
     assert await lines(0, 3) == [1, 2, 3]
@@ -199,12 +199,12 @@ async def test_a_slice_holds_its_lines_and_no_others(ten: Path, streaming: bool)
 async def test_a_walk_that_is_resumed_at_every_cursor_is_the_walk(tmp_path: Path, streaming: bool) -> None:
     path = write(tmp_path / "p.jsonl", *({"prompt": f"q{i}"} for i in range(3000)))
     one = source(path, shuffle=True, num_epochs=2, streaming=streaming, num_workers=2)
-    whole = await walk_of(one, portion=6000)
+    whole = await read_all_of(one, chunk=6000)
     async with opened(one) as mix:
         cursors, ids = mix.start(), []
-        for portion in (1, 1022, 1, 1, 2000, 700, 5000):
+        for chunk in (1, 1022, 1, 1, 2000, 700, 5000):
             async with opened(one) as fresh:
-                reading = await fresh.read(cursors, [portion])
+                reading = await fresh.read(cursors, [chunk])
             ids += [p.prompt_id for p in reading.prompts[0]]
             cursors = reading.cursors
     assert ids == whole
@@ -217,7 +217,7 @@ async def test_two_files_of_one_name_have_prompts_of_their_own(tmp_path: Path) -
     for path in paths:
         path.parent.mkdir()
         write(path, {"prompt": "the same"})
-    ids = await walk_of(*(source(path, num_epochs=1) for path in paths))
+    ids = await read_all_of(*(source(path, num_epochs=1) for path in paths))
     assert ids == ["0.train.jsonl:1@0", "1.train.jsonl:1@0"]
 
 

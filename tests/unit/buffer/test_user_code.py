@@ -20,7 +20,7 @@ from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.ledger.stream import Selection, StreamConfig
-from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
@@ -247,10 +247,10 @@ class Slow:
 
 async def test_a_slow_data_source_without_state_is_wound_forward_over_as_many_calls_as_it_takes(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    walk = DataSourceWalk(f"{tmp_path}/slow.py:Slow", HookArgs({}), seconds=1.5)
+    reader = DataSourceReader(f"{tmp_path}/slow.py:Slow", HookArgs({}), seconds=1.5)
     try:
-        reading = await walk.read(Cursor(prompts_read=200, row=200), 2)  # 4 s of asking, in calls of 1.5 s at most
+        reading = await reader.read(Cursor(prompts_read=200, row=200), 2)  # 4 s of asking, in calls of 1.5 s at most
     finally:
-        await walk.close()
-    texts = [sample_pb2.Prompt.FromString(step.prompt.body).text for step in reading.steps]
+        await reader.close()
+    texts = [sample_pb2.Prompt.FromString(step.prompt.body).text for step in reading.entries]
     assert texts == ["q200", "q201"]

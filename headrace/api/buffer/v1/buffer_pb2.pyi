@@ -253,7 +253,7 @@ class FileSource(_message.Message):
     tool_key: _builtins.str
     """Key of an array of tool definitions. Empty: none."""
     shuffle: _builtins.bool
-    """Walk each epoch in an order drawn from (seed, epoch)."""
+    """Read each epoch in an order drawn from (seed, epoch)."""
     seed: _builtins.int
     """Seed of the order."""
     num_epochs: _builtins.int
@@ -1893,7 +1893,7 @@ class StreamStats(_message.Message):
     prompts_read: _builtins.int
     """Prompts read from the file so far, and its epoch (for data)."""
     data_epoch: _builtins.int
-    """The walk over the file, from 0."""
+    """The pass over the file, from 0."""
     bad_lines: _builtins.int
     """Lines that did not parse."""
     forgotten_step: _builtins.int
@@ -2056,7 +2056,7 @@ class SourceStats(_message.Message):
     prompts_read: _builtins.int
     """Prompts read so far."""
     data_epoch: _builtins.int
-    """The walk over the file, from 0."""
+    """The pass over the file, from 0."""
     ended: _builtins.bool
     """All its epochs were read: its share goes to the others."""
     queued: _builtins.int

@@ -17,10 +17,10 @@ from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceEx
 from headrace.trajectory import Failure
 from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.ledger.admission import oldest_trainable
+from services.buffer.ledger.chunks import first_within
 from services.buffer.ledger.commands.work import NewSample, Work
 from services.buffer.ledger.group import Group, GroupState, Lease
 from services.buffer.ledger.indexed_stream import IndexedStream
-from services.buffer.ledger.portions import first_within
 
 
 class PutOutcome(StrEnum):

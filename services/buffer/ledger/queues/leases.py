@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from services.buffer.ledger.group import Group
-from services.buffer.ledger.queues.ordered import Ordered
+from services.buffer.ledger.queues.heap import Heap
 
 
 class LeaseTable:
@@ -15,7 +15,7 @@ class LeaseTable:
         self._groups: dict[str, Group] = {}
         self._deadlines: dict[str, float] = {}
         self._requests: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        self._ends: Ordered[float] = Ordered()
+        self._ends: Heap[float] = Heap()
 
     def __len__(self) -> int:
         return len(self._groups)

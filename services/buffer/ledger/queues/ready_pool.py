@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from services.buffer.ledger.group import Group
-from services.buffer.ledger.queues.ordered import Ordered
+from services.buffer.ledger.queues.heap import Heap
 from services.buffer.ledger.stream import Selection
 
 _Key = tuple[float, int]
@@ -26,8 +26,8 @@ class ReadyPool:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._live: dict[str, _Key] = {}
-        self._chosen: Ordered[_Key] = Ordered()
-        self._oldest: Ordered[tuple[int, float, int]] = Ordered()
+        self._chosen: Heap[_Key] = Heap()
+        self._oldest: Heap[tuple[int, float, int]] = Heap()
 
     def __len__(self) -> int:
         return len(self._live)

@@ -18,7 +18,7 @@ from services.buffer.store.sqlite.payload_files import PayloadFiles
 
 _WORTH_LIVE_FRACTION = 0.5
 _SMALL_FRACTION = 1 / 16
-_PORTION_BYTES = 2 << 20
+_CHUNK_BYTES = 2 << 20
 _SPARE_BYTES = 128 << 10
 """Free space that SQLite needs for its log."""
 
@@ -101,7 +101,7 @@ class Compactor:
         if live_bytes and free_bytes is not None and free_bytes < live_bytes + _SPARE_BYTES:
             return False
         try:
-            moved = sum(self._store.move(portion) for portion in _portions(self._store.extents_of(file_id)))
+            moved = sum(self._store.move(chunk) for chunk in _chunks(self._store.extents_of(file_id)))
             is_deleted = self._store.delete_unnamed(file_id)
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -115,13 +115,13 @@ class Compactor:
         return True
 
 
-def _portions(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+def _chunks(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
     """Cuts the work into chunks, so that writers wait for one chunk at most."""
-    portion: list[Extent] = []
+    chunk: list[Extent] = []
     for extent in extents:
-        portion.append(extent)
-        if sum(e.num_bytes for e in portion) >= _PORTION_BYTES:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
+        chunk.append(extent)
+        if sum(e.num_bytes for e in chunk) >= _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -69,10 +69,10 @@ async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, st
     file = FileSource(str(path), "prompt", shuffle=True, num_epochs=1, streaming=streaming)
     config = StreamConfig("train", 2, 2, max_staleness=None, files=(file,))
     seen: list[str] = []
-    for portion in (3, 1, 7, 9):
+    for chunk in (3, 1, 7, 9):
         buffer = await BufferApplication.open(SqliteStore(tmp_path / "ledger"))
         await buffer.create_stream(config)
-        groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0, 0)
+        groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", chunk, 0.0, 0)
         await buffer.close()
         seen += [wire.prompt_to_proto(group.prompt).text for group in groups]
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))

@@ -12,7 +12,7 @@ _Item = TypeVar("_Item")
 _MOST_ITEMS = 2_048
 
 
-def portions(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
+def sample_chunks(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
     """Cuts samples into messages by their payloads' sizes. A sample larger than a message should be is alone in one."""
     return cut(records, lambda record: record.payload_bytes + len(record.envelope))
 

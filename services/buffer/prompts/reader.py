@@ -1,4 +1,4 @@
-"""The walk over one prompt source: what every kind of source answers. A cursor is all that it needs to go on."""
+"""Readers of a prompt source. A cursor is all that a reader needs to go on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.buffer.ledger.source import Cursor
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Entry:
     """A prompt, and the cursor behind it."""
 
     prompt: Prompt
@@ -25,20 +25,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Some prompts, and where to go on: behind the last one, or at the end of the walk."""
+    """Some prompts, and where to go on: behind the last one, or at the end of the source."""
 
-    steps: Sequence[Step]
+    entries: Sequence[Entry]
     cursor: Cursor
 
 
-class PromptWalk(Protocol):
+class PromptReader(Protocol):
     """`digest` says which contents a cursor belongs to; `bad_lines` were found when it was opened."""
 
     digest: str
     bad_lines: int
 
     async def read(self, cursor: Cursor, count: int) -> Reading:
-        """The next `count` prompts; fewer only where the walk ends."""
+        """The next `count` prompts; fewer only where the source ends."""
 
     def is_end(self, cursor: Cursor) -> bool:
         """True when no prompt follows."""

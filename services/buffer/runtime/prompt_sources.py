@@ -18,11 +18,11 @@ from headrace.hooks.data_source.generated import Generated, WantedAgain
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.stream import StreamConfig, StreamState
-from services.buffer.prompts.data_source import DataSourceWalk, KeptGroups
+from services.buffer.prompts.data_source import DataSourceReader, KeptGroups
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.prompts.mix import MixReading, PromptMix
 from services.buffer.prompts.open import open_prompts
-from services.buffer.prompts.walk import Step
+from services.buffer.prompts.reader import Entry
 from services.buffer.runtime.user_code import UserCode
 
 _OPENERS = 4
@@ -31,7 +31,7 @@ _TRY_AGAIN_SECONDS = 1.0
 _READ_SECONDS = 150.0
 
 
-class PromptSupply:
+class PromptSources:
     """Opens and reads the sources of each stream. Readers hold the stream's lock until the cursor has moved."""
 
     def __init__(self, user_code: UserCode, files: PromptFiles) -> None:
@@ -39,7 +39,7 @@ class PromptSupply:
         self.files = files
         self._user_code = user_code
         self._mixes: dict[str, PromptMix] = {}
-        self._data_sources: dict[str, DataSourceWalk] = {}
+        self._data_sources: dict[str, DataSourceReader] = {}
         self._opening: dict[str, asyncio.Task[PromptMix]] = {}
         self._reading: dict[str, asyncio.Task[MixReading]] = {}
         self._troubles: dict[str, str] = {}
@@ -113,26 +113,26 @@ class PromptSupply:
 
     def takes_samples(self, stream: str) -> bool:
         """True when the stream's data source wants to see what was generated."""
-        walk = self._data_sources.get(stream)
-        return walk is not None and walk.takes_samples
+        reader = self._data_sources.get(stream)
+        return reader is not None and reader.takes_samples
 
     def chooses(self, stream: str) -> bool:
         """True when the stream's data source may choose of it what is trained once more."""
-        walk = self._data_sources.get(stream)
-        return walk is not None and walk.chooses
+        reader = self._data_sources.get(stream)
+        return reader is not None and reader.chooses
 
     async def hand_over(self, state: StreamState, groups: Sequence[Generated], kept: KeptGroups) -> None:
         """Gives generated groups to the data source."""
         async with self.locks[state.name]:
-            if walk := self._data_sources.get(state.name):
-                await walk.hand_over(state.cursors[0], groups, kept)
+            if reader := self._data_sources.get(state.name):
+                await reader.hand_over(state.cursors[0], groups, kept)
 
-    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[Step]:
+    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[Entry]:
         """The finished groups that the data source chooses. Raises FailedPrecondition. The lock is held."""
         self.require(state)
-        if (walk := self._data_sources.get(state.name)) is None:
+        if (reader := self._data_sources.get(state.name)) is None:
             return ()
-        return await walk.choose(state.cursors[0], asked, kept)
+        return await reader.choose(state.cursors[0], asked, kept)
 
     async def forget(self, stream: str) -> None:
         """Closes the sources of a deleted stream."""
@@ -185,7 +185,7 @@ class PromptSupply:
         self._troubles[state.name] = why
 
     async def _open(self, config: StreamConfig) -> PromptMix:
-        walk = None
+        reader = None
         if config.data_source:
-            walk = self._data_sources[config.name] = await self._user_code.data_source(config.data_source)
-        return await self._openers.run(open_prompts, config, walk, self._readers)
+            reader = self._data_sources[config.name] = await self._user_code.data_source(config.data_source)
+        return await self._openers.run(open_prompts, config, reader, self._readers)
