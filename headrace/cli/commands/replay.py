@@ -120,5 +120,5 @@ def _renamed(job: Job, was: Job) -> object:
 
 
 def _same_as(job: Job, was: Job, names: Sequence[str]) -> dict[str, None]:
-    """Those that are still the recorded run's, to be given up: its folders stay as they are."""
+    """Returns the options that still name the recorded run's folders: a replay leaves those as they are."""
     return {name: None for name in names if getattr(job.checkpoint, name) == getattr(was.checkpoint, name)}

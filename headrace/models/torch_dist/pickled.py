@@ -40,7 +40,7 @@ class StandIn:
         """Nothing reads the items of a subclass of list."""
 
     def extend(self, values: Any) -> None:
-        """As `append`."""
+        """Ignores the values, as `append` does."""
 
     def field(self, name: str) -> Any:
         """A field of the object, None without one."""
