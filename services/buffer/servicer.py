@@ -83,7 +83,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.DeleteStreamResponse(deleted=await self._buffer.delete_stream(stream, force=request.force))
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
-        await self._buffer.settled()
+        await self._buffer.wait_until_durable()
         configs = [wire_stream.config_to_proto(stream.state.config) async for stream in paced(self._streams(""))]
         return pb.ListStreamsResponse(streams=configs)
 
@@ -204,7 +204,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.group_ids), MAX_PAGE_SIZE, "group_ids")
         if request.group_ids:
             groups, following = self._groups(request.stream, request.group_ids, states, before), None
-            await self._buffer.settled()
+            await self._buffer.wait_until_durable()
         else:
             count = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
             groups, following = await self._buffer.list_groups(request.stream, states, before, count)
@@ -215,7 +215,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return b"".join([*[wire.group_to_proto(group) async for group in paced(page)], tail.SerializeToString()])
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        await self._buffer.settled()
+        await self._buffer.wait_until_durable()
         streams = [self._stats(stream) async for stream in paced(self._streams(request.stream))]
         damage = self._buffer.damage()
         return pb.GetStatsResponse(

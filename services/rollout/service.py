@@ -117,7 +117,7 @@ class RolloutService:
         self._filter = group_filter
         self._teacher = teacher
         self.load_watch = load_watch
-        self._router_kept: asyncio.Task[None] | None = None
+        self._router_supervised: asyncio.Task[None] | None = None
         self.started = asyncio.Event()
         self._first_start: asyncio.Task[None] | None = None
 
@@ -154,7 +154,7 @@ class RolloutService:
     async def _start_engines(self) -> None:
         log.info("router_starting")
         await self._router.start()
-        self._router_kept = asyncio.create_task(self._router.keep())
+        self._router_supervised = asyncio.create_task(self._router.supervise())
         if self.parts.turn is None:
             await self.parts.fleet.start()
         else:  # when the trainer gives them the devices, for which this service must answer
@@ -169,9 +169,9 @@ class RolloutService:
 
     async def lost(self) -> None:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
-        assert self._router_kept is not None, "the service was not started"
+        assert self._router_supervised is not None, "the service was not started"
         starting = [self._first_start] if self._first_start else []
-        await asyncio.gather(self._router_kept, self.parts.fleet.lost(), *starting)
+        await asyncio.gather(self._router_supervised, self.parts.fleet.lost(), *starting)
 
     async def drain(self) -> None:
         """Takes no more groups and no more requests of OpenAI's protocol; those that have begun may finish."""
@@ -190,7 +190,7 @@ class RolloutService:
             await self.parts.turn.stop()
         await self.parts.receiver.close()
         await self.parts.scaler.stop()
-        going_on = [task for task in (self._router_kept, self._first_start) if task]
+        going_on = [task for task in (self._router_supervised, self._first_start) if task]
         for task in going_on:
             task.cancel()
         await asyncio.gather(*going_on, return_exceptions=True)

@@ -57,7 +57,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     router = Router("cache_aware", folder / "router.log", request_seconds=240, timing=timing)
     fleet = Fleet(2, 1, sglang_factory(job, folder, has_accelerator=await has_accelerator()), router, timing)
     await asyncio.gather(router.start(), fleet.start())
-    kept = asyncio.create_task(router.keep())
+    kept = asyncio.create_task(router.supervise())
     client = EngineClient(router.url)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     yield Stack(checkpoint, model, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router)

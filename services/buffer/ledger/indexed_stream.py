@@ -116,7 +116,7 @@ class IndexedStream:
         """Steps in [first, end) that have a batch."""
         return sorted(step for step in self._batches if first <= step < end)
 
-    def forget(self, group_id: str) -> Group:
+    def delete(self, group_id: str) -> Group:
         """Removes an ended group from memory."""
         group = self.groups.pop(group_id)
         self._leave(group)

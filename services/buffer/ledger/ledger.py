@@ -49,7 +49,7 @@ class Ledger:
         self._retain_events = retain_events
         self.streams: dict[str, IndexedStream] = {}
         self.deleted: dict[str, IndexedStream] = {}
-        """Deleted streams; `forget_deleted` deletes their remaining groups."""
+        """Deleted streams; `purge_deleted` deletes their remaining groups."""
         self.lost_streams: frozenset[str] = frozenset()
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
@@ -129,7 +129,7 @@ class Ledger:
         return self._done(work, None)
 
     def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
-        """True when the stream existed. Its groups are deleted by `forget_deleted`. Raises FailedPrecondition."""
+        """True when the stream existed. Its groups are deleted by `purge_deleted`. Raises FailedPrecondition."""
         work = self._work(now)
         indexed = self.streams.get(stream)
         if indexed is None:
@@ -147,7 +147,7 @@ class Ledger:
         work.set_state(indexed, emptied)
         return self._done(work, True)
 
-    def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
+    def purge_deleted(self, now: Instant, stream: str) -> Result[int]:
         """Deletes a chunk of a deleted stream's groups; returns how many."""
         work = self._work(now)
         if (indexed := self.deleted.get(stream)) is None:
@@ -156,8 +156,8 @@ class Ledger:
         for group in groups:
             if group.lease and self._leases.find(group.lease.lease_id):
                 self._leases.end(group.lease.lease_id)
-            work.forget(group.records)
-            work.forget_group(indexed, group.group_id)
+            work.delete_payloads(group.records)
+            work.delete_group(indexed, group.group_id)
             work.set_state(indexed, indexed.state)
         return self._done(work, len(groups))
 
@@ -273,7 +273,7 @@ class Ledger:
         due = self._leases.due(now.monotonic, MAX_CHANGES)
         for group in due:
             if group.stream in self.streams:
-                producing.lose(work, self.streams[group.stream], group)
+                producing.expire_lease(work, self.streams[group.stream], group)
             elif group.lease:
                 self._leases.end(group.lease.lease_id)
         return self._done(work, len(due))
@@ -318,10 +318,10 @@ class Ledger:
         """Returns the steps to commit one after the other, so that no command is long; the last is `step`."""
         return training.commit_steps(self.stream(stream), epoch, step)
 
-    def forget_ended(self, now: Instant, stream: str) -> Result[int]:
+    def delete_ended(self, now: Instant, stream: str) -> Result[int]:
         """Deletes a chunk of the groups past retention; returns how many."""
         work = self._work(now)
-        return self._done(work, training.forget_ended(work, self.stream(stream)))
+        return self._done(work, training.delete_ended(work, self.stream(stream)))
 
     def rewind(
         self, now: Instant, stream: str, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
@@ -388,10 +388,10 @@ class Ledger:
 
     def _done(self, work: Work, answer: _Answer) -> Result[_Answer]:
         self.position = work.position
-        self._forget_events(work.transaction)
+        self._delete_events(work.transaction)
         return answer, work.transaction
 
-    def _forget_events(self, transaction: Transaction) -> None:
+    def _delete_events(self, transaction: Transaction) -> None:
         if self._retain_events is None or not transaction.events:
             return
         oldest = self.position + 1 - self._retain_events

@@ -30,7 +30,7 @@ class FileRows(Protocol):
     def numbers(self) -> Iterator[int]:
         """The line number of each row; blank lines are no rows."""
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def retain(self, indices: Sequence[int]) -> None:
         """Drops all other rows; indices count the remaining ones from now on."""
 
     def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:
@@ -56,7 +56,7 @@ class IndexedFile:
         self.digest = rows.digest
         self._length = len(good)
         if self.bad_lines:
-            rows.keep(good)
+            rows.retain(good)
 
     def __len__(self) -> int:
         return self._length

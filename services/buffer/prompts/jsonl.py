@@ -37,7 +37,7 @@ class JsonlRows:
     def numbers(self) -> Iterator[int]:
         return iter(self._lines)
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def retain(self, indices: Sequence[int]) -> None:
         self._offsets = array("Q", (self._offsets[i] for i in indices))
         self._lines = array("Q", (self._lines[i] for i in indices))
 

@@ -36,7 +36,7 @@ class ParquetRows:
     def numbers(self) -> Iterator[int]:
         return (self._first + index + 1 for index in self._indices)
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def retain(self, indices: Sequence[int]) -> None:
         self._indices = [self._indices[i] for i in indices]
 
     def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:

@@ -142,7 +142,7 @@ class BufferApplication:
         if opening:
             await asyncio.wait(opening, timeout=_OPENING_SECONDS)
         for stream in ledger.deleted:
-            buffer._forget_deleted(stream)
+            buffer._purge_deleted(stream)
         buffer._timer.start()
         buffer.store_watch.start()
         return buffer
@@ -202,17 +202,17 @@ class BufferApplication:
         async with self._sources.locks[stream], self._changing[stream]:
             deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
             if deleted:
-                await self._sources.forget(stream)
-                self._forget_deleted(stream)
+                await self._sources.close_stream(stream)
+                self._purge_deleted(stream)
         return deleted
 
-    def _forget_deleted(self, stream: str) -> None:
-        async def forget() -> None:
+    def _purge_deleted(self, stream: str) -> None:
+        async def purge() -> None:
             async with self._changing[stream]:  # before it may be created again
-                while await self._changes.commit(self.ledger.forget_deleted(now(), stream)):
+                while await self._changes.commit(self.ledger.purge_deleted(now(), stream)):
                     pass
 
-        task = asyncio.create_task(forget())
+        task = asyncio.create_task(purge())
         self._deleting.add(task)
         task.add_done_callback(self._deleting.discard)
 
@@ -317,7 +317,7 @@ class BufferApplication:
         async with self._changing[stream]:
             for until in self.ledger.commit_steps(stream, epoch, step):
                 num_groups += await self._changes.commit(self.ledger.commit(now(), stream, epoch, until))
-            while await self._changes.commit(self.ledger.forget_ended(now(), stream)) == MAX_CHANGES:
+            while await self._changes.commit(self.ledger.delete_ended(now(), stream)) == MAX_CHANGES:
                 pass
         return num_groups
 
@@ -358,17 +358,17 @@ class BufferApplication:
     ) -> tuple[list[Group], int | None]:
         """Returns a page, and the position before which the next one starts."""
         page = self.ledger.list_groups(stream, states, before, count)
-        await self.settled()
+        await self.wait_until_durable()
         return page
 
     async def backup(self) -> AsyncIterator[Chunk | Digest]:
         """Copies at least everything up to the durable position."""
-        self._columns.keep_all()
+        self._columns.pin_all()
         try:
             async for part in stream_copy(self._store, self._columns.files, self._copiers):
                 yield part
         finally:
-            self._columns.keep_no_more()
+            self._columns.unpin_all()
 
     @property
     def columns(self) -> Columns:
@@ -389,9 +389,9 @@ class BufferApplication:
         """The kind of store, as the job names it."""
         return self._store.name
 
-    async def settled(self) -> None:
+    async def wait_until_durable(self) -> None:
         """Waits until everything in memory is durable."""
-        await self._changes.settled()
+        await self._changes.wait_until_durable()
 
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """Yields the history from a position on, then live. Raises OutOfRange outside of it, or for a slow reader."""

@@ -49,7 +49,7 @@ class Changes:
         try:
             await durable
         except Unavailable:
-            self._later(self._generated_when_settled(transaction))
+            self._later(self._generated_when_durable(transaction))
             raise
         await self._generated(transaction)
         return answer
@@ -64,10 +64,10 @@ class Changes:
         """Commits as `commit` does; columns of the stored samples are pinned from now on."""
         for sample in samples:
             if sample.record.key in result[1].payloads:
-                self._columns.hold(sample.record.key, sample.columns)
+                self._columns.pin(sample.record.key, sample.columns)
         return await self.commit(result)
 
-    async def settled(self) -> None:
+    async def wait_until_durable(self) -> None:
         """Waits until everything in memory is durable."""
         await self._journal.append(Transaction())
 
@@ -85,18 +85,18 @@ class Changes:
 
     async def _release_columns(self, keys: Sequence[str]) -> None:
         """Runs to its end even when the call that deleted the samples was cancelled."""
-        if await self._settled_at_last():
+        if await self._durable_at_last():
             self._columns.release(keys)
 
-    async def _generated_when_settled(self, transaction: Transaction) -> None:
-        if await self._settled_at_last():
+    async def _generated_when_durable(self, transaction: Transaction) -> None:
+        if await self._durable_at_last():
             await self._generated(transaction)
 
-    async def _settled_at_last(self) -> bool:
+    async def _durable_at_last(self) -> bool:
         """Waits even while the store is away; returns False when it has failed and the process is ending."""
         while not self._journal.failed.done():
             try:
-                await self.settled()
+                await self.wait_until_durable()
             except Unavailable:
                 await asyncio.sleep(_SETTLE_AGAIN_SECONDS)
             else:

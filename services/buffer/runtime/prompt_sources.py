@@ -134,7 +134,7 @@ class PromptSources:
             return ()
         return await reader.choose(state.cursors[0], asked, kept)
 
-    async def forget(self, stream: str) -> None:
+    async def close_stream(self, stream: str) -> None:
         """Closes the sources of a deleted stream."""
         await self._close(stream)
         self._troubles.pop(stream, None)

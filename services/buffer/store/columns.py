@@ -63,7 +63,7 @@ class Columns:
             folder.mkdir(parents=True, exist_ok=True)
         self._maybe_folder = folder
         self._max_bytes = max_bytes
-        self._held: defaultdict[str, deque[tuple[bytes, ...]]] = defaultdict(deque)
+        self._pinned: defaultdict[str, deque[tuple[bytes, ...]]] = defaultdict(deque)
         self._counts: Counter[bytes] = Counter()
         self._whole: dict[bytes, int] = {}
         """SHA-256 → bytes."""
@@ -71,7 +71,7 @@ class Columns:
         self._swept = time.monotonic()
         self._touched: dict[bytes, float] = {}
         """SHA-256 → when it was uploaded last, or first seen here. By the wall clock a jump would delete them."""
-        self._num_keepers = 0
+        self._num_pins_of_all = 0
         self._num_deleted = 0
         self._unlinking: set[asyncio.Future[None]] = set()
         self._pool = BlockingPool("columns", _THREADS)
@@ -89,7 +89,7 @@ class Columns:
             for group in groups:
                 for record in group.records:
                     envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
-                    self.hold(record.key, [column.sha256 for column in envelope.out_of_line])
+                    self.pin(record.key, [column.sha256 for column in envelope.out_of_line])
         await self._sweep()
 
     @property
@@ -212,27 +212,27 @@ class Columns:
                     field="samples.envelope.out_of_line",
                 )
 
-    def hold(self, key: str, columns: Sequence[bytes]) -> None:
+    def pin(self, key: str, columns: Sequence[bytes]) -> None:
         """Pins the columns that the sample under this key names."""
         if columns:
-            self._held[key].append(tuple(columns))
+            self._pinned[key].append(tuple(columns))
             self._counts.update(columns)
 
     def release(self, keys: Iterable[str]) -> None:
         """Unpins the columns of samples whose deletion is durable."""
         for key in keys:
-            if key not in self._held:
+            if key not in self._pinned:
                 continue
-            columns = self._held[key].popleft()
-            if not self._held[key]:
-                del self._held[key]
+            columns = self._pinned[key].popleft()
+            if not self._pinned[key]:
+                del self._pinned[key]
             for sha256 in columns:
                 self._counts[sha256] -= 1
                 if not self._counts[sha256]:
                     self._delete(sha256)
 
     def _delete(self, sha256: bytes) -> None:
-        if self._num_keepers:
+        if self._num_pins_of_all:
             return
         del self._counts[sha256]
         if self._whole.pop(sha256, None) is not None:
@@ -262,13 +262,13 @@ class Columns:
                 yield offset, data
                 offset += len(data)
 
-    def keep_all(self) -> None:
-        """Delays all deletions until `keep_no_more`, while the ledger is copied."""
-        self._num_keepers += 1
+    def pin_all(self) -> None:
+        """Delays all deletions until `unpin_all`, while the ledger is copied."""
+        self._num_pins_of_all += 1
 
-    def keep_no_more(self) -> None:
+    def unpin_all(self) -> None:
         """Deletes the columns whose last sample was deleted meanwhile."""
-        self._num_keepers -= 1
+        self._num_pins_of_all -= 1
         for sha256 in [sha256 for sha256, count in self._counts.items() if not count]:
             self._delete(sha256)
 

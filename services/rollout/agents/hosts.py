@@ -135,7 +135,7 @@ class AgentHosts:
     def finish(self, lease_id: str, result: Reward | HeadraceError | None) -> bool:
         """Ends a task with its reward or its failure. False where the lease had ended."""
         self._heard = time.monotonic()
-        return self._settle(self._lending.finish(lease_id), result)
+        return self._resolve(self._lending.finish(lease_id), result)
 
     def give_back(self, lease_id: str) -> bool:
         """Another host is to play the task. False where the lease had ended."""
@@ -163,7 +163,7 @@ class AgentHosts:
     def _look(self, now: float) -> None:
         for lease in self._lending.overdue(now - _GRACE_SECONDS):
             message = f"agent {self.path} took longer than {lease.offer.seconds:g} s on host {lease.host_id}"
-            self._settle(lease.offer, Aborted(message, reason="HOOK_TIMEOUT"))
+            self._resolve(lease.offer, Aborted(message, reason="HOOK_TIMEOUT"))
         for lease in self._lending.lost(now):
             self._lost(lease)
         if self._lending.waiting and not self._asking:
@@ -177,7 +177,7 @@ class AgentHosts:
         self._offered.set()
         if self._lending.is_hopeless(offer):
             message = f"{len(offer.losses)} agent hosts were not heard of again while they played it: {offer.losses}"
-            self._settle(offer, Aborted(message, reason="HOOK_CRASHED"))
+            self._resolve(offer, Aborted(message, reason="HOOK_CRASHED"))
 
     def _look_for_hosts(self, now: float) -> None:
         first = next(iter(self._lending.waiting))
@@ -187,7 +187,7 @@ class AgentHosts:
         for offer in list(self._lending.waiting):
             if now - max(self._heard, offer.since) > self._patience_seconds:
                 self._lending.withdraw(offer)
-                self._settle(
+                self._resolve(
                     offer,
                     Unavailable(
                         f"no agent host has asked for tasks for {self._patience_seconds:g} s (--peer-wait-seconds): "
@@ -196,7 +196,7 @@ class AgentHosts:
                 )
 
     @staticmethod
-    def _settle(offer: TaskOffer | None, result: Reward | HeadraceError | None) -> bool:
+    def _resolve(offer: TaskOffer | None, result: Reward | HeadraceError | None) -> bool:
         if not isinstance(offer, SessionOffer) or offer.reward.done():
             return False
         if isinstance(result, HeadraceError):

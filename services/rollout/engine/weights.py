@@ -91,7 +91,7 @@ class ServedWeights:
         """Returns the engine that was given the name, or None."""
         return self._named[name].engine_id if name in self._named else None
 
-    async def settled(self) -> None:
+    async def wait_for_verdicts(self) -> None:
         """Returns when no verdict is pending."""
         while self._pending:
             await self._verdict_given.wait()

@@ -23,18 +23,20 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
     publication.end_timer()
     if publication.preparing is not None:
         publication.preparing.cancel()
-    transport.forget(publication.plan)
+    transport.release(publication.plan)
     unwell = await publication.participants.unwell()
     was_sent = publication.committing is not None and not publication.plan.is_loaded
     if was_sent:  # and is something else
         unwell |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
     await asyncio.gather(
-        *(_settle(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines)
+        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines)
     )
 
 
-async def _settle(publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, is_unwell: bool) -> None:
+async def _clean_up_engine(
+    publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, is_unwell: bool
+) -> None:
     if is_unwell:
         await fleet.give_up(engine, f"publication aborted: {publication.state.why_aborted}")
         return
@@ -48,5 +50,5 @@ async def _settle(publication: Publication, engine: Engine, fleet: Fleet, transp
         else:
             await engine.client.resume()
             await fleet.serve(engine, engine.policy_version)
-    except Exception as error:  # noqa: BLE001  # whatever it was: an engine that nobody settles would be UPDATING until the end
+    except Exception as error:  # noqa: BLE001  # whatever it was: an engine that nobody cleans up would be UPDATING until the end
         await fleet.give_up(engine, f"did not come back from an aborted publication: {error}")

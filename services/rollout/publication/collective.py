@@ -46,12 +46,12 @@ class CollectiveInbound:
     async def finish(self, publication: Publication) -> None:
         """Leaves the groups of a publication for a few engines: the next publication is for all of them again."""
         if publication.plan.engine_ids:
-            self.forget(publication.plan)
+            self.release(publication.plan)
             for engine in publication.participants.remaining:
                 await self.leave(publication.plan, engine)
 
-    def forget(self, plan: Plan) -> None:
-        self._groups.forget(plan.group_names)
+    def release(self, plan: Plan) -> None:
+        self._groups.discard(plan.group_names)
 
     async def leave(self, plan: Plan, engine: Engine) -> None:
         await self._groups.leave(engine, plan.group_names)
@@ -82,4 +82,4 @@ class CollectiveInbound:
         """Leaves the groups that the trainer's plan does not name any more."""
         if gone := self._groups.others(publication.plan.groups):
             await publication.participants.each(lambda engine: self._groups.leave(engine, gone))
-            self._groups.forget(gone)
+            self._groups.discard(gone)

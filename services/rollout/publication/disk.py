@@ -51,7 +51,7 @@ class DiskInbound:
     async def finish(self, publication: Publication) -> None:
         """The folder is the trainer's to delete."""
 
-    def forget(self, plan: Plan) -> None:
+    def release(self, plan: Plan) -> None:
         """Nothing is remembered."""
 
     async def leave(self, plan: Plan, engine: Engine) -> None:

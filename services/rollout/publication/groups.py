@@ -48,7 +48,7 @@ class WeightGroups:
             with contextlib.suppress(FailedPrecondition):
                 await engine.client.leave_group(name)
 
-    def forget(self, names: Collection[str]) -> None:
+    def discard(self, names: Collection[str]) -> None:
         """Forgets groups that have no members any more."""
         for name in names:
             self._members.pop(name, None)

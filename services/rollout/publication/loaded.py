@@ -34,7 +34,7 @@ class LoadedInbound:
     async def finish(self, publication: Publication) -> None:
         """Nothing is left."""
 
-    def forget(self, plan: Plan) -> None:
+    def release(self, plan: Plan) -> None:
         """Nothing is remembered."""
 
     async def leave(self, plan: Plan, engine: Engine) -> None:

@@ -50,7 +50,7 @@ class Publication:
         self.preparing: asyncio.Task[None] | None = None
         self.timer: asyncio.Task[None] | None = None
         self.committing: asyncio.Task[Committed] | None = None
-        self.settling: asyncio.Task[None] | None = None
+        self.cleanup: asyncio.Task[None] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -60,7 +60,7 @@ class Publication:
     def is_over(self) -> bool:
         """True when it is committed, or aborted with its engines cleaned up."""
         if self.state.phase is Phase.ABORTED:
-            return self.settling is not None and self.settling.done()
+            return self.cleanup is not None and self.cleanup.done()
         return self.state.phase is Phase.COMMITTED
 
     def seconds_left(self) -> float:

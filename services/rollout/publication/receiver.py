@@ -98,7 +98,7 @@ class Receiver:
         """Returns when the engines are cleaned up. It does nothing after a commit."""
         if publication := self._publications.get(publication_id):
             publication.state.abort(why)
-            await self._settled(publication)
+            await self._cleaned_up(publication)
 
     async def close(self, why: str = "the rollout service stops") -> None:
         """Aborts an open publication."""
@@ -159,22 +159,22 @@ class Receiver:
                     log.error("publication_raised", publication_id=publication.plan.publication_id, exc_info=error)
                     publication.state.abort(f"{type(error).__name__}: {error}")
                 if publication.state.phase is Phase.ABORTED:
-                    self._settle(publication)
+                    self._clean_up(publication)
                 raise
 
         task = asyncio.create_task(run())
         task.add_done_callback(_retrieved)
         return task
 
-    def _settle(self, publication: Publication) -> asyncio.Task[None]:
-        if publication.settling is None:
+    def _clean_up(self, publication: Publication) -> asyncio.Task[None]:
+        if publication.cleanup is None:
             transport = self._transport(publication.plan)
-            publication.settling = asyncio.create_task(clean_up(publication, self._fleet, transport))
-        return publication.settling
+            publication.cleanup = asyncio.create_task(clean_up(publication, self._fleet, transport))
+        return publication.cleanup
 
-    async def _settled(self, publication: Publication) -> None:
+    async def _cleaned_up(self, publication: Publication) -> None:
         if publication.state.phase is Phase.ABORTED:
-            await asyncio.shield(self._settle(publication))
+            await asyncio.shield(self._clean_up(publication))
 
     async def _prepared(self, publication: Publication) -> None:
         assert publication.preparing is not None
@@ -268,7 +268,7 @@ class Receiver:
         plan = publication.plan
         await asyncio.sleep(plan.deadline_seconds)
         if publication.state.abort(f"not committed within {plan.deadline_seconds:g} s"):
-            self._settle(publication)
+            self._clean_up(publication)
 
 
 async def _still_there(engine: Engine) -> None:

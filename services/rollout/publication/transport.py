@@ -31,7 +31,7 @@ class Inbound(Protocol):
     async def finish(self, publication: Publication) -> None:
         """Called at a commit."""
 
-    def forget(self, plan: Plan) -> None:
+    def release(self, plan: Plan) -> None:
         """Called at an abort, before its engines `leave`."""
 
     async def leave(self, plan: Plan, engine: Engine) -> None:

@@ -110,7 +110,7 @@ class StepCall:
         return self._held[lease_number]
 
     async def _return(self, group: StepGroup, by_place: Sequence[Sequence[HookSample]]) -> None:
-        await self._weights.settled()
+        await self._weights.wait_for_verdicts()
         if self._weights.refusals != self._refusals:
             self._end(group, WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again"))
             return

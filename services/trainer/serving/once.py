@@ -24,7 +24,7 @@ class Once(Generic[T]):
             task.add_done_callback(lambda done: self._finished(key, done))
         return await asyncio.shield(self._tasks[key])
 
-    def forget(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         """A result that no longer holds; work that is not finished goes on."""
         if key in self._tasks and self._tasks[key].done():
             del self._tasks[key]

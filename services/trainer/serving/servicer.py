@@ -67,7 +67,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         path = require_path(request.path, "path")
         folder = await asyncio.to_thread(self._exports.locate, path)
         if not await asyncio.to_thread(folder.exists):
-            self._exported.forget(str(folder))
+            self._exported.discard(str(folder))
         return await self._exported.get(str(folder), lambda: self._export_now(folder))
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:

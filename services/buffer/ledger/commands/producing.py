@@ -135,8 +135,8 @@ def no_lease_reason(stream: IndexedStream) -> NoLeaseReason | None:
 def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> None:
     """Queues the group again, at the front. The lease does not count as an attempt."""
     if given.partials:
-        work.forget(group.partials)
-        work.keep(given.partials)
+        work.delete_payloads(group.partials)
+        work.store_payloads(given.partials)
     partials = tuple(p.record for p in given.partials) or group.partials
     queued = replace(
         work.end_lease(group),
@@ -148,7 +148,7 @@ def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> 
     stream.production.returned(given.reason)
 
 
-def lose(work: Work, stream: IndexedStream, group: Group) -> None:
+def expire_lease(work: Work, stream: IndexedStream, group: Group) -> None:
     """Ends a lease that has reached its deadline."""
     seconds = stream.state.config.lease_seconds
     failure = Failure(
@@ -217,13 +217,13 @@ def complete(
     """Makes a group READY that is no longer leased; one that is too stale by now expires."""
     records = tuple(s.record for s in samples)
     oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
-    work.forget(group.partials)
+    work.delete_payloads(group.partials)
     ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
     limit = oldest_trainable(stream.state, stream.state.step)
     ready = work.change(stream, ready, "put", sample_ids=[r.sample_id for r in records])
     if limit is not None and oldest < limit:
         return work.expire(stream, ready, stream.state.step)
-    work.keep(samples)
+    work.store_payloads(samples)
     work.set_state(stream, replace(stream.state, num_inserted=stream.state.num_inserted + 1))
     return ready
 

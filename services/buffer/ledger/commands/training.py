@@ -161,9 +161,9 @@ def commit(work: Work, stream: IndexedStream, epoch: int, step: int) -> int:
     if step > state.committed_step:
         work.set_state(stream, replace(state, committed_step=step))
     for group in members:
-        work.forget(group.samples)
+        work.delete_payloads(group.samples)
         work.change(stream, replace(group, state=GroupState.COMMITTED, ended_step=group.step), "committed")
-    forget_ended(work, stream)
+    delete_ended(work, stream)
     return len(members)
 
 
@@ -188,7 +188,7 @@ def _check_commit(stream: IndexedStream, epoch: int, step: int) -> None:
         )
 
 
-def forget_ended(work: Work, stream: IndexedStream) -> int:
+def delete_ended(work: Work, stream: IndexedStream) -> int:
     """Deletes a chunk of the groups that ended more than `retain_steps` steps ago; returns how many.
 
     They stay in the counts; `forgotten_step` moves with the last of them.
@@ -199,7 +199,7 @@ def forget_ended(work: Work, stream: IndexedStream) -> int:
     end = state.committed_step - state.config.retain_steps
     if end <= state.forgotten_step:
         return 0
-    gone = [work.forget_group(stream, group_id) for group_id in stream.take_ended(end, MAX_CHANGES)]
+    gone = [work.delete_group(stream, group_id) for group_id in stream.take_ended(end, MAX_CHANGES)]
     forgotten = Counter(state.forgotten) + Counter(group.state.value for group in gone)
     reached = end if len(gone) < MAX_CHANGES else state.forgotten_step
     work.set_state(stream, replace(state, forgotten_step=reached, forgotten=dict(forgotten)))

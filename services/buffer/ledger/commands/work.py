@@ -106,17 +106,17 @@ class Work:
             )
         )
 
-    def keep(self, samples: Iterable[NewSample]) -> None:
+    def store_payloads(self, samples: Iterable[NewSample]) -> None:
         """Stores the samples' payloads."""
         self.transaction.payloads.update({s.record.key: s.payload for s in samples})
 
-    def forget_group(self, stream: IndexedStream, group_id: str) -> Group:
+    def delete_group(self, stream: IndexedStream, group_id: str) -> Group:
         """Deletes an ended group from memory and from the store."""
-        group = stream.forget(group_id)
+        group = stream.delete(group_id)
         self.transaction.forgotten.append(group)
         return group
 
-    def forget(self, records: Iterable[SampleRecord]) -> None:
+    def delete_payloads(self, records: Iterable[SampleRecord]) -> None:
         """Deletes the records' payloads."""
         self.transaction.deleted_payloads.extend(record.key for record in records)
 
@@ -132,13 +132,13 @@ class Work:
         if group.attempts < stream.state.config.max_attempts:
             queued = replace(group, state=GroupState.QUEUED)
             return self.change(stream, queued, kind, detail=f"{failure.reason}: {failure.message}")
-        self.forget(group.partials)
+        self.delete_payloads(group.partials)
         failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
         return self.change(stream, failed, "failed", detail=f"{failure.reason}: {failure.message}")
 
     def drop(self, stream: IndexedStream, group: Group, failure: Failure) -> Group:
         """Makes a group DROPPED and deletes its payloads."""
-        self.forget((*group.samples, *group.partials))
+        self.delete_payloads((*group.samples, *group.partials))
         dropped = replace(
             group,
             state=GroupState.DROPPED,
@@ -166,7 +166,7 @@ class Work:
             f"its oldest token is of policy version {group.oldest_version}, step {step} trains "
             f"{oldest_trainable(stream.state, step)} or newer (max_staleness {stream.state.config.max_staleness})"
         )
-        self.forget(group.samples)
+        self.delete_payloads(group.samples)
         bare = replace(group, samples=(), oldest_version=None)
         if stream.state.config.expiry_action is ExpiryAction.DROP:
             failure = Failure("EXPIRED", message)

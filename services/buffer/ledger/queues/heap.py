@@ -15,7 +15,7 @@ _Key = TypeVar("_Key", int, float, tuple[int, int], tuple[float, int], tuple[int
 
 
 class Heap(Generic[_Key]):
-    """Entries leave at the front only. Callers skip those that are obsolete, or remove them with `keep`."""
+    """Entries leave at the front only. Callers skip those that are obsolete, or remove them with `retain`."""
 
     def __init__(self) -> None:
         self._line: deque[tuple[_Key, str]] = deque()
@@ -40,7 +40,7 @@ class Heap(Generic[_Key]):
         """Removes and returns the smallest entry. There must be one."""
         return heapq.heappop(self._heap) if self._is_heap_first() else self._line.popleft()
 
-    def keep(self, is_current: Callable[[_Key, str], bool]) -> None:
+    def retain(self, is_current: Callable[[_Key, str], bool]) -> None:
         """Removes the other entries. It reads all of them."""
         self._line = deque(entry for entry in self._line if is_current(*entry))
         self._heap = [entry for entry in self._heap if is_current(*entry)]

@@ -74,9 +74,9 @@ class ReadyPool:
     def _compact(self) -> None:
         most = 2 * len(self._live) + _FEW
         if len(self._chosen) > most:
-            self._chosen.keep(lambda key, group_id: self._live.get(group_id) == key)
+            self._chosen.retain(lambda key, group_id: self._live.get(group_id) == key)
         if len(self._oldest) > most:
-            self._oldest.keep(lambda key, group_id: self._live.get(group_id) == key[1:])
+            self._oldest.retain(lambda key, group_id: self._live.get(group_id) == key[1:])
 
     def _key(self, group: Group) -> _Key:
         match self._selection:

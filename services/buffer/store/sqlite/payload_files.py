@@ -63,7 +63,7 @@ class PayloadFiles:
             self._num_unnamed.update(extent.file_id for extent in placed)
         return placed
 
-    def settle(self, extents: Sequence[Extent]) -> None:
+    def note_named(self, extents: Sequence[Extent]) -> None:
         """Notes that rows name these extents now, or never will."""
         with self._appending:
             self._num_unnamed.subtract(extent.file_id for extent in extents)

@@ -37,8 +37,8 @@ from services.buffer.store.sqlite.payload_files import NewExtent, file_name
 from services.buffer.store.sqlite.refusal import refusal, refusals
 from services.buffer.store.sqlite.scrub import Scrub
 from services.buffer.store.sqlite.writing import (
+    delete_events,
     delete_extents,
-    forget_events,
     has_extents,
     transaction,
     write_extents,
@@ -131,8 +131,8 @@ class SqliteStore:
         with self._writing:
             added, dead = self._place(prepared)
             self._full_disk.outlast(lambda: self._write(rows, added, dead))
-            self._payload_files.settle([extent for one in prepared for extent in one.extents])
-            self._full_disk.outlast(lambda: forget_events(self._writer, rows))
+            self._payload_files.note_named([extent for one in prepared for extent in one.extents])
+            self._full_disk.outlast(lambda: delete_events(self._writer, rows))
             if positions:
                 self._full_disk.outlast(lambda: self._mark.write(self._opened.ledger_id, positions[-1]))
         if dead:
@@ -201,7 +201,7 @@ class SqliteStore:
                 for old, new in moved:
                     self._extents.move(old, new)
             finally:
-                self._payload_files.settle([new for _, new in moved])
+                self._payload_files.note_named([new for _, new in moved])
         return sum(new.num_bytes for _, new in moved)
 
     def extents_of(self, file_id: bytes) -> list[Extent]:

@@ -47,7 +47,7 @@ def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Transactio
     write_rows(connection, "events", events)
 
 
-def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
+def delete_events(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
     """Deletes the history's oldest events, after the commit. If their pages are damaged they stay, without an error."""
     end = max((rows.events_from or 0 for rows in batch), default=0)
     if not end:

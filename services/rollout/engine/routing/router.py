@@ -70,7 +70,7 @@ class Router:
         self._child = await self._started()
         self._runs.set()
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Replaces the process, again and again. Raises Unavailable when it cannot be started any more."""
         while True:
             why = await self._trouble()

@@ -99,7 +99,7 @@ class HookSampler:
                     results = await self._pool.run(
                         run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
                     )
-            await self._weights.settled()
+            await self._weights.wait_for_verdicts()
             self._require_no_refusal(refusals)
             oldest = min(oldest, self._weights.policy_version)
             made = [await self._samples.of_one(*pair, oldest) for pair in zip(requests, results, strict=True)]

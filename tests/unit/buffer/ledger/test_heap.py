@@ -24,7 +24,7 @@ def test_the_smallest_key_comes_first_whatever_the_order_of_coming(actions: list
             queue.add((action, number), str(number))
             model.append(((action, number), str(number)))
         assert len(queue) == len(model)
-    queue.keep(lambda key, _: key[0] % 2 == 0)
+    queue.retain(lambda key, _: key[0] % 2 == 0)
     assert [queue.pop() for _ in range(len(queue))] == sorted(entry for entry in model if entry[0][0] % 2 == 0)
 
 

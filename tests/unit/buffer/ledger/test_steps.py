@@ -100,7 +100,7 @@ def test_groups_past_retention_are_forgotten_in_parts(it: LedgerUnderTest, monke
     it.commit(epoch, 2)
     state = it.ledger.stream("train").state
     assert (state.forgotten, state.forgotten_step) == ({"COMMITTED": 3}, 0)
-    assert it.do(it.ledger.forget_ended(it.now, "train")) == 1
+    assert it.do(it.ledger.delete_ended(it.now, "train")) == 1
     state = it.ledger.stream("train").state
     assert (state.forgotten, state.forgotten_step) == ({"COMMITTED": 4}, 2)
 

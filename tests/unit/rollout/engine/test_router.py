@@ -55,7 +55,7 @@ async def routed(tmp_path: Path) -> AsyncIterator[Routed]:
     router = Router("round_robin", tmp_path / "router.log", request_seconds=240, timing=timing)
     fleet = Fleet(2, 1, lambda number: FakeEngine(WIRE, token_seconds=0.02), router, timing)
     await asyncio.gather(router.start(), fleet.start())
-    kept = asyncio.create_task(router.keep())
+    kept = asyncio.create_task(router.supervise())
     client = EngineClient(router.url)
     yield Routed(router, fleet, Generator(client, fleet.weights, fleet.suspect), kept)
     kept.cancel()

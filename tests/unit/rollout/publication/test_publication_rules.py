@@ -75,7 +75,7 @@ def test_a_group_that_was_forgotten_must_be_formed_again() -> None:
     joined = [replace(PLAN.groups[0], joined=True)]
     groups.formed("g", engines)
     groups.require_whole(joined, engines)
-    groups.forget(["g"])
+    groups.discard(["g"])
     with pytest.raises(GroupGone):
         groups.require_whole(joined, engines)
 
