@@ -150,7 +150,7 @@ class WeightSender:
             gathered = self._gather(bucket, tensors)
             if not self._is_sender:
                 return
-            flat = self._flat_buckets.lay([tensor for _, tensor in gathered])
+            flat = self._flat_buckets.pack([tensor for _, tensor in gathered])
             broadcasts.finish()
             broadcasts.start(flat)
             if self._hashes:

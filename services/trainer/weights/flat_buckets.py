@@ -18,7 +18,7 @@ class FlatBuckets:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
         self._turn = 0
 
-    def lay(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns uint8, shape [bytes]; a view where there is one tensor."""
         parts = [flat_bytes(tensor) for tensor in tensors]
         if len(parts) == 1:

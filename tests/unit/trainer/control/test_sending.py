@@ -134,14 +134,14 @@ def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
 
 def test_what_is_laid_stays_until_the_next_but_one_and_one_tensor_is_not_copied() -> None:
     buckets = FlatBuckets(torch.device("cpu"))
-    first, second = (buckets.lay([torch.full((4,), n), torch.full((2,), n)]) for n in (1.0, 2.0))
+    first, second = (buckets.pack([torch.full((4,), n), torch.full((2,), n)]) for n in (1.0, 2.0))
     assert torch.equal(first.view(torch.float32), torch.ones(6))
     assert torch.equal(second.view(torch.float32), torch.full((6,), 2.0))
     assert (
-        buckets.lay([torch.ones(6), torch.ones(1)]).untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        buckets.pack([torch.ones(6), torch.ones(1)]).untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     )
     alone = torch.ones(4)
-    assert buckets.lay([alone]).data_ptr() == alone.data_ptr()
+    assert buckets.pack([alone]).data_ptr() == alone.data_ptr()
 
 
 def test_there_are_many_buckets_but_no_small_ones() -> None:
