@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
+from headrace.rpc.retry import Backoff
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import EngineResponse, Finish
@@ -22,9 +23,6 @@ from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, S
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
-
-_FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 2.0
 
 
 class Generator:
@@ -126,7 +124,7 @@ class Generator:
         if len(done.tokens) >= params.max_new_tokens:
             yield replace(done, finish=Finish.LENGTH)
             return
-        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        backoff = Backoff()
         attempt = 0
         while (left := end - time.monotonic()) > 0:
             if return_partial and return_partial.is_set():
@@ -161,19 +159,18 @@ class Generator:
             else:
                 if so_far.finish is not None and so_far.finish.is_final:
                     return
-            is_over = end - time.monotonic() <= backoff_seconds
+            is_over = end - time.monotonic() <= backoff.seconds
             if failure is not None and is_over and (return_partial is None or not so_far.tokens):
                 raise failure
             if failure is None and len(so_far.tokens) > len(done.tokens):
-                backoff_seconds = _FIRST_BACKOFF_SECONDS
+                backoff.reset()
             done = _continuable(so_far, params, streaming=streaming)
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
             if return_partial and failure is None and len(done.tokens) > len(begun.tokens) and time.monotonic() < end:
                 return_partial.set()
-            await _set_within(return_partial, min(backoff_seconds, max(end - time.monotonic(), 0.0)))
-            backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+            await _set_within(return_partial, backoff.next_seconds(at_most=end - time.monotonic()))
         if return_partial is None or not done.tokens:
             raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
         yield done
