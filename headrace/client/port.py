@@ -11,8 +11,6 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded
 
-DEFAULT_DEADLINE_SECONDS = 300.0
-"""As long as services wait for one another while one of them is restarted."""
 PROGRESS_SECONDS = 2.0
 
 

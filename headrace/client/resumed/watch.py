@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from headrace.errors import Unavailable
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 from headrace.rpc.retry import Backoff
 
 T = TypeVar("T", covariant=True)
@@ -21,16 +22,12 @@ class StreamCall(Protocol[T]):
         """Raises Unavailable where the server ends."""
 
 
-AWAY_SECONDS = 300.0
-"""A server that is away for longer ends a watch."""
-
-
 async def resumed(
     channel: grpc.aio.Channel,
     ask: StreamCall[T],
     *,
     deadline_seconds: float | None = None,
-    away_seconds: float = AWAY_SECONDS,
+    away_seconds: float = DEFAULT_DEADLINE_SECONDS,
 ) -> AsyncGenerator[T]:
     """The messages of `ask`, which is called again after each Unavailable.
 
