@@ -46,13 +46,13 @@ class _Responses:
         if not self.have_begun:
             yield request, 0
             return
+        known = unpack_column(self._request.begun).tolist() if self._request.HasField("begun") else []
         for index in sorted(set(range(self._num_responses)) - self._ended):
             of_one = pb.GenerateRequest()
             of_one.CopyFrom(request)
             of_one.n = 1
             if index and of_one.sampling.HasField("seed"):
                 of_one.sampling.seed += index
-            known = unpack_column(self._request.begun).tolist() if self._request.HasField("begun") else []
             of_one.begun.CopyFrom(pack_column("tokens", np.asarray([*known, *self._tokens[index]], dtype=np.int32)))
             yield of_one, index
 
