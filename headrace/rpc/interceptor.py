@@ -31,7 +31,7 @@ from headrace.wire.field_count import layout_of, require_few_fields
 from headrace.wire.limits import MAX_RECEIVE_SECONDS
 
 MAX_CALL_SECONDS = 600.0
-"""No call takes longer, also not one of a caller that sets no deadline, as curl-like tools do."""
+"""No call with one answer takes longer, also not one of a caller that sets no deadline, as curl-like tools do."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -200,7 +200,7 @@ def rollout_service(
         limit_groups,
         metrics.background_work_ended,
     )
-    receiver = Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish))
+    receiver = Receiver(fleet, RunFolder.of(job).weights_of(job.publish))
     metrics.watch_requests(slots.shares, lambda: producer.max_groups_in_flight)
     parts = RolloutParts(
         encoder=encoder,
