@@ -14,12 +14,11 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, slim_put, slim_release, upload
-from headrace.client.port import Buffer
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
 from headrace.client.resumed.watch import resumed
 from headrace.client.shared_waits import SharedWaits
 from headrace.rpc import call as rpc
-from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
-from headrace.client.port import Buffer
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.shard_answers import (
     StatsMerger,
     batch_digest,
@@ -27,7 +27,6 @@ from headrace.client.shard_answers import (
 from headrace.client.shard_leases import ShardLeases
 from headrace.client.shard_routing import answers_that_came, group_of_lease, grouped, shard_of_group, shard_of_prompt
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 
 _Answer = TypeVar("_Answer")
 _MAX_REWINDS = 8
