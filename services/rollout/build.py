@@ -113,7 +113,7 @@ class _Build:
         )
 
     def parts(self) -> RolloutParts:
-        """What the servicer calls."""
+        """The parts that the servicer calls."""
         job, fleet, producer, samplers = self.job, self.fleet, self.producer, self.samplers
         agents = samplers.agents
         receiver = Receiver(fleet, RunFolder.of(job).weights_of(job.publish))

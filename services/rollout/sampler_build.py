@@ -112,12 +112,12 @@ class SamplerBuild:
 
     @cached_property
     def steps(self) -> StepFunction | None:
-        """Where the user's function samples whole steps."""
+        """The user's function that samples whole steps."""
         return step_function(*(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn))
 
     @cached_property
     def by_function(self) -> EvalFunction | None:
-        """Where the user's function evaluates."""
+        """The user's function that evaluates."""
         return eval_function(self.job, self._custom_args, self.engines.fleet.weights)
 
     @property

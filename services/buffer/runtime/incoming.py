@@ -1,4 +1,4 @@
-"""What producers send, before the ledger takes it: samples that are whole and fit the model, and a disk with room."""
+"""Checks samples before the ledger takes them: they are whole, fit the model, and the disk has room for them."""
 
 from __future__ import annotations
 
