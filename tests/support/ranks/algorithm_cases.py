@@ -20,7 +20,7 @@ from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.ranks.rank_cases import samples
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 Sections = Mapping[str, Mapping[str, Any]]
 _PLAIN: Sections = {
@@ -88,6 +88,7 @@ def _routed(sample: Sample, number: int) -> NDArray[np.int16]:
 def run_case(case: AlgorithmCase) -> None:
     """In every rank at once."""
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     from services.trainer.model.build import join_ranks, policy_of
 
@@ -102,6 +103,10 @@ def run_case(case: AlgorithmCase) -> None:
         dist.barrier()
     except FailedPrecondition as error:
         (case.out / "error.txt").write_text(error.message)
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _train(policy: Any, step: int) -> dict[str, float]:
@@ -113,5 +118,11 @@ def _train(policy: Any, step: int) -> dict[str, float]:
     return found
 
 
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
+        run_case(AlgorithmCase(**entry))
+
+
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), AlgorithmCase, run_case)
+    main(Path(sys.argv[1]))

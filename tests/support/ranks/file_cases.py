@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import CheckpointSection
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 if TYPE_CHECKING:
     from services.trainer.control.writer import WeightWriter
@@ -126,5 +126,19 @@ def full_disk(is_full: bool) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for entry in entries(script):
+        try:
+            run_case(FilesCase(**entry))
+        finally:
+            parallel_state.destroy_model_parallel()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), FilesCase, run_case)
+    main(Path(sys.argv[1]))

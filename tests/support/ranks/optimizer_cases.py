@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 START = np.linspace(-1.0, 1.0, 12).reshape(3, 4)
 GRADIENTS = (np.linspace(0.5, -2.0, 12).reshape(3, 4), np.linspace(-0.1, 0.3, 12).reshape(3, 4))
@@ -45,6 +45,8 @@ class OptimizerCase:
 def run_case(case: OptimizerCase) -> None:
     """In the rank."""
     import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -70,7 +72,16 @@ def run_case(case: OptimizerCase) -> None:
         (case.out / "weights.json").write_text(json.dumps({"weights": network.weight.tolist(), "gradients": dtype}))
     except RuntimeError as error:
         (case.out / "error.txt").write_text(str(error))
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
+        run_case(OptimizerCase(**entry))
 
 
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), OptimizerCase, run_case)
+    main(Path(sys.argv[1]))

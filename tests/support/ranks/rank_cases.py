@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 VOCAB_SIZE = 320
 Tokens = NDArray[np.int64]
@@ -111,17 +111,25 @@ def _of_version(sample: Sample, version: int) -> Sample:
 
 def run_case(case: Case) -> None:
     """In every rank at once."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
     if case.ranks is not None:
         os.environ["WORLD_SIZE"] = str(case.ranks)
         if int(os.environ["RANK"]) >= case.ranks:
             return
     case.out.mkdir(parents=True, exist_ok=True)
-    if case.refused:
-        _expect_refusal(case)
-    elif case.ranks is not None:
-        _save(case)
-    else:
-        _train_and_resume(case)
+    try:
+        if case.refused:
+            _expect_refusal(case)
+        elif case.ranks is not None:
+            _save(case)
+        else:
+            _train_and_resume(case)
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _expect_refusal(case: Case) -> None:
@@ -190,5 +198,11 @@ def train_once(policy: Any, step: int, lag: int = 0) -> dict[str, float]:
     return found
 
 
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
+        run_case(Case(**entry))
+
+
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), Case, run_case)
+    main(Path(sys.argv[1]))

@@ -7,16 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from services.trainer.megatron.rendezvous import RENDEZVOUS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-Case = TypeVar("Case")
 
 
 def run_cases(
@@ -48,20 +46,6 @@ def entries(script: Path) -> Iterator[dict[str, Any]]:
     for number, entry in enumerate(json.loads(script.read_text())):
         os.environ[RENDEZVOUS] = str(script.with_name(f"{script.stem}-meets-{number}"))
         yield entry
-
-
-def run_each(script: Path, case: Callable[..., Case], run_case: Callable[[Case], None]) -> None:
-    """In a rank: runs the cases of a script one after the other, each with process groups of its own."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    for entry in entries(script):
-        try:
-            run_case(case(**entry))
-        finally:
-            parallel_state.destroy_model_parallel()
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
 
 def _start(module: str, rank: int, world_size: int, script: Path, log: Path) -> subprocess.Popen[bytes]:

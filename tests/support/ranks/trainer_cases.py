@@ -25,7 +25,7 @@ from tests.support.devices.weights_engine import WeightsEngine
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine
 from tests.support.ranks.algorithm_cases import Sections, laid_over
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 NUM_STEPS = 2
 LOG_PROB_BOUND = 1e-4
@@ -107,14 +107,28 @@ async def served(
 
 def run_case(case: TrainerCase) -> None:
     """In every rank at once."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
     from headrace.rpc.listen import Listen
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 
     if case.device:
         watch(Path(case.device), int(os.environ["RANK"]))
-    asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
+    try:
+        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
+        run_case(TrainerCase(**entry))
 
 
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), TrainerCase, run_case)
+    main(Path(sys.argv[1]))

@@ -20,7 +20,7 @@ import numpy as np
 from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.job.schema.job import Job
 from headrace.trajectory import PolicyRange, Sample, Status
-from tests.support.ranks.ranks import run_each
+from tests.support.ranks.ranks import entries
 
 TEXT_TOKENS = 300
 """Ids below are text."""
@@ -99,6 +99,7 @@ def samples() -> list[Sample]:
 def run_case(case: VisionCase) -> None:
     """In every rank at once."""
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     from services.trainer.model.build import join_ranks, policy_of
     from services.trainer.plan.batch import SampleFacts
@@ -107,23 +108,34 @@ def run_case(case: VisionCase) -> None:
     if int(os.environ["RANK"]) >= case.ranks:
         return
     case.out.mkdir(parents=True, exist_ok=True)
-    layout = join_ranks(case.job())
-    policy = policy_of(case.job(), layout)
-    policy.export(case.out / "initial")
-    by_id = {sample.sample_id: sample for sample in samples()}
-    log_probs = policy.log_probs(list(by_id.values()))
-    if layout.is_last_stage and layout.speaks:
-        (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
-    facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
-    found = policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
-    policy.export(case.out / "trained")
-    after = policy.log_probs(list(by_id.values()))
-    if layout.is_last_stage and layout.speaks:
-        (case.out / "log_probs_after.json").write_text(json.dumps([row.tolist() for row in after]))
-    if layout.rank == 0:
-        (case.out / "metrics.json").write_text(json.dumps(found))
-    dist.barrier()
+    try:
+        layout = join_ranks(case.job())
+        policy = policy_of(case.job(), layout)
+        policy.export(case.out / "initial")
+        by_id = {sample.sample_id: sample for sample in samples()}
+        log_probs = policy.log_probs(list(by_id.values()))
+        if layout.is_last_stage and layout.speaks:
+            (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
+        facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
+        found = policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
+        policy.export(case.out / "trained")
+        after = policy.log_probs(list(by_id.values()))
+        if layout.is_last_stage and layout.speaks:
+            (case.out / "log_probs_after.json").write_text(json.dumps([row.tolist() for row in after]))
+        if layout.rank == 0:
+            (case.out / "metrics.json").write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(script: Path) -> None:
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
+        run_case(VisionCase(**entry))
 
 
 if __name__ == "__main__":
-    run_each(Path(sys.argv[1]), VisionCase, run_case)
+    main(Path(sys.argv[1]))
