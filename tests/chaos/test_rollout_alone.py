@@ -50,14 +50,21 @@ async def test_a_rollout_service_without_its_buffer_or_its_reward_service_waits_
         ending.push_async_callback(rollout.end, signal.SIGTERM)
         await more_groups(client, rollout)
 
-        for service in (buffer, reward):
-            async with stopped(service.pid):
-                pass
-            await more_groups(client, rollout)
-            await service.kill()
-            await asyncio.sleep(AWAY_SECONDS)
-            await service.start()
-            await more_groups(client, rollout)
+        async with stopped(buffer.pid):
+            pass
+        await more_groups(client, rollout)
+        await buffer.kill()
+        await asyncio.sleep(AWAY_SECONDS)
+        await buffer.start()
+        await more_groups(client, rollout)
+
+        async with stopped(reward.pid):
+            pass
+        await more_groups(client, rollout)
+        await reward.kill()
+        await asyncio.sleep(AWAY_SECONDS)
+        await reward.start()
+        await more_groups(client, rollout)
 
         made = (await client.stats("train")).production
         assert made.num_samples > 0

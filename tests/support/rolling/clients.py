@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +162,24 @@ class Clients:
 
     async def _look_at_trainer(self) -> None:
         async with TrainerClient(self.addresses["trainer"]) as trainer:
-            await self._ask_on("status of the trainer", trainer.status)
+            while not self.stopping.is_set():
+                with self.tally.call("status of the trainer"):
+                    await trainer.status()
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _look_at_rollout(self) -> None:
         async with open_rollout(self.addresses["rollout"]) as rollout:
-            await self._ask_on("fleet", rollout.get_fleet)
+            while not self.stopping.is_set():
+                with self.tally.call("fleet"):
+                    await rollout.get_fleet()
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _look_at_buffer(self) -> None:
         async with BufferClient(self.addresses["buffer"]) as buffer:
-            await self._ask_on("stats", lambda: buffer.stats("own"))
-
-    async def _ask_on(self, name: str, ask: Callable[[], Awaitable[Any]]) -> None:
-        while not self.stopping.is_set():
-            with self.tally.call(name):
-                await ask()
-            await asyncio.sleep(_PAUSE_SECONDS)
+            while not self.stopping.is_set():
+                with self.tally.call("stats"):
+                    await buffer.stats("own")
+                await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def until_done(

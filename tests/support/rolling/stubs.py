@@ -6,7 +6,7 @@ import asyncio
 import json
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -136,18 +136,18 @@ class Stubs:
     async def _look_at_trainer(self) -> None:
         async with self._channel("trainer") as channel:
             status = trainer_pb2_grpc.TrainerServiceStub(channel).GetStatus
-            await self._ask_on("plain status", lambda: status(trainer_pb2.GetStatusRequest(), timeout=_SECONDS))
+            while not self.stopping.is_set():
+                with self.tally.call("plain status"):
+                    await status(trainer_pb2.GetStatusRequest(), timeout=_SECONDS)
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _look_at_rollout(self) -> None:
         async with self._channel("rollout") as channel:
             fleet = rollout_pb2_grpc.RolloutServiceStub(channel).GetFleet
-            await self._ask_on("plain fleet", lambda: fleet(rollout_pb2.GetFleetRequest(), timeout=_SECONDS))
-
-    async def _ask_on(self, name: str, ask: Callable[[], Awaitable[Any]]) -> None:
-        while not self.stopping.is_set():
-            with self.tally.call(name):
-                await ask()
-            await asyncio.sleep(_PAUSE_SECONDS)
+            while not self.stopping.is_set():
+                with self.tally.call("plain fleet"):
+                    await fleet(rollout_pb2.GetFleetRequest(), timeout=_SECONDS)
+                await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def _whole(stub: Any) -> None:
