@@ -1,5 +1,5 @@
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images | gpu: each sets up what it needs, once.
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | soak | mutants | images: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning | bench-scaling | bench-trl |
+# chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -144,7 +144,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 

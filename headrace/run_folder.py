@@ -58,6 +58,11 @@ class RunFolder:
 
     path: Path
 
+    @classmethod
+    def of(cls, job: Job) -> RunFolder:
+        """The folder that the job names, whether or not it is there."""
+        return cls(job.run.folder)
+
     @property
     def job_file(self) -> Path:
         """The resolved job as every service reads it."""

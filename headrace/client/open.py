@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from headrace.client.buffer import BufferClient
-from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
-from headrace.client.rollout import DEFAULT_DEADLINE_SECONDS as ROLLOUT_DEADLINE_SECONDS
+from headrace.client.port import Buffer
 from headrace.client.rollout import Rollout, RolloutClient
 from headrace.client.rollouts import RolloutClients
 from headrace.client.shards import ShardedBuffer
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 
 
 def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Buffer:
@@ -18,7 +18,7 @@ def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECO
     return ShardedBuffer(addresses, deadline_seconds=deadline_seconds)
 
 
-def open_rollout(address: str, *, deadline_seconds: float = ROLLOUT_DEADLINE_SECONDS) -> Rollout:
+def open_rollout(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Rollout:
     """Connects lazily. Several addresses with commas between them are the rollout services of one run."""
     addresses = address.split(",")
     if len(addresses) == 1:

@@ -10,9 +10,10 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 
-DEFAULT_DEADLINE_SECONDS = 300.0
-"""As long as services wait for one another while one of them is restarted."""
+__all__ = ["DEFAULT_DEADLINE_SECONDS", "PROGRESS_SECONDS", "Buffer"]
+
 PROGRESS_SECONDS = 2.0
 
 

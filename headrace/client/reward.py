@@ -16,7 +16,7 @@ from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
-from headrace.rpc.call import call, call_once
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, call_once
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
 from headrace.score import ScoreError, ScoreItem, ScoreResult, unpack_result
@@ -61,7 +61,7 @@ class RewardClient(Closing):
             raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
         return [unpack_result(result) for result in reply.results]
 
-    async def list_scorers(self, *, deadline_seconds: float = 300.0) -> list[ScorerInfo]:
+    async def list_scorers(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> list[ScorerInfo]:
         """Lists the service's scorers, ordered by name."""
         reply = await call(
             self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer

@@ -19,12 +19,9 @@ from headrace.client.closing import Closing
 from headrace.client.resumed.response import whole_response
 from headrace.errors import Unavailable
 from headrace.probe import Probe
-from headrace.rpc.call import call, stream
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, stream
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
-
-DEFAULT_DEADLINE_SECONDS = 300.0
-"""As long as services wait for one another while one of them is restarted."""
 
 
 class Rollout(Closing):

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.resumed.response import whole_response
-from headrace.client.rollout import DEFAULT_DEADLINE_SECONDS, Rollout, RolloutClient
+from headrace.client.rollout import Rollout, RolloutClient
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument, Unavailable
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
 from headrace.rpc.log import log
 
 _ANSWER_SECONDS = 5.0

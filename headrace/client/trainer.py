@@ -13,11 +13,9 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.closing import Closing
 from headrace.client.resumed.watch import resumed
-from headrace.rpc.call import call, stream
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, stream
 from headrace.rpc.channel import connect
 
-DEFAULT_DEADLINE_SECONDS = 300.0
-"""As long as services wait for one another while one of them is restarted."""
 # A save or an export waits for the end of the current step and then writes all the weights.
 _LONG_DEADLINE_SECONDS = 3600.0
 

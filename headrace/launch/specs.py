@@ -94,14 +94,9 @@ def address_of(job: Job, service: str) -> str:
     return address
 
 
-def run_folder(job: Job) -> RunFolder:
-    """The run's own folder, which all machines of its trainer share."""
-    return RunFolder(job.run.run_dir / job.run.run_name)
-
-
 def folder_here(job: Job, services: Sequence[str]) -> RunFolder:
     """The folder of what this machine starts: the run's, and one in it for another machine of the trainer."""
-    folder = run_folder(job)
+    folder = RunFolder.of(job)
     rank = _node_rank(job) if "trainer" in services else 0
     return RunFolder(folder.path / f"node-{rank}") if rank else folder
 
@@ -141,7 +136,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
             *("--log-dir", str(folder.logs_of(number)), "--samples-dir", str(folder.samples)),
             *_flag("--number", job.services.rollout_service if number is None else number),
         ],
-        "trainer": ["--run-dir", str(run_folder(job).path)],
+        "trainer": ["--run-dir", str(job.run.folder)],
     }
     return ServiceSpec(
         name=process,

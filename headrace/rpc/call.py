@@ -12,6 +12,9 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.rpc.retry import retry_until
 from headrace.rpc.status import details_of, from_rpc_error
 
+DEFAULT_DEADLINE_SECONDS = 300.0
+"""As long as services wait for one another while one of them is restarted."""
+
 
 async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server") -> Any:
     """One unary call. Made again until the deadline while the server is away or its disk full; raises its error.

@@ -30,8 +30,8 @@ from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 from headrace.wire.field_count import layout_of, require_few_fields
 from headrace.wire.limits import MAX_RECEIVE_SECONDS
 
-# For callers that set no deadline (curl-like tools): nothing waits without a limit.
-DEFAULT_DEADLINE_SECONDS = 600.0
+MAX_CALL_SECONDS = 600.0
+"""No call with one answer takes longer, also not one of a caller that sets no deadline, as curl-like tools do."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -89,7 +89,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             with self._call(method, context, caller) as call:
                 try:
                     self._allow(context, caller, service, method)
-                    async with asyncio.timeout(call.seconds_left()):
+                    async with asyncio.timeout(seconds_left(context)):
                         with (
                             self._calls.one(method),
                             self._peers.one_of(key_of(context.peer(), caller), caller) as peer,
@@ -163,6 +163,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return decode
 
 
+def seconds_left(context: Context) -> float:
+    """Until the caller's deadline, or until the limit of a caller that has set none."""
+    remaining = context.time_remaining()
+    return MAX_CALL_SECONDS if remaining is None else min(remaining, MAX_CALL_SECONDS)
+
+
 async def _received(context: Context, method: str, peer: OneCall, leavers: Leavers) -> bytes:
     """The request's bytes. Raises DeadlineExceeded for one that does not end, ResourceExhausted for too many bytes."""
     try:
@@ -207,10 +213,6 @@ class _Call:
         if kind is asyncio.CancelledError:
             self._code = grpc.StatusCode.CANCELLED
         self._metrics.observe(self._method, self._code.name, time.monotonic() - self._started)
-
-    def seconds_left(self) -> float:
-        remaining = self._context.time_remaining()
-        return DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
 
     async def abort(self, error: Exception) -> None:
         """Answers the error's status. An exception outside of the tree is a bug: logged, and INTERNAL.

@@ -9,7 +9,7 @@ import grpc
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
-from headrace.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.interceptor import seconds_left
 from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import (
     cut_text,
@@ -277,6 +277,4 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 def _wait_seconds(asked: float, context: Context) -> float:
     """Shortens the wait so that an empty answer arrives before the call's deadline."""
     require_finite(asked, "wait_seconds")
-    remaining = context.time_remaining()
-    seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
-    return max(min(asked, MAX_WAIT_SECONDS, seconds - _ANSWER_MARGIN_SECONDS), 0.0)
+    return max(min(asked, MAX_WAIT_SECONDS, seconds_left(context) - _ANSWER_MARGIN_SECONDS), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -20,40 +22,29 @@ from headrace.sample_checks import ModelBounds
 from services.rollout.admission.groups_limit import GroupsLimit
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
-from services.rollout.agents.build import openai_parts
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.chat.images import image_reader
 from services.rollout.devices.turn import EngineTurn
-from services.rollout.engine.arguments import evaluation_priority
-from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory
-from services.rollout.engine.routing.router import Router
 from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
-from services.rollout.fleet_build import capacity, slots_of
-from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of
+from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.fleet_build import capacity, engine_parts
+from services.rollout.in_flight import engine_slots, groups_at_once, samples_of
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.failed_samples import FailedSamples
-from services.rollout.production.generator import Generator
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.hooks.all_samples import AllSamples
-from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.hooks.filter import GroupFilter
-from services.rollout.production.hooks.sample_hooks import HookedSampler, SampleHooks
 from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
-from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import EngineSampler, Sampler, job_params
-from services.rollout.production.supervised import supervised_parts
+from services.rollout.production.sampling import job_params
+from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.production.teacher import Teacher
-from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
 from services.rollout.publication.receiver import Receiver
-from services.rollout.rollout_function.build import eval_function, step_function
+from services.rollout.sampler_build import SamplerBuild
 from services.rollout.scoring import SampleScorer
-from services.rollout.service import RolloutParts, RolloutService
+from services.rollout.service import RolloutParts, RolloutService, StartedFunctions
 
 _LOOPBACK = Listen("127.0.0.1:0")
 
@@ -73,181 +64,174 @@ def rollout_service(
 
     Raises ConfigError when the job names no buffer or no reward service.
     """
-    seconds = job.rollout.generate_timeout_seconds
-    params, seed = job_params(job.rollout), job.data.rollout_seed
-    folder, trusts, variables = (
-        job.model.hf_checkpoint,
-        job.model.trust_remote_code,
-        job.data.apply_chat_template_kwargs,
-    )
-    apply = job.data.apply_chat_template
-    images = image_reader(folder, job.data, job.eval, job.buffer.prompt_root)
-    encoder = PromptEncoder(
-        folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts, images=images
-    )
-    metrics = RolloutMetrics(registry)
-    timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
-    request_seconds = seconds + GRACE_SECONDS
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
-    asks_for_experts = job.train.use_rollout_routing_replay
-    architecture = read_architecture(job.model.hf_checkpoint)
-    router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
-    buffer = buffer_of(job.services)
-    fleet = Fleet(
-        job.placement.num_engines,
-        slots_of(job),
-        factory,
-        router,
-        timing,
-        metrics,
-        begins_with_checkpoint=not job.placement.rollout_external_engine_addrs,
-    )
-    generator = Generator(
-        router_client,
-        fleet.weights,
-        fleet.suspect,
-        context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
-        activity=fleet.activity,
-        end_request=request_ender(lambda: fleet.engines),
-        has_grammars=job.sglang.get("grammar_backend") != "none",
-    )
-    slots = engine_slots(job.rollout, job.eval)
-    hook, args = job.rollout.custom_generate_function_path, hook_args(job)
-    warnings: list[str] = []
+    build = _Build(job, factory, log_dir, registry, samples_dir, number, has_accelerator, listen)
+    return build.service()
 
-    def hook_sampler(path: str) -> HookSampler:
-        return HookSampler(
-            path,
-            custom_args(args, router.url),
-            fleet.weights,
-            seconds=seconds,
-            calls_at_once=samples_at_once(job.rollout) + SAMPLES_AT_ONCE,
-            per_sample=job.rollout.generate_per_sample,
-            activity=fleet.activity,
-            warn=warnings.append,
+
+@dataclass
+class _Build:
+    """Builds each part of a service once, when another part first needs it."""
+
+    job: Job
+    factory: EngineFactory
+    log_dir: Path
+    registry: CollectorRegistry
+    samples_dir: Path | None
+    number: int | None
+    has_accelerator: bool
+    listen: Listen
+
+    def __post_init__(self) -> None:
+        job = self.job
+        self.warnings: list[str] = []
+        self.params = job_params(job.rollout)
+        self.seconds = job.rollout.generate_timeout_seconds
+        self.args = hook_args(job)
+        self.slots = engine_slots(job.rollout, job.eval)
+        self.metrics = RolloutMetrics(self.registry)
+        self.architecture = read_architecture(job.model.hf_checkpoint)
+        self.engines = engine_parts(job, self.factory, self.log_dir, self.metrics, self.architecture)
+        self.fleet = self.engines.fleet
+        self.buffer = buffer_of(job.services)
+        self.samplers = SamplerBuild(
+            *(job, self.args, self.engines, self.architecture, self.buffer, self.slots, self.metrics),
+            listen=self.listen,
+            warn=self.warnings.append,
         )
 
-    custom = hook_sampler(hook) if hook else None
-    functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
-    of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
-    openai = openai_parts(
-        *(job, args, generator, encoder, params, architecture),
-        listen=listen,
-        slots=slots,
-        calls_at_once=samples_at_once(job.rollout) + SAMPLES_AT_ONCE,
-        warn=warnings.append,
-        ended=metrics.background_work_ended,
-    )
-    num_layers = architecture.num_layers if asks_for_experts else None
-    agents = openai.sampler if openai else None
-    sampler: Sampler = (
-        custom
-        or agents
-        or EngineSampler(
-            generator,
-            encoder,
-            seconds=seconds,
-            num_layers=num_layers,
-            evaluation_priority=evaluation_priority(job.sglang),
+    def service(self) -> RolloutService:
+        job, openai, supervised = self.job, self.samplers.openai, self.supervised
+        adapts = job.rollout.adapt_groups_in_flight and not supervised
+        return RolloutService(
+            *(self.parts(), self.engines.router, self.engines.client, self.buffer),
+            custom=self.started_functions(),
+            endpoint=openai.server if openai else None,
+            group_filter=self.group_filter,
+            teacher=self.teacher,
+            conversations=supervised.encoder if supervised else None,
+            load_watch=self.load_watch() if adapts else None,
         )
-    )
-    sample_hooks = SampleHooks.of(job.rollout, args)
-    sampler = _hooked(sampler, sample_hooks)
-    steps = step_function(job, custom_args(args, router.url), fleet, buffer, metrics, warnings.append)
-    by_function = eval_function(job, custom_args(args, router.url), fleet.weights)
-    group_filter = GroupFilter.of(job.rollout, args)
-    all_samples = AllSamples.of(job.rollout, args, metrics)
-    teacher = Teacher.of(job.distillation, call_seconds=seconds)
-    scorer = SampleScorer(
-        _required(job.services.reward_address, "reward_address"),
-        item_seconds=job.reward.reward_timeout_seconds,
-        patience_seconds=job.services.peer_wait_seconds,
-    )
-    supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
-    groups = GroupSampler(
-        supervised.encoder if supervised else encoder,
-        supervised.sampler if supervised else steps.sampler if steps else sampler,
-        None if supervised else scorer,
-        params,
-        rollout_seed=seed,
-        max_prompt_tokens=job.rollout.rollout_max_prompt_len,
-        context=_context(job, architecture),
-        group_filter=group_filter,
-        partial_rollout=_partial_rollout(job),
-        teacher=teacher,
-        bounds=ModelBounds.of(architecture),
-        failed_samples=FailedSamples.of(job.tracking, samples_dir, number),
-        slots=None if supervised else slots,
-        all_samples=all_samples,
-    )
-    producer = Producer(
-        steps.ledger if steps else BufferLedger(buffer, STREAM),
-        groups,
-        lambda: fleet.policy_version,
-        metrics,
-        max_groups_in_flight=groups_at_once(job.rollout),
-        interrupt=fleet.interrupt,
-    )
 
-    def limit_groups(groups: int) -> None:
-        producer.limit_groups(groups)
-        slots.resize(Kind.TRAINING, samples_of(job.rollout, groups))
+    def parts(self) -> RolloutParts:
+        """The parts that the servicer calls."""
+        job, fleet, producer, samplers = self.job, self.fleet, self.producer, self.samplers
+        agents = samplers.agents
+        receiver = Receiver(fleet, RunFolder.of(job).weights_of(job.publish))
+        self.metrics.watch_requests(self.slots.shares, lambda: producer.max_groups_in_flight)
+        return RolloutParts(
+            encoder=samplers.encoder,
+            generator=self.engines.generator,
+            sampler=samplers.steps.sampler if samplers.steps else samplers.sampler,
+            scorer=self.scorer,
+            evaluator=self.evaluator(),
+            fleet=fleet,
+            scaler=Scaler(fleet, capacity(job, has_accelerator=self.has_accelerator), self.metrics),
+            receiver=receiver,
+            producer=producer,
+            turn=EngineTurn(fleet, producer, receiver) if job.placement.offload_rollout else None,
+            metrics=self.metrics,
+            slots=self.slots,
+            params=self.params,
+            generate_seconds=self.seconds,
+            router_url=self.engines.router.url,
+            agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
+            warnings=self.warnings,
+        )
 
-    load_watch = LoadWatch(
-        lambda: fleet.engines,
-        GroupsLimit(groups_at_once(job.rollout)),
-        lambda: producer.groups_in_flight,
-        limit_groups,
-        metrics.background_work_ended,
-    )
-    receiver = Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish))
-    metrics.watch_requests(slots.shares, lambda: producer.max_groups_in_flight)
-    parts = RolloutParts(
-        encoder=encoder,
-        generator=generator,
-        sampler=steps.sampler if steps else sampler,
-        scorer=scorer,
-        evaluator=Evaluator(
-            *(encoder, sampler, scorer, params),
-            seed=seed,
-            files=_eval_files(job),
-            slots=slots,
+    def started_functions(self) -> list[StartedFunctions]:
+        """The parts that have processes."""
+        of = self.samplers
+        of_steps, tool_calls = of.steps.sampler if of.steps else None, of.openai.tool_calls if of.openai else None
+        some = (of.custom, of.agents, of_steps, of.by_function, self.all_samples, of.sample_hooks, tool_calls)
+        return [*(each for each in some if each), *of.of_data_sets.values()]
+
+    @cached_property
+    def producer(self) -> Producer:
+        steps = self.samplers.steps
+        return Producer(
+            steps.ledger if steps else BufferLedger(self.buffer, STREAM),
+            self.groups(),
+            lambda: self.fleet.policy_version,
+            self.metrics,
+            max_groups_in_flight=groups_at_once(self.job.rollout),
+            interrupt=self.fleet.interrupt,
+        )
+
+    def groups(self) -> GroupSampler:
+        job, supervised, samplers = self.job, self.supervised, self.samplers
+        sampler = samplers.steps.sampler if samplers.steps else samplers.sampler
+        return GroupSampler(
+            supervised.encoder if supervised else samplers.encoder,
+            supervised.sampler if supervised else sampler,
+            None if supervised else self.scorer,
+            self.params,
+            rollout_seed=job.data.rollout_seed,
+            max_prompt_tokens=job.rollout.rollout_max_prompt_len,
+            context=_context(job, self.architecture),
+            group_filter=self.group_filter,
+            partial_rollout=_partial_rollout(job),
+            teacher=self.teacher,
+            bounds=ModelBounds.of(self.architecture),
+            failed_samples=FailedSamples.of(job.tracking, self.samples_dir, self.number),
+            slots=None if supervised else self.slots,
+            all_samples=self.all_samples,
+        )
+
+    @cached_property
+    def supervised(self) -> SupervisedParts | None:
+        model = self.job.model
+        return supervised_parts(
+            *(self.job.train, model.hf_checkpoint, self.job.data.apply_chat_template_kwargs),
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    @cached_property
+    def scorer(self) -> SampleScorer:
+        return SampleScorer(
+            _required(self.job.services.reward_address, "reward_address"),
+            item_seconds=self.job.reward.reward_timeout_seconds,
+            patience_seconds=self.job.services.peer_wait_seconds,
+        )
+
+    @cached_property
+    def group_filter(self) -> GroupFilter | None:
+        return GroupFilter.of(self.job.rollout, self.args)
+
+    @cached_property
+    def all_samples(self) -> AllSamples | None:
+        return AllSamples.of(self.job.rollout, self.args, self.metrics)
+
+    @cached_property
+    def teacher(self) -> Teacher | None:
+        return Teacher.of(self.job.distillation, call_seconds=self.seconds)
+
+    def load_watch(self) -> LoadWatch:
+        """Fits the groups in flight to what the engines can do."""
+        job, producer, slots = self.job, self.producer, self.slots
+
+        def limit_groups(groups: int) -> None:
+            producer.limit_groups(groups)
+            slots.resize(Kind.TRAINING, samples_of(job.rollout, groups))
+
+        return LoadWatch(
+            lambda: self.fleet.engines,
+            GroupsLimit(groups_at_once(job.rollout)),
+            lambda: producer.groups_in_flight,
+            limit_groups,
+            self.metrics.background_work_ended,
+        )
+
+    def evaluator(self) -> Evaluator:
+        job, samplers = self.job, self.samplers
+        return Evaluator(
+            *(samplers.encoder, samplers.sampler, self.scorer, self.params),
+            seed=job.data.rollout_seed,
+            files=EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root),
+            slots=self.slots,
             scores_groups=job.reward.group_rm,
-            samplers={path: _hooked(each, sample_hooks) for path, each in of_data_sets.items()},
-            function=by_function,
-        ),
-        fleet=fleet,
-        scaler=Scaler(fleet, capacity(job, has_accelerator=has_accelerator), metrics),
-        receiver=receiver,
-        producer=producer,
-        turn=EngineTurn(fleet, producer, receiver) if job.placement.offload_rollout else None,
-        metrics=metrics,
-        slots=slots,
-        params=params,
-        generate_seconds=seconds,
-        router_url=router.url,
-        agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
-        warnings=warnings,
-    )
-    of_steps, tool_calls = steps.sampler if steps else None, openai.tool_calls if openai else None
-    started = (custom, agents, of_steps, by_function, all_samples, sample_hooks, tool_calls)
-    return RolloutService(
-        *(parts, router, router_client, buffer),
-        custom=[*(each for each in started if each), *of_data_sets.values()],
-        endpoint=openai.server if openai else None,
-        group_filter=group_filter,
-        teacher=teacher,
-        conversations=supervised.encoder if supervised else None,
-        load_watch=load_watch if job.rollout.adapt_groups_in_flight and not supervised else None,
-    )
-
-
-def _hooked(sampler: Sampler, hooks: SampleHooks | None) -> Sampler:
-    return HookedSampler(sampler, hooks) if hooks else sampler
-
-
-def _eval_files(job: Job) -> EvalFiles:
-    return EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
+            samplers={path: samplers.hooked(each) for path, each in samplers.of_data_sets.items()},
+            function=samplers.by_function,
+        )
 
 
 def _partial_rollout(job: Job) -> PartialRollout | None:

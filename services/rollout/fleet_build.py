@@ -1,22 +1,71 @@
-"""Builds the parts of a fleet from a job: the engines of its slots, and how many there may be."""
+"""Builds a fleet from a job: the engines of its slots, how many there may be, and who asks them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.models.architecture import Architecture
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
+from services.rollout.engine.client import EngineClient
 from services.rollout.engine.external import ExternalEngine
+from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.routing.router import Router
 from services.rollout.engine.scaling.capacity import Capacity
 from services.rollout.engine.slots import EngineSlot, SlotOf, alike
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.production.generator import Generator
+from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The engines, the router in front of them, and the generator that asks it through the client."""
+
+    router: Router
+    client: EngineClient
+    fleet: Fleet
+    generator: Generator
+
+
+def engine_parts(
+    job: Job, factory: EngineFactory, log_dir: Path, metrics: RolloutMetrics, architecture: Architecture
+) -> EngineParts:
+    """Starts nothing."""
+    timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
+    request_seconds = job.rollout.generate_timeout_seconds + GRACE_SECONDS
+    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
+    client = EngineClient(
+        router.url, routed_experts=job.train.use_rollout_routing_replay, vocab_size=architecture.vocab_size
+    )
+    fleet = Fleet(
+        job.placement.num_engines,
+        slots_of(job),
+        factory,
+        router,
+        timing,
+        metrics,
+        begins_with_checkpoint=not job.placement.rollout_external_engine_addrs,
+    )
+    generator = Generator(
+        client,
+        fleet.weights,
+        fleet.suspect,
+        context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
+        activity=fleet.activity,
+        end_request=request_ender(lambda: fleet.engines),
+        has_grammars=job.sglang.get("grammar_backend") != "none",
+    )
+    return EngineParts(router, client, fleet, generator)
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:

@@ -301,7 +301,7 @@ def test_nothing_here_imports_torch(code: str) -> None:
 async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers_own_deadline(
     hooks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptor, "DEFAULT_DEADLINE_SECONDS", 3.0)
+    monkeypatch.setattr(interceptor, "MAX_CALL_SECONDS", 3.0)
     async with serving(custom_rm_path=f"{hooks}:reward") as client:
         (score,) = await client.score([ScoreItem("1", "", "slow once", label="7")], deadline_seconds=300)
     assert isinstance(score, Score)

@@ -57,7 +57,7 @@ def check(argv: Sequence[str]) -> int:
 def _check_ledger(job: Job, report: Report, scope: Scope) -> None:
     """Compares the job with the ledger that the run's folder has already."""
     try:
-        require_shards(RunFolder(job.run.run_dir / job.run.run_name), job.buffer)
+        require_shards(RunFolder.of(job), job.buffer)
     except ConfigError as error:
         report.refuse(error, elsewhere=scope.elsewhere is not None)
 

@@ -42,7 +42,7 @@ def replay(argv: Sequence[str]) -> int:
     recorded = find_run(args.run)
     job = replay_job(recorded, flags)
     _require_step(job, args.from_step)
-    folder = RunFolder(job.run.run_dir / job.run.run_name)
+    folder = RunFolder.of(job)
     if folder.path.exists():
         raise FailedPrecondition(f"{folder.path} is there already: choose another --run-name")
     if args.from_step:

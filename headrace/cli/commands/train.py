@@ -28,7 +28,7 @@ def train(argv: Sequence[str]) -> int:
         print("usage: headrace train [JOB.toml] [flags]\n", flags_help(argv))
         return 0
     job = load_job(argv)
-    run = RunFolder(job.run.run_dir / job.run.run_name)
+    run = RunFolder.of(job)
     earlier = earlier_start(run)
     if earlier is not None and is_finished(run, job):
         print(_finished(run, job.rollout.num_rollout))
@@ -40,7 +40,7 @@ def train(argv: Sequence[str]) -> int:
 
 def start(job: Job, *, resumed_step: int) -> int:
     """Checks the job, starts its services and shows them until the run ends."""
-    print(f"{job.run.run_dir / job.run.run_name}: checking that the job can start", flush=True)
+    print(f"{job.run.folder}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
     view = RunView(job.run, job.rollout.num_rollout, resumed_step=resumed_step)
     view.note(in_short(job))

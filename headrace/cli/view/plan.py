@@ -29,7 +29,7 @@ _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sg
 def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
     """Pairs (what, how) in the order of reading."""
     return [
-        ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
+        ("run", f"{job.run.folder}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         *([("remote code", code)] if (code := where_code_runs(job)) else []),
         ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
@@ -210,7 +210,7 @@ def _way(job: Job) -> str:
     publish = job.publish
     if publish.update_weight_transport == "collective":
         return "broadcast to the engines"
-    folder = RunFolder(job.run.run_dir / job.run.run_name).weights_of(publish)
+    folder = RunFolder.of(job).weights_of(publish)
     size = version_bytes(job)
     each = "a version's size is unknown here" if size is None else f"{_gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":

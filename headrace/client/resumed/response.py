@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import defaultdict
@@ -12,14 +11,12 @@ import numpy as np
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import Unavailable
-from headrace.rpc.retry import pause_seconds
+from headrace.rpc.retry import Backoff
 from headrace.wire.column import pack_column, unpack_column
 
 Ask = Callable[[pb.GenerateRequest, float], AsyncGenerator[pb.GenerateResponse]]
 """(request, seconds until the deadline)."""
 
-_FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 2.0
 _NOT_CONTINUED = frozenset({"CANNOT_CONTINUE", "WEIGHTS_REFUSED"})
 """Reasons for which the tokens that are there are of no use."""
 
@@ -49,13 +46,13 @@ class _Responses:
         if not self.have_begun:
             yield request, 0
             return
+        known = unpack_column(self._request.begun).tolist() if self._request.HasField("begun") else []
         for index in sorted(set(range(self._num_responses)) - self._ended):
             of_one = pb.GenerateRequest()
             of_one.CopyFrom(request)
             of_one.n = 1
             if index and of_one.sampling.HasField("seed"):
                 of_one.sampling.seed += index
-            known = unpack_column(self._request.begun).tolist() if self._request.HasField("begun") else []
             of_one.begun.CopyFrom(pack_column("tokens", np.asarray([*known, *self._tokens[index]], dtype=np.int32)))
             yield of_one, index
 
@@ -79,7 +76,7 @@ async def whole_response(
     Raises Unavailable at the deadline, and at once for a response that cannot be continued: one that follows a schema
     or a regular expression, once there is some of it.
     """
-    end, backoff_seconds = time.monotonic() + deadline_seconds, _FIRST_BACKOFF_SECONDS
+    end, backoff = time.monotonic() + deadline_seconds, Backoff()
     responses = _Responses(request)
     while not responses.have_ended:
         try:
@@ -88,15 +85,14 @@ async def whole_response(
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
                         reply.index += index
-                        backoff_seconds = _FIRST_BACKOFF_SECONDS
+                        backoff.reset()
                         yield responses.add(reply)
             if not responses.have_ended:
                 raise Unavailable("the stream ended before its response: ask again")
         except Unavailable as error:
             if time.monotonic() >= end or not _may_go_on(request, responses, error):
                 raise
-            await asyncio.sleep(min(pause_seconds(error, backoff_seconds), max(end - time.monotonic(), 0.0)))
-            backoff_seconds = min(2 * backoff_seconds, _LONGEST_BACKOFF_SECONDS)
+            await backoff.sleep(error, at_most=end - time.monotonic())
 
 
 def _may_go_on(request: pb.GenerateRequest, responses: _Responses, error: Unavailable) -> bool:

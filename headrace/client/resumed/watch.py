@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 import grpc
 
 from headrace.errors import Unavailable
-from headrace.rpc.retry import pause_seconds
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.retry import Backoff
 
 T = TypeVar("T", covariant=True)
 
@@ -21,18 +22,12 @@ class StreamCall(Protocol[T]):
         """Raises Unavailable where the server ends."""
 
 
-AWAY_SECONDS = 300.0
-"""A server that is away for longer ends a watch."""
-_FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 2.0
-
-
 async def resumed(
     channel: grpc.aio.Channel,
     ask: StreamCall[T],
     *,
     deadline_seconds: float | None = None,
-    away_seconds: float = AWAY_SECONDS,
+    away_seconds: float = DEFAULT_DEADLINE_SECONDS,
 ) -> AsyncGenerator[T]:
     """The messages of `ask`, which is called again after each Unavailable.
 
@@ -41,18 +36,18 @@ async def resumed(
     loop = asyncio.get_running_loop()
     end = None if deadline_seconds is None else loop.time() + deadline_seconds
     away_since: float | None = None
-    backoff_seconds = _FIRST_BACKOFF_SECONDS
+    backoff = Backoff()
     while True:
         try:
             async for message in ask(deadline_seconds=None if end is None else max(end - loop.time(), 0.0)):
-                away_since, backoff_seconds = None, _FIRST_BACKOFF_SECONDS
+                away_since = None
+                backoff.reset()
                 yield message
             return
         except Unavailable as error:
             away_since = away_since or loop.time()
             until = away_since + away_seconds if end is None else min(away_since + away_seconds, end)
-            await asyncio.sleep(min(pause_seconds(error, backoff_seconds), max(until - loop.time(), 0.0)))
-            backoff_seconds = min(2 * backoff_seconds, _LONGEST_BACKOFF_SECONDS)
+            await backoff.sleep(error, at_most=until - loop.time())
             try:
                 async with asyncio.timeout_at(until):
                     await channel.channel_ready()

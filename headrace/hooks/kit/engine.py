@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidArgument, Unavailable
+from headrace.rpc.retry import Backoff
 
 if TYPE_CHECKING:
     import aiohttp
-
-_FIRST_WAIT_SECONDS = 0.1
-_LONGEST_WAIT_SECONDS = 2.0
 
 
 async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
@@ -25,7 +22,7 @@ async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any],
     import aiohttp  # the reward service loads hooks as well, and is installed without it
 
     body = {"input_ids": list(tokens), "sampling_params": dict(params), "return_logprob": True}
-    deadline, wait_seconds = time.monotonic() + seconds, _FIRST_WAIT_SECONDS
+    deadline, backoff = time.monotonic() + seconds, Backoff()
     last: Exception | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -33,8 +30,7 @@ async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any],
                 return await _answer(http, url, body)
         except (aiohttp.ClientError, TimeoutError, _Away) as error:
             last = error
-        await asyncio.sleep(min(wait_seconds, max(deadline - time.monotonic(), 0.0)))
-        wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
+        await backoff.sleep(at_most=deadline - time.monotonic())
     raise Unavailable(f"{url} gave no response in {seconds:g} s: {last}")
 
 

@@ -29,6 +29,11 @@ class RunSection(Section):
         "usual wait), the console says what the trainer waits for, and on whom.",
     )
 
+    @property
+    def folder(self) -> Path:
+        """The run's own folder, which all machines of its trainer share."""
+        return self.run_dir / self.run_name
+
 
 class ModelSection(Section):
     model: str | None = Field(

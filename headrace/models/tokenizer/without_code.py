@@ -7,7 +7,6 @@ pattern and vocabulary; weights and all else are links to the model's files.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import base64
 import binascii
@@ -17,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import AlreadyExists, ConfigError, HeadraceError
+from headrace.errors import AlreadyExists, ConfigError
+from headrace.models.rewriting import main_of
 from headrace.models.tokenizer.remote_code import TOKENIZER_CONFIG, TOKENIZER_JSON, RemoteCode, parsed, read_json
 
 VOCABULARY = "tiktoken.model"
@@ -107,17 +107,13 @@ def _tokenizer(ranks: Mapping[bytes, int], pattern: str, special: list[str]) -> 
 
 def main() -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.models.tokenizer.without_code", description=__doc__)
-    parser.add_argument("model", type=Path, help="a Hugging Face folder with a tiktoken.model")
-    parser.add_argument("folder", type=Path, help="the folder to write, which must not exist")
-    given = parser.parse_args()
-    try:
-        num_tokens = write_without_code(given.model, given.folder)
-    except HeadraceError as error:
-        print(f"without_code: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        return 2
-    print(f"{given.folder}: {TOKENIZER_JSON} of {num_tokens:,} tokens; weights are links to {given.model}")  # noqa: T201
-    return 0
+    what = f"a Hugging Face folder with a {VOCABULARY}"
+    return main_of("headrace.models.tokenizer.without_code", __doc__, what, _written)
+
+
+def _written(model: Path, folder: Path) -> str:
+    num_tokens = write_without_code(model, folder)
+    return f"{TOKENIZER_JSON} of {num_tokens:,} tokens; weights are links to {model}"
 
 
 if __name__ == "__main__":

@@ -9,25 +9,21 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
-from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
 from headrace.errors import ResourceExhausted
 from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
-from headrace.trajectory import check_payload
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
 from headrace.wire.protobuf import Payload
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
-from services.buffer.conversion.payload_check import check_samples
-from services.buffer.ledger.chunks import cut, sample_chunks
+from services.buffer.ledger.chunks import sample_chunks
 from services.buffer.ledger.commands.dropping import Dropped
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.ledger.commands.retrying import Retried
 from services.buffer.ledger.commands.training import StepBatch
-from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
+from services.buffer.ledger.commands.work import MAX_CHANGES
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.stream import StreamConfig, StreamState
@@ -39,6 +35,7 @@ from services.buffer.runtime.backup import Chunk, Digest, stream_copy
 from services.buffer.runtime.changes import Changes
 from services.buffer.runtime.chooser import GroupChooser
 from services.buffer.runtime.clock import now
+from services.buffer.runtime.incoming import Incoming
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.lease_timer import LeaseTimer
 from services.buffer.runtime.prompt_reading import PromptReading
@@ -53,10 +50,6 @@ NO_USER_CODE = UserCode()
 NO_PROMPT_FILES = PromptFiles()
 _SUBMITTED_AT_ONCE = 2_048
 _LOOKED_UP_AT_ONCE = 2_048
-_SMALL_BYTES = 8 << 10
-"""Payloads up to here are checked on the event loop."""
-_CHECKED_BYTES = 64 << 10
-"""Bytes of payloads and envelopes that are checked before other work runs."""
 _OPENING_SECONDS = 30.0
 """How long the start waits for prompt files; a file that never answers does not stop it."""
 
@@ -78,10 +71,10 @@ class BufferApplication:
         self.ledger = ledger
         self.journal = journal
         self._store = store
-        self._min_free_disk_bytes = min_free_disk_bytes
         self._sources = sources
         self._columns = columns
-        self._reading = PromptReading(ledger, sources, store, self._check_payloads)
+        self._incoming = Incoming(ledger, store, min_free_disk_bytes)
+        self._reading = PromptReading(ledger, sources, store, self._incoming.check)
         self._changes = Changes(ledger, journal, columns, self._reading.generated)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
@@ -90,7 +83,6 @@ class BufferApplication:
         """Locks of commands that go on in several transactions, by stream."""
         self._deleting: set[asyncio.Task[None]] = set()
         self._payload_readers = BlockingPool("payload-reader", 4)
-        self._hashers = BlockingPool("payload-hasher", 4)
         self._copiers = BlockingPool("backup", 1)
         self._timer = LeaseTimer(ledger, self._changes)
         self.store_watch = StoreWatch(store, journal)
@@ -256,14 +248,14 @@ class BufferApplication:
 
     async def release(self, releases: Sequence[Release]) -> None:
         partials = [sample for release in releases for sample in release.partials]
-        await self._check_payloads([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
+        await self._incoming.check([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
         self._columns.require(partials)
         await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Returns once the puts are durable. A nearly full disk refuses them: consume and commit need the rest."""
         samples = [sample for put in puts for sample in put.samples]
-        await self._check_payloads([(put.group_id, sample) for put in puts for sample in put.samples])
+        await self._incoming.check([(put.group_id, sample) for put in puts for sample in put.samples])
         self._columns.require(samples)
         return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
 
@@ -377,7 +369,7 @@ class BufferApplication:
 
     async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         """Returns (next offset, True once the column is durable). It is refused when the disk is nearly full."""
-        await self._hashers.run(self._require_disk)
+        await self._incoming.require_disk()
         return await self._columns.upload(sha256, num_bytes, offset, data)
 
     def damage(self) -> Sequence[Damage]:
@@ -396,39 +388,3 @@ class BufferApplication:
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """Yields the history from a position on, then live. Raises OutOfRange outside of it, or for a slow reader."""
         return self._watching.watch(from_position)
-
-    async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        """Checks samples, each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
-
-        A thread costs more than it saves for small ones, as it shares the interpreter with the event loop; large ones
-        on the loop would delay lease renewals.
-        """
-        if not samples:
-            return
-        large = [one for one in samples if len(one[1].payload) > _SMALL_BYTES]
-        await self._hashers.run(self._check_in_thread, large)
-        small = samples if not large else [one for one in samples if len(one[1].payload) <= _SMALL_BYTES]
-        for some in cut(small, lambda one: len(one[1].payload) + len(one[1].record.envelope), _CHECKED_BYTES):
-            self._check(some)
-            await asyncio.sleep(0)
-
-    def _check_in_thread(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        self._require_disk()
-        self._check(samples)
-
-    def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        for record, payload in [(sample.record, sample.payload) for _, sample in samples]:
-            check_payload(record.sample_id, record.digest, record.payload_bytes, payload)
-        vocab_sizes = {group_id: self.ledger.vocab_size(group_id) for group_id in {one[0] for one in samples}}
-        for vocab_size, some in groupby(samples, lambda one: vocab_sizes[one[0]]):
-            check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
-
-    def _require_disk(self) -> None:
-        free = self._store.free_bytes()
-        if free is not None and free < self._min_free_disk_bytes:
-            raise ResourceExhausted(
-                f"the ledger's disk has {free} bytes left, min_free_disk_bytes is {self._min_free_disk_bytes}: free "
-                "some, or save checkpoints, after which samples are deleted",
-                reason="DISK_RESERVE",
-                retry_after_seconds=5.0,
-            )

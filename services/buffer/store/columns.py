@@ -9,7 +9,6 @@ All but reading and writing bytes happens on the event loop, so that a put finds
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import time
@@ -26,6 +25,7 @@ from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group
 from services.buffer.pace import paced
+from services.buffer.store.column_file import PART, append
 from services.buffer.store.copy import CopiedFile
 
 _READ_BYTES = 1 << 20
@@ -83,7 +83,7 @@ class Columns:
         for path in filter(_is_ours, self._folder.iterdir()):
             if path.suffix == "":
                 self._whole[bytes.fromhex(path.name)] = path.stat().st_size
-            elif path.suffix == ".part":
+            elif path.suffix == PART:
                 self._uploads[bytes.fromhex(path.stem)] = _Upload(None, path.stat().st_size)
         if self._whole:
             for group in groups:
@@ -111,7 +111,7 @@ class Columns:
             if sha256 in self._whole:
                 return num_bytes, True
             try:
-                answer = await _to_its_end(self._pool.run(self._write, sha256, num_bytes, offset, data))
+                answer = await _to_its_end(self._pool.run(append, self._path(sha256), num_bytes, offset, data))
             except (DataLoss, OSError):
                 self._uploads.pop(sha256, None)
                 raise
@@ -156,39 +156,6 @@ class Columns:
                 "raise it, or save checkpoints more often",
                 retry_after_seconds=1.0,
             )
-
-    def _write(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
-        part = self._path(sha256).with_suffix(".part")
-        with part.open("ab") as file:
-            size = file.tell()
-            if offset > size or not (data or size == num_bytes):
-                return size, False
-            new = data[size - offset :]
-            if size + len(new) > num_bytes:
-                raise InvalidArgument(
-                    f"column {sha256.hex()[:16]}… was announced with {num_bytes} bytes, but {size + len(new)} came",
-                    field="num_bytes",
-                )
-            file.write(new)
-            file.flush()
-            if size + len(new) < num_bytes:
-                return size + len(new), False
-            os.fdatasync(file.fileno())
-        self._finish(part, sha256)
-        return num_bytes, True
-
-    def _finish(self, part: Path, sha256: bytes) -> None:
-        with part.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").digest()
-        if found != sha256:
-            part.unlink()
-            raise DataLoss(f"the column's bytes have the SHA-256 {found.hex()[:16]}…, not {sha256.hex()[:16]}…")
-        part.rename(self._path(sha256))
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     # What samples name
 
@@ -288,7 +255,7 @@ class Columns:
                 continue
             if path.suffix == "":
                 self._whole.pop(sha256, None)
-            elif path.suffix == ".part":
+            elif path.suffix == PART:
                 self._uploads.pop(sha256, None)
             path.unlink(missing_ok=True)
 

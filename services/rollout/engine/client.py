@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -62,12 +61,10 @@ class EngineClient:
 
         Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
         """
-        body, asked = self._generate_body(tokens, params, request_id, cache_key), self._asked(tokens, params)
+        body = self._generate_body(tokens, params, request_id, cache_key, images)
+        asked = self._asked(tokens, params, images)
         if priority is not None:
             body["priority"] = priority
-        if images is not None:
-            body |= images.body(tokens)
-            asked = replace(asked, has_images=True)
         reply = await self._http.request(
             "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
         )
@@ -91,11 +88,8 @@ class EngineClient:
         Once the engine's weights have changed, only the last response says which token is of which weights: those
         between are left out.
         """
-        body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
-        asked = self._asked(tokens, params)
-        if images is not None:
-            body |= images.body(tokens)
-            asked = replace(asked, has_images=True)
+        body = {**self._generate_body(tokens, params, request_id, cache_key, images), "stream": True}
+        asked = self._asked(tokens, params, images)
         events = self._http.events(
             "/generate",
             body,
@@ -257,7 +251,12 @@ class EngineClient:
         await self._post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     def _generate_body(
-        self, tokens: Sequence[int], params: SamplingParams, request_id: str, cache_key: str
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        cache_key: str,
+        images: PromptImages | None,
     ) -> dict[str, Any]:
         return {
             "input_ids": list(tokens),
@@ -266,10 +265,11 @@ class EngineClient:
             "rid": request_id,
             "extra_key": cache_key,
             **self._further,
+            **(images.body(tokens) if images else {}),
         }
 
-    def _asked(self, tokens: Sequence[int], params: SamplingParams) -> Asked:
-        return Asked(len(tokens), params.max_new_tokens, self._vocab_size)
+    def _asked(self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None) -> Asked:
+        return Asked(len(tokens), params.max_new_tokens, self._vocab_size, has_images=images is not None)
 
     def _answer_bytes(self, asked: Asked) -> int:
         tokens = asked.max_new_tokens + (asked.num_prompt_tokens if self._further else 0)

@@ -19,6 +19,7 @@ from typing import Protocol
 from headrace.background import kept_running
 from headrace.errors import HeadraceError, Unavailable
 from headrace.rpc.log import log
+from headrace.rpc.retry import Backoff
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.drain import drain
@@ -30,6 +31,7 @@ from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
 
 __all__ = ["Engine", "EngineState", "Fleet", "FleetObserver", "FleetTiming", "Routing"]
 
+_FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 30.0
 
 
@@ -253,7 +255,7 @@ class Fleet:
 
     async def _restart(self, engine: Engine) -> bool:
         """False when it was put in quarantine."""
-        backoff_seconds = 0.5
+        backoff = Backoff(_FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
         while True:
             await self._devices()
             engine.restarts += engine.process is not None  # an engine that was added starts for the first time
@@ -267,8 +269,7 @@ class Fleet:
                     return False
             else:
                 return True
-            await asyncio.sleep(backoff_seconds)
-            backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+            await backoff.sleep()
 
     async def _devices(self) -> None:
         while not self.may_start.is_set():  # it may be unset again before this runs

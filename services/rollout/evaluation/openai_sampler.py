@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import HeadraceError, Unavailable
+from headrace.rpc.retry import Backoff
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.http import Http
@@ -67,17 +68,16 @@ class OpenAiSampler:
         """Asks again while the server is away or has too much to do, until the time is over."""
         end = time.monotonic() + self._seconds
         path, body = _asked(request, self._model)
-        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        backoff = Backoff(_FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
         while True:
             try:
                 left = max(end - time.monotonic(), 1e-3)
                 reply = await self._http.request("POST", path, body, seconds=left, max_bytes=_MOST_BYTES)
                 return reply.json()
             except Unavailable:
-                if end - time.monotonic() <= backoff_seconds:
+                if end - time.monotonic() <= backoff.seconds:
                     raise
-            await asyncio.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, _LONGEST_BACKOFF_SECONDS)
+            await backoff.sleep()
 
 
 def _asked(request: SampleRequest, model: str) -> tuple[str, Mapping[str, Any]]:

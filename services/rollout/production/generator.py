@@ -11,10 +11,11 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
+from headrace.rpc.retry import Backoff
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import EngineResponse, Finish
@@ -23,8 +24,22 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
-_FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 2.0
+
+@dataclass
+class _Attempt:
+    """One request of several for a response: the tokens with those of the requests before it, and why it failed."""
+
+    so_far: Generation
+    failure: Unavailable | DeadlineExceeded | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.failure is None and self.so_far.finish is not None and self.so_far.finish.is_final
+
+    def require_another(self, *, has_time: bool, returns_partial: bool) -> None:
+        """Raises the failure where no other attempt follows, unless there are tokens to return."""
+        if self.failure is not None and not has_time and not (returns_partial and self.so_far.tokens):
+            raise self.failure
 
 
 class Generator:
@@ -107,7 +122,7 @@ class Generator:
             raise InvalidArgument(self._context.too_long(num_tokens), reason="PROMPT_TOO_LONG")
         return replace(params, max_new_tokens=min(params.max_new_tokens, self._context.tokens - num_tokens))
 
-    async def _pieces(  # noqa: C901  # one branch a kind of answer
+    async def _pieces(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
@@ -126,57 +141,63 @@ class Generator:
         if len(done.tokens) >= params.max_new_tokens:
             yield replace(done, finish=Finish.LENGTH)
             return
-        backoff_seconds = _FIRST_BACKOFF_SECONDS
-        attempt = 0
+        backoff = Backoff()
+        number = 0
         while (left := end - time.monotonic()) > 0:
             if return_partial and return_partial.is_set():
                 yield done
                 return
-            attempt += 1
+            number += 1
             rest = params.after(len(done.tokens))
-            so_far = done
-            failure: Unavailable | DeadlineExceeded | None = None
-            try:
-                pieces = self._ask(
-                    *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority, images),
-                    returns_partial=return_partial is not None,
-                )
-                async with contextlib.aclosing(pieces), _of_grammar(params):
-                    async for piece in pieces:
-                        if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
-                            raise Unavailable(
-                                "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
-                            )
-                        so_far = done.then(piece)
-                        yield so_far
-            except BadAnswer as error:
-                self._suspect(error)
-                failure = error
-            except (InvalidArgument, FailedPrecondition) as error:
-                if not params.is_constrained:
-                    self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
-                raise
-            except (Unavailable, DeadlineExceeded) as error:
-                failure = error
-            else:
-                if so_far.finish is not None and so_far.finish.is_final:
-                    return
-            is_over = end - time.monotonic() <= backoff_seconds
-            if failure is not None and is_over and (return_partial is None or not so_far.tokens):
-                raise failure
-            if failure is None and len(so_far.tokens) > len(done.tokens):
-                backoff_seconds = _FIRST_BACKOFF_SECONDS
-            done = _continuable(so_far, params, streaming=streaming)
+            pieces = self._ask(
+                *([*prompt, *done.tokens], rest, f"{request_id}#{number}", left, streaming, priority, images),
+                returns_partial=return_partial is not None,
+            )
+            attempt = _Attempt(done)
+            async with contextlib.aclosing(self._joined(attempt, pieces, params, streaming=streaming)) as joined:
+                async for so_far in joined:
+                    yield so_far
+            if attempt.is_final:
+                return
+            has_time = end - time.monotonic() > backoff.seconds
+            attempt.require_another(has_time=has_time, returns_partial=return_partial is not None)
+            if attempt.failure is None and len(attempt.so_far.tokens) > len(done.tokens):
+                backoff.reset()
+            done = _continuable(attempt.so_far, params, streaming=streaming)
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
-            if return_partial and failure is None and len(done.tokens) > len(begun.tokens) and time.monotonic() < end:
+            has_begun = attempt.failure is None and len(done.tokens) > len(begun.tokens)
+            if return_partial and has_begun and time.monotonic() < end:
                 return_partial.set()
-            await _set_within(return_partial, min(backoff_seconds, max(end - time.monotonic(), 0.0)))
-            backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+            await _set_within(return_partial, backoff.next_seconds(at_most=end - time.monotonic()))
         if return_partial is None or not done.tokens:
             raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
         yield done
+
+    async def _joined(
+        self, attempt: _Attempt, pieces: AsyncGenerator[Generation], params: SamplingParams, *, streaming: bool
+    ) -> AsyncGenerator[Generation, None]:
+        """Yields what there was before the attempt with each piece of it, and notes how the attempt ended."""
+        before = attempt.so_far
+        try:
+            async with contextlib.aclosing(pieces), _of_grammar(params):
+                async for piece in pieces:
+                    if streaming and len(before.tokens) + len(piece.tokens) < len(attempt.so_far.tokens):
+                        raise Unavailable(
+                            "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
+                        )
+                    attempt.so_far = before.then(piece)
+                    yield attempt.so_far
+        except BadAnswer as error:
+            self._suspect(error)
+            attempt.failure = error
+        except (InvalidArgument, FailedPrecondition) as error:
+            if not params.is_constrained:
+                self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
+            raise
+        except (Unavailable, DeadlineExceeded) as error:
+            attempt.failure = error
 
     async def _ask(
         self,

@@ -227,7 +227,7 @@ class TrainerBuild:
 
     def ranks(self, group: RankGroup, built: Built, rollout: Rollout | None, console: TrainerConsole) -> TrainerRanks:
         """All ranks as the loop sees them."""
-        devices = OwnDevices() if rollout is None else self._devices(group, rollout)
+        devices = self._devices(group, rollout)
         return TrainerRanks(
             group,
             NoEngines() if rollout is None else self._publisher(group, built, rollout, devices),
@@ -250,9 +250,9 @@ class TrainerBuild:
         services = self._job.services
         return services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
 
-    def _devices(self, group: RankGroup, rollout: Rollout) -> Devices:
+    def _devices(self, group: RankGroup, rollout: Rollout | None) -> Devices:
         placement = self._job.placement
-        if not placement.colocate:
+        if rollout is None or not placement.colocate:
             return OwnDevices()
         return SharedDevices(
             group,

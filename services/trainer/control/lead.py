@@ -18,7 +18,7 @@ from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.data.fetch import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
-from services.trainer.serving.console import Steered
+from services.trainer.serving.requests import Steered
 from services.trainer.serving.servicer import TrainerServicer
 
 

@@ -27,7 +27,7 @@ from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.rollout.presence import Presence
 from services.trainer.control.rollout.recipients import Recipients, Straggler
 from services.trainer.control.transport.port import Attempt, Offer, Source, Transport
-from services.trainer.devices.turns import Devices, OwnDevices
+from services.trainer.devices.turns import Devices
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EngineIds, Lacking
 
@@ -71,7 +71,7 @@ class Publisher:
         *,
         backend: str,
         away_seconds: float,
-        devices: Devices | None = None,
+        devices: Devices,
     ) -> None:
         """Rollout services that are silent for more than `away_seconds` while a batch is awaited end the wait."""
         self._ranks = ranks
@@ -81,7 +81,7 @@ class Publisher:
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
-        self._devices = devices or OwnDevices()
+        self._devices = devices
         self._before: Version | None = None
         self._served: Version | None = None
         self._aborting: set[asyncio.Task[None]] = set()

@@ -12,7 +12,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
 from services.trainer.data.set_aside import SetAside
-from services.trainer.devices.turns import Devices, OwnDevices
+from services.trainer.devices.turns import Devices
 from services.trainer.files.full_disk import outlast
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
@@ -38,7 +38,7 @@ class TrainerRanks:
         restored_step: int,
         num_steps: int,
         save_hf: Path | None,
-        devices: Devices | None = None,
+        devices: Devices,
     ) -> None:
         self._group = group
         self._publisher = publisher
@@ -49,7 +49,7 @@ class TrainerRanks:
         self._restored_step = restored_step
         self._num_steps = num_steps
         self._save_hf = save_hf
-        self._devices = devices or OwnDevices()
+        self._devices = devices
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""

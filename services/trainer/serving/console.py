@@ -9,46 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted, Unavailable
+from headrace.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.rpc.log import log
 from services.trainer.serving.evaluations import Evaluations
 from services.trainer.serving.report import RunReport
+from services.trainer.serving.requests import Action, Requests, Steered
 from services.trainer.state import TrainState
-
-
-class Steered(Protocol):
-    """The ranks' methods that requests need."""
-
-    async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint of the current step."""
-
-    async def flush(self) -> None:
-        """Returns when the checkpoint that was taken last is safe."""
-
-    def checkpoint_path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
-
-    async def export_to(self, path: Path) -> None:
-        """Writes a Hugging Face folder."""
-
-
-MAX_REQUESTS = 64
-"""Saves and exports that may wait for the end of a step."""
-
-Action = Callable[[Steered, TrainState], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    action: Action
-    done: asyncio.Future[TrainState]
 
 
 class TrainerConsole:
@@ -67,7 +37,7 @@ class TrainerConsole:
         self._clock = clock
         self._report = report
         self._evaluations = evaluations
-        self._requests: list[_Request] = []
+        self._requests = Requests()
         self._running = asyncio.Event()
         self._running.set()
         self._stopping = False
@@ -138,9 +108,7 @@ class TrainerConsole:
         self._status.error = error or ""
         self._ended = True
         self._evaluations.stop("the run ended")
-        for request in self._requests:
-            request.done.set_exception(self._gone())
-        self._requests.clear()
+        self._requests.refuse(self._gone)
         self._report.close()
 
     def groups_ready(self, count: int) -> None:
@@ -197,16 +165,11 @@ class TrainerConsole:
         """
         if self._ended:
             raise self._gone()
-        if len(self._requests) >= MAX_REQUESTS:
-            raise ResourceExhausted(
-                f"{MAX_REQUESTS} saves and exports wait for the end of the step: ask again after it"
-            )
-        request = _Request(action, asyncio.get_running_loop().create_future())
-        self._requests.append(request)
+        done = self._requests.add(action)
         if not self._running.is_set():
             self._running.set()  # wake the paused loop to serve it; it holds again at once
             self._running.clear()
-        return await asyncio.shield(request.done)
+        return await asyncio.shield(done)
 
     def pause(self) -> None:
         """Holds before the next step."""
@@ -239,21 +202,7 @@ class TrainerConsole:
 
     async def _serve(self, state: TrainState) -> None:
         assert self._ranks is not None  # the loop runs only after open()
-        while self._requests:
-            request = self._requests[0]  # it stays in the list while it is served: `finished` answers what is left
-            try:
-                await request.action(self._ranks, state)
-            except Fenced as error:
-                self._requests.remove(request)
-                request.done.set_exception(error)
-                raise
-            except HeadraceError as error:
-                self._requests.remove(request)
-                request.done.set_exception(error)
-                log.warning("request_failed", step=state.step, reason=error.reason, error=error.message)
-            else:
-                self._requests.remove(request)
-                request.done.set_result(state)
+        await self._requests.serve(self._ranks, state)
 
     def _times(self) -> dict[str, float]:
         """The seconds of each phase since the step before."""

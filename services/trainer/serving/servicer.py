@@ -13,10 +13,11 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.errors import Unavailable
 from headrace.wire.checks import require_counter, require_id, require_path
-from services.trainer.serving.console import Steered, TrainerConsole
+from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.once import Once
 from services.trainer.serving.report import RunReport
+from services.trainer.serving.requests import Steered
 from services.trainer.state import TrainState
 
 Context = Any

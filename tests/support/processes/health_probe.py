@@ -1,9 +1,8 @@
-"""Asks a server process for its health all the while, from a thread of its own, and says how long it took at worst."""
+"""Asks a server process for its health all the while, and says how long it took at worst."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,43 +11,32 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-_PAUSE_SECONDS = 0.1
+from tests.support.processes.asker import Asker
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class HealthProbe:
+class HealthProbe(Asker):
     """The slowest answer, `worst_seconds` by the clock and `worst_busy_seconds` by the process's own computing in it.
 
     A machine that gives the process no time shows in the first figure only.
     """
 
     def __init__(self, address: str, pid: Callable[[], int]) -> None:
-        self.worst_seconds = 0.0
+        super().__init__()
         self.worst_busy_seconds = 0.0
-        self.num_answers = 0
-        self._address = address
         self._pid = pid
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._ask_on, daemon=True)
-
-    def __enter__(self) -> HealthProbe:
-        self._thread.start()
-        return self
+        self._channel = grpc.insecure_channel(address)
+        self._stub = health_pb2_grpc.HealthStub(self._channel)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
+        super().__exit__(kind, error, at)
+        self._channel.close()
 
-    def _ask_on(self) -> None:
-        with grpc.insecure_channel(self._address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while not self._ended.wait(_PAUSE_SECONDS):
-                self._ask(stub)
-
-    def _ask(self, stub: health_pb2_grpc.HealthStub) -> None:
+    def ask(self) -> None:
         try:
             started, used = time.monotonic(), _cpu_seconds(self._pid())
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
             took = time.monotonic() - started
             self.num_answers += 1
             self.worst_seconds = max(self.worst_seconds, took)

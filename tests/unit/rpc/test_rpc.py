@@ -34,7 +34,6 @@ from headrace.errors import (
 from headrace.rpc.call import call
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
-from headrace.rpc.retry import pause_seconds
 from headrace.rpc.server import RpcServer, Service
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -193,11 +192,6 @@ async def test_who_is_away_and_where_is_in_the_message(open_client, ask: str, na
     async with open_client(address, **seconds) as client:
         with pytest.raises(HeadraceError, match=f"^{named} at {address} gave no answer within"):
             await getattr(client, ask)(**({} if seconds else {"deadline_seconds": 0.3}))
-
-
-def test_callers_that_were_told_the_same_do_not_come_back_together() -> None:
-    pauses = [pause_seconds(Unavailable("away", retry_after_seconds=4.0), 0.1) for _ in range(100)]
-    assert 4.0 <= min(pauses) < 4.2 < 4.8 < max(pauses) <= 5.0
 
 
 async def test_a_bug_is_internal_and_the_server_lives(servicer, stub) -> None:

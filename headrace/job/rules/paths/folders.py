@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 def check_folders(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a folder that cannot be made or written, with the reason that the system gives."""
     checkpoint = job.checkpoint
-    folders = {"run_dir": job.run.run_dir / job.run.run_name}
+    folders = {"run_dir": job.run.folder}
     if "trainer" in scope.services:
         folders |= {
             name: folder

@@ -19,6 +19,7 @@ from headrace.process.ended import meaning
 from headrace.process.guarded import GuardedProcess
 from headrace.rpc.log import log
 from headrace.rpc.net import free_port
+from headrace.rpc.retry import Backoff
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.http import Http
 from services.rollout.engine.watch import FleetTiming
@@ -30,6 +31,7 @@ _JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 _REPLACEMENTS = 5
 _FIRST_BACKOFF_SECONDS = 0.5
+_LONGEST_BACKOFF_SECONDS = 4.0
 
 
 def command(policy: str, port: int, metrics_port: int, request_seconds: float) -> list[str]:
@@ -142,7 +144,7 @@ class Router:
         return f"missed {missed} checks in a row"
 
     async def _replace(self) -> None:
-        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        backoff = Backoff(_FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
         for attempt in itertools.count(1):
             try:
                 self._child = await self._started()
@@ -155,8 +157,7 @@ class Router:
                     raise
             else:
                 return
-            await asyncio.sleep(backoff_seconds)
-            backoff_seconds *= 2
+            await backoff.sleep()
 
     async def _tell(self) -> None:
         """Tells a new process of all engines; the fleet may take some out meanwhile."""

@@ -9,14 +9,11 @@ from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.collective import CollectiveTransport
 from services.trainer.control.transport.disk import DiskTransport
 from services.trainer.control.transport.port import Transport
-from services.trainer.devices.turns import Devices, OwnDevices
+from services.trainer.devices.turns import Devices
 
 
-def transport_of(
-    config: PublishSection, ranks: RankGroup, root: Path, *, hashes: bool, devices: Devices | None = None
-) -> Transport:
+def transport_of(config: PublishSection, ranks: RankGroup, root: Path, *, hashes: bool, devices: Devices) -> Transport:
     """`root` is where versions lie that travel through files; `hashes` when ranks know what engines print."""
-    devices = devices or OwnDevices()
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
         case "collective":

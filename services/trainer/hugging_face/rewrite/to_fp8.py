@@ -7,7 +7,6 @@ gives its engines new weights in FP8.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import replace
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.errors import HeadraceError
 from headrace.models.block_fp8 import BlockFp8
+from headrace.models.rewriting import main_of
 from services.trainer.hugging_face.export import FILE_BYTES
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.rewrite.folder import rewrite
@@ -50,18 +49,14 @@ def _quantization(kept: list[str]) -> dict[str, object]:
 
 def main() -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.hugging_face.rewrite.to_fp8", description=__doc__)
-    parser.add_argument("model", type=Path, help="a Hugging Face folder in bfloat16, float32 or packed INT4")
-    parser.add_argument("folder", type=Path, help="the folder to write, which must not exist")
-    given = parser.parse_args()
-    try:
-        with torch.no_grad():
-            form = to_fp8(given.model, given.folder)
-    except HeadraceError as error:
-        print(f"to_fp8: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        return 2
-    print(f"{given.folder}: {len(form.weights)} of {form.num_tensors} tensors in FP8")  # noqa: T201
-    return 0
+    what = "a Hugging Face folder in bfloat16, float32 or packed INT4"
+    return main_of("services.trainer.hugging_face.rewrite.to_fp8", __doc__, what, _written)
+
+
+def _written(model: Path, folder: Path) -> str:
+    with torch.no_grad():
+        form = to_fp8(model, folder)
+    return f"{len(form.weights)} of {form.num_tensors} tensors in FP8"
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ that are published in a form in which engines cannot be given new weights.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from headrace.errors import HeadraceError
+from headrace.models.rewriting import main_of
 from services.trainer.hugging_face.export import FILE_BYTES
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.rewrite.folder import Named, rewrite
@@ -33,20 +32,13 @@ def _plain(weights: Iterator[Named]) -> Iterator[Named]:
 
 def main() -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.hugging_face.rewrite.to_plain", description=__doc__
-    )
-    parser.add_argument("model", type=Path, help="a Hugging Face folder in block FP8 or packed INT4")
-    parser.add_argument("folder", type=Path, help="the folder to write, which must not exist")
-    given = parser.parse_args()
-    try:
-        with torch.no_grad():
-            num_tensors = to_plain(given.model, given.folder)
-    except HeadraceError as error:
-        print(f"to_plain: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        return 2
-    print(f"{given.folder}: {num_tensors} tensors in bfloat16")  # noqa: T201
-    return 0
+    what = "a Hugging Face folder in block FP8 or packed INT4"
+    return main_of("services.trainer.hugging_face.rewrite.to_plain", __doc__, what, _written)
+
+
+def _written(model: Path, folder: Path) -> str:
+    with torch.no_grad():
+        return f"{to_plain(model, folder)} tensors in bfloat16"
 
 
 if __name__ == "__main__":

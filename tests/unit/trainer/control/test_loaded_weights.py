@@ -32,6 +32,7 @@ from services.trainer.control.messages import (
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.collective import CollectiveTransport
+from services.trainer.devices.turns import OwnDevices
 from services.trainer.state import TrainState
 
 OURS = {"t": "0123"}
@@ -85,7 +86,9 @@ async def publisher(
     channel = Channel(0, 1, b"")
     ranks, rollout = RankGroup(channel, execute, ThreadPoolExecutor(1)), cast(RolloutClient, engines)
     transport = CollectiveTransport(ranks, seconds=20.0, keeps=True, hashes=hashes)
-    yield Publisher(ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0)
+    yield Publisher(
+        ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0, devices=OwnDevices()
+    )
     await channel.close()
 
 

@@ -25,6 +25,7 @@ from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.rollout import presence
 from services.trainer.control.transport.port import Transport
+from services.trainer.devices.turns import OwnDevices
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import NOBODY
@@ -106,7 +107,9 @@ async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypat
     monkeypatch.setattr(presence, "_FLEET_SECONDS", 0.05)
     asked = FleetThatAnswersEveryOtherTime()
     ranks, rollout, transport = cast(RankGroup, None), cast(RolloutClient, asked), cast(Transport, None)
-    publisher = Publisher(ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=0.0)
+    publisher = Publisher(
+        ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=0.0, devices=OwnDevices()
+    )
     for _ in range(6):
         assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
     asked.answers = False

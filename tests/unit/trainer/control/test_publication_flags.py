@@ -39,6 +39,7 @@ from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.choice import transport_of
 from services.trainer.control.transport.port import Sender
+from services.trainer.devices.turns import OwnDevices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
@@ -139,8 +140,9 @@ def sender_in(**publish: Any) -> Sender:
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
-    transport = transport_of(config, ranks, root, hashes=False)
-    return Publisher(ranks, [client], transport, config, backend="gloo", away_seconds=60.0)
+    devices = OwnDevices()
+    transport = transport_of(config, ranks, root, hashes=False, devices=devices)
+    return Publisher(ranks, [client], transport, config, backend="gloo", away_seconds=60.0, devices=devices)
 
 
 @pytest.mark.parametrize(("update_weight_buffer_size", "sizes"), [(80, [2, 2]), (100_000, [4]), (1, [1, 1, 1, 1])])

@@ -43,6 +43,7 @@ from services.trainer.control.messages import (
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.choice import transport_of
+from services.trainer.devices.turns import OwnDevices
 from services.trainer.state import TrainState
 from tests.support.fake_weights import fake_checksum, write_version
 from tests.support.fakes.fake_engine import FakeEngine
@@ -225,8 +226,11 @@ class Run:
         self.channel = Channel(0, 1, b"")
         self.execute = self.model.execute
         ranks = RankGroup(self.channel, lambda command: self.execute(command), ThreadPoolExecutor(1))
-        way = transport_of(job.publish, ranks, root, hashes=False)
-        self.publisher = Publisher(ranks, [rollout], way, job.publish, backend="gloo", away_seconds=60.0)
+        devices = OwnDevices()
+        way = transport_of(job.publish, ranks, root, hashes=False, devices=devices)
+        self.publisher = Publisher(
+            ranks, [rollout], way, job.publish, backend="gloo", away_seconds=60.0, devices=devices
+        )
 
     async def __aenter__(self) -> Run:
         await self.fleet.start()

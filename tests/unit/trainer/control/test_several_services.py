@@ -27,6 +27,7 @@ from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.rollout import presence, recipients
 from services.trainer.control.transport.choice import transport_of
+from services.trainer.devices.turns import OwnDevices
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
@@ -148,9 +149,9 @@ async def a_run(folder: Path, transport: str = "collective", num_services: int =
     ranks = RankGroup(channel, model.execute, ThreadPoolExecutor(1))
     services = [TroubledRollout(model) for _ in range(num_services)]
     clients = [cast(RolloutClient, service) for service in services]
-    publisher = Publisher(
-        ranks, clients, transport_of(config, ranks, folder, hashes=False), config, backend="gloo", away_seconds=0.0
-    )
+    devices = OwnDevices()
+    way = transport_of(config, ranks, folder, hashes=False, devices=devices)
+    publisher = Publisher(ranks, clients, way, config, backend="gloo", away_seconds=0.0, devices=devices)
     await asyncio.gather(*(service.fleet.start() for service in services))
     try:
         yield Run(model, services, publisher)
