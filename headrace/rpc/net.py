@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.wire.limits import LAST_PORT
 
 _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
@@ -33,7 +34,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Raises ConfigError unless it is host:port with a port of 0 to 65535."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65535:
+        if not colon or not host or not port.isdigit() or int(port) > LAST_PORT:
             raise ConfigError(f"address {text!r} is not host:port, e.g. 127.0.0.1:9000")
         return cls(host.strip("[]"), int(port))
 

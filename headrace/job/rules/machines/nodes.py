@@ -12,9 +12,9 @@ from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.rpc.net import Address
+from headrace.wire.limits import LAST_PORT
 
 _DEFAULT_PORT = 29500  # torchrun's
-_LAST_PORT = 65_535
 _OPTIONS = ("node_rank", "master_addr", "master_port")
 
 
@@ -46,8 +46,8 @@ def meeting_of(placement: PlacementSection, environment: Mapping[str, str] = os.
             field="node_rank",
         )
     port = placement.master_port or _number(environment, "MASTER_PORT", _DEFAULT_PORT)
-    if not 0 < port <= _LAST_PORT:
-        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {_LAST_PORT}", field="master_port")
+    if not 0 < port <= LAST_PORT:
+        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {LAST_PORT}", field="master_port")
     return Meeting(rank, Address(host.strip("[]"), port))
 
 
