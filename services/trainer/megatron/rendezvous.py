@@ -22,13 +22,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
-from headrace.rpc.net import Address, host_towards, interface_of, resolved
+from headrace.process.gloo import gloo_at
+from headrace.rpc.net import Address, host_towards, resolved
 from headrace.whole_file import replacing
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _WAIT = datetime.timedelta(minutes=5)
 _ASK_AGAIN_SECONDS = 0.05
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) -> None:
@@ -141,14 +141,12 @@ def _here(rank: int) -> str:
 
 
 def listen_towards(host: str) -> None:
-    """Has gloo listen on the way to `host`, the first machine, unless GLOO_SOCKET_IFNAME names an interface.
+    """Has gloo listen on the way to `host`, the first machine, where not all ranks are on one.
 
-    By itself it listens where this machine's own name points, which is loopback on many. On one machine that will do.
+    Raises Unavailable where there is no such way.
     """
-    if _INTERFACE in os.environ or on_one_machine():
-        return
-    if (name := interface_of(host_towards(Address(host, 1)))) is not None:
-        os.environ[_INTERFACE] = name
+    if not on_one_machine():
+        os.environ.update(gloo_at(host_towards(Address(host, 1)), os.environ))
 
 
 def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
