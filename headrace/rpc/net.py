@@ -143,7 +143,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    """Where to listen: that of an address; IPv4 for a name that has one. Raises OSError for a name without address."""
+    """The family to listen with; IPv4 for a name that has both. Raises OSError for a name without an address."""
     families = {row[0] for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
 
