@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.wire.limits import LAST_PORT
 
 _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
@@ -33,7 +34,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Raises ConfigError unless it is host:port with a port of 0 to 65535."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65535:
+        if not colon or not host or not port.isdigit() or int(port) > LAST_PORT:
             raise ConfigError(f"address {text!r} is not host:port, e.g. 127.0.0.1:9000")
         return cls(host.strip("[]"), int(port))
 
@@ -127,7 +128,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     A service may listen there minutes later: any other port would by then be some outgoing connection's. For a minute
     no other call of this function finds it, in this process or another of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = _family(host)
     for port in secrets.SystemRandom().sample(_NAMED_PORTS, _TRIES):
         try:
             with socket.socket(family) as probe:
@@ -139,6 +140,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """The family to listen with; IPv4 for a name that has both. Raises OSError for a name without an address."""
+    families = {row[0] for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
 
 
 def _set_aside(host: str, port: int, family: socket.AddressFamily) -> None:
@@ -174,8 +181,8 @@ def _is_numeric(host: str) -> bool:
 
 
 def listener(address: Address) -> socket.socket:
-    """A socket that listens there. Raises OSError."""
-    listening = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+    """A socket that listens there; at `::` for IPv4 too, where the machine does so. Raises OSError."""
+    listening = socket.socket(_family(address.host), socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((address.host, address.port))
@@ -190,12 +197,11 @@ def require_free(address: Address) -> None:
     """Raises Unavailable when somebody listens there; gRPC's own message does not say so."""
     if address.port == 0:
         return
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(_family(address.host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
-        except OSError as error:
-            raise Unavailable(
-                f"cannot listen on {address}: {error.strerror or error}: choose another --address, or port 0 for any"
-            ) from error
+    except OSError as error:
+        raise Unavailable(
+            f"cannot listen on {address}: {error.strerror or error}: choose another --address, or port 0 for any"
+        ) from error

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -52,20 +53,35 @@ class TlsFolder:
         return self.path / "key.pem"
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """The authority's certificate, this side's, and its key. Raises ConfigError where they do not fit together."""
+        """The authority's certificate, this side's, and its key. Raises ConfigError as `load_into` does."""
+        return self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def load_into(self, context: ssl.SSLContext) -> tuple[bytes, bytes, bytes]:
+        """Has the context use the three files, and returns them.
+
+        Raises ConfigError for one that is not there or damaged, and for a key of another certificate.
+        """
+        with self._explained("ca.pem is no certificate"):
+            files = self.authority.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes()
+            context.load_verify_locations(self.authority)
+        with self._explained("key.pem is not the key of cert.pem, or one of them is damaged"):
+            context.load_cert_chain(self.certificate, self.key)
+        return files
+
+    @contextmanager
+    def _explained(self, damage: str) -> Iterator[None]:
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
-            return self.authority.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes()
+            yield
         except ssl.SSLError as error:
             raise ConfigError(
-                f"tls_dir {self.path}: key.pem is not the key of cert.pem, or one of them is damaged ({error.reason}): "
-                f"`headrace certs {self.path}` renews both",
+                f"tls_dir {self.path}: {damage} ({error.reason or error}): `headrace certs {self.path}` renews "
+                "cert.pem and key.pem, and ca.pem is that of the folder in which the authority was made",
                 field="tls_dir",
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"tls_dir {self.path}: {error.strerror}: `headrace certs {self.path}` makes what is "
-                "needed, and ca.pem, cert.pem and key.pem are what other machines need of it",
+                f"tls_dir {self.path}: {error}: `headrace certs {self.path}` makes what is needed, and ca.pem, "
+                "cert.pem and key.pem are what other machines need of it",
                 field="tls_dir",
             ) from error
 
@@ -85,34 +101,33 @@ def use_tls(folder: Path | None) -> TlsFolder | None:
 
 
 def channel_credentials(folder: TlsFolder) -> grpc.ChannelCredentials:
-    """Raises ConfigError for a file that is not there."""
+    """Raises ConfigError for files of no use."""
     authority, certificate, key = folder.read()
     return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
 def server_credentials(folder: TlsFolder) -> grpc.ServerCredentials:
-    """Asks each client for a certificate. Raises ConfigError for a file that is not there."""
+    """Asks each client for a certificate. Raises ConfigError for files of no use."""
     files = _Files(folder)
     fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], files.changed)  # its type forgets None
     return grpc.dynamic_ssl_server_credentials(files.first, fetch, require_client_authentication=True)
 
 
 def listening_context(folder: TlsFolder) -> ssl.SSLContext:
-    """Returns a server's context outside gRPC, which asks for certificates. Raises ConfigError for a missing file."""
-    return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    """Returns a server's context outside gRPC, which asks for certificates. Raises ConfigError for files of no use."""
+    return _context(folder, ssl.PROTOCOL_TLS_SERVER)
 
 
 def connecting_context(folder: TlsFolder) -> ssl.SSLContext:
     """Returns the context of a connection to such a listener, with the server name SERVICE_NAME."""
-    return _context(folder, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
 
 
-def _context(folder: TlsFolder, context: ssl.SSLContext) -> ssl.SSLContext:
-    folder.read()
+def _context(folder: TlsFolder, side: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(folder.authority)
-    context.load_cert_chain(folder.certificate, folder.key)
+    folder.load_into(context)
     return context
 
 

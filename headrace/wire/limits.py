@@ -34,6 +34,9 @@ MAX_WAIT_SECONDS: Final = 86_400.0
 MAX_LEASE_SECONDS: Final = 30 * 86_400.0
 """A lease unless it is renewed."""
 
+LAST_PORT: Final = 65_535
+"""TCP's last one."""
+
 # One peer: an address, or the name in a certificate or of a token
 
 MAX_CONNECTIONS_PER_PEER: Final = 2_048

@@ -7,7 +7,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from headrace.launch.health import is_serving
 from headrace.rpc import server as rpc_server
 from headrace.rpc.access.role import Role
 from headrace.rpc.channel import connect
+from headrace.rpc.http.certificates import server_context
 from headrace.rpc.server import RpcServer
-from headrace.rpc.tls import VARIABLE, TlsFolder
+from headrace.rpc.tls import VARIABLE, TlsFolder, listening_context
 from tests.support.faults.far_away import far_away
 
 SOON = 3.0
@@ -177,7 +178,7 @@ def test_a_folder_without_a_file_is_refused_with_the_command_that_makes_it(
 ) -> None:
     (authority / missing).unlink()
     monkeypatch.setenv(VARIABLE, str(authority))
-    with pytest.raises(ConfigError, match="headrace certs"):
+    with pytest.raises(ConfigError, match=rf"{missing}.*headrace certs"):
         connect("127.0.0.1:1")
 
 
@@ -187,6 +188,19 @@ def test_a_key_of_another_certificate_is_refused(authority: Path, tmp_path: Path
     monkeypatch.setenv(VARIABLE, str(authority))
     with pytest.raises(ConfigError, match=r"key\.pem is not the key of cert\.pem"):
         connect("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("damaged", ["ca.pem", "cert.pem", "key.pem"])
+@pytest.mark.parametrize(
+    "used", [TlsFolder.read, listening_context, lambda folder: server_context(folder, needs_certificate=True)]
+)
+def test_a_damaged_file_is_refused_with_its_name_and_the_way_out(
+    authority: Path, damaged: str, used: Callable[[TlsFolder], object]
+) -> None:
+    (authority / damaged).write_text("half of")
+    with pytest.raises(ConfigError, match=rf"{damaged}.*headrace certs .*renews") as refused:
+        used(TlsFolder(authority))
+    assert refused.value.field == "tls_dir"
 
 
 async def test_with_certificates_a_service_may_listen_where_others_reach(authority: Path) -> None:

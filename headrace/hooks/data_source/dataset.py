@@ -75,9 +75,8 @@ def _copy(sample: Sample) -> Sample:
 
 
 def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
-    from headrace.job.schema.parts.prompt_path import (
-        PromptPath,  # imports the job's schema, which other hooks do without
-    )
+    # Imports the job's schema, which other hooks do without.
+    from headrace.job.schema.parts.prompt_path import PromptPath
 
     part = PromptPath.parse(text)
     for number, row in enumerate(_rows(str(part.path))):

@@ -8,8 +8,8 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.rpc.net import Address, is_ours
+from headrace.wire.limits import LAST_PORT
 
-_LAST_PORT = 65_535
 _EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104  # refused
 
 
@@ -41,10 +41,10 @@ def check_services(job: Job) -> None:
             field="rollout_service",
         )
     port = job.rollout.openai_port
-    if port is not None and port + services.num_rollout_services - 1 > _LAST_PORT:
+    if port is not None and port + services.num_rollout_services - 1 > LAST_PORT:
         raise ConfigError(
             f"openai_port {port}: rollout service k of {services.num_rollout_services} listens k ports above it, and "
-            f"there is none above {_LAST_PORT}: choose a lower one",
+            f"there is none above {LAST_PORT}: choose a lower one",
             field="openai_port",
         )
 

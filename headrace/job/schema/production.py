@@ -9,7 +9,18 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.errors import ConfigError
 from headrace.job.schema.parts.literal import FromJson
-from headrace.job.schema.section import Above, NonNegative, Positive, Score, Seconds, Section, Seed, Share, Temperature
+from headrace.job.schema.section import (
+    Above,
+    NonNegative,
+    Port,
+    Positive,
+    Score,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+)
 from headrace.job.schema.sound import plain
 from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 
@@ -143,7 +154,7 @@ class RolloutSection(Section):
     rollout_timeout_seconds: Seconds = Field(
         3600.0, description="Limit of one call of rollout_function_path; its evaluations have eval_timeout_seconds."
     )
-    openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
+    openai_port: Port | None = Field(
         None,
         description="Port of the OpenAI-compatible endpoint, and of several rollout services those after it; absent: "
         "any free one, with agent_function_path alone.",

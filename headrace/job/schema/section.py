@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from headrace.job.schema.sound import sound
-from headrace.wire.limits import MAX_COUNTER, MAX_LEASE_SECONDS
+from headrace.wire.limits import LAST_PORT, MAX_COUNTER, MAX_LEASE_SECONDS
 
 _LEAST_TEMPERATURE = 1e-3
 
@@ -24,6 +24,7 @@ _MAX_INT32 = (1 << 31) - 1
 Positive = Annotated[int, Field(gt=0, le=_MAX_INT32)]
 NonNegative = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+Port = Annotated[int, Field(gt=0, le=LAST_PORT)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
 Seconds = Annotated[float, Field(ge=1e-3, le=MAX_LEASE_SECONDS)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace.job.schema.section import NonNegative, Positive, Seconds, Section
+from headrace.job.schema.section import NonNegative, Port, Positive, Seconds, Section
 from headrace.wire.limits import MAX_ROLLOUT_SERVICES
 
 
@@ -41,7 +41,7 @@ class ServicesSection(Section):
         description="Host on which services started here listen, where it is not that of their addresses: 0.0.0.0 or "
         ":: in a container, whose address is a name that others know.",
     )
-    metrics_port: Annotated[Positive, Field(le=65_535)] | None = Field(
+    metrics_port: Port | None = Field(
         None,
         description="Port of /metrics, for Prometheus, where `headrace up` starts one process: on the host on which "
         "that listens. Absent: a free port that only this machine reaches, named in services.json of the run's folder.",

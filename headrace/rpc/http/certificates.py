@@ -14,13 +14,13 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.rpc.access.caller import Peer
 from headrace.rpc.log import log
-from headrace.rpc.tls import TlsFolder
+from headrace.rpc.tls import TlsFolder, listening_context
 
 _LOOK_SECONDS = 0.5
 
 
 def server_context(folder: TlsFolder, *, needs_certificate: bool) -> ssl.SSLContext:
-    """Raises ConfigError for files that are not there, or do not fit together."""
+    """Raises ConfigError for files of no use."""
     renewed = _Renewed(folder, needs_certificate=needs_certificate)
     renewed.context.sni_callback = renewed.take_newest
     return renewed.context
@@ -70,14 +70,9 @@ class _Renewed:
             log.warning("certificate_not_read", error=error.message)
 
     def _made(self) -> ssl.SSLContext:
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        made.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            made.load_cert_chain(self._folder.certificate, self._folder.key)
-            made.load_verify_locations(self._folder.authority)
-        except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"tls_dir {self._folder.path}: {error}", field="tls_dir") from error
-        made.verify_mode = ssl.CERT_REQUIRED if self._needs_certificate else ssl.CERT_OPTIONAL
+        made = listening_context(self._folder)
+        if not self._needs_certificate:
+            made.verify_mode = ssl.CERT_OPTIONAL
         made.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
         made.num_tickets = 0  # a resumed session would bring a certificate that was good when it began
         return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import socket
 import sys
 import threading
 from concurrent.futures import Future
@@ -21,11 +20,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from headrace.rpc.access.revoked import Revoked
 from headrace.rpc.http.certificates import peer_of, server_context
 from headrace.rpc.http.door import Door, Guest
-from headrace.rpc.net import Address
+from headrace.rpc.net import Address, listener
 from headrace.rpc.tls import TlsFolder
 from headrace.wire.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_STALL_SECONDS
 
-_BACKLOG = 128
 _START_SECONDS = 30.0
 _END = b"\r\n\r\n"
 
@@ -43,13 +41,12 @@ class MetricsPage:
         """Returns the bound port. Raises OSError or ConfigError."""
         context = server_context(self._tls, needs_certificate=True) if self._tls else None
         revoked = Revoked(self._tls.path) if self._tls else None
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listener = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+        listening = listener(address)
         started: Future[None] = Future()
 
         async def serve() -> None:
             self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-            door = Door(listener, lambda guest: _Request(guest, self._application, revoked), context)
+            door = Door(listening, lambda guest: _Request(guest, self._application, revoked), context)
             door.open()
             started.set_result(None)
             await self._ended.wait()
@@ -59,7 +56,7 @@ class MetricsPage:
 
         threading.Thread(target=lambda: asyncio.run(serve()), name="metrics", daemon=True).start()
         started.result(timeout=_START_SECONDS)
-        return int(listener.getsockname()[1])
+        return int(listening.getsockname()[1])
 
     def stop(self) -> None:
         """Its port is free soon afterwards."""

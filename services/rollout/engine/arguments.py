@@ -11,8 +11,9 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import OURS
+from headrace.process.gloo import gloo_at
 from headrace.process.openmp import openmp
-from headrace.rpc.net import Address, interface_of
+from headrace.rpc.net import Address
 from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
@@ -38,7 +39,6 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_N
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
 _DUMPS: Mapping[str, str] = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _DEFAULT_PRIORITY = 0  # SGLang would put requests that name none last
 
 
@@ -121,13 +121,8 @@ def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, s
 
 
 def listening_for_weights(address: Address, named: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with which gloo listens where a trainer elsewhere reaches it: at the service's own host.
-
-    gloo would listen where the machine's own name points, which is loopback on many. What is `named` already wins.
-    """
-    if _GLOO_INTERFACE in named or address.is_loopback or (interface := interface_of(address.host)) is None:
-        return {}
-    return {_GLOO_INTERFACE: interface}
+    """Returns the variables with which gloo listens where a trainer elsewhere reaches it: at the service's own host."""
+    return {} if address.is_loopback else gloo_at(address.host, named)
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:

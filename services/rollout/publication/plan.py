@@ -19,6 +19,7 @@ from headrace.wire.checks import (
     shown,
 )
 from headrace.wire.limits import (
+    LAST_PORT,
     MAX_BUCKETS,
     MAX_COLUMN_BYTES,
     MAX_COLUMN_RANK,
@@ -122,7 +123,7 @@ def _groups(groups: Sequence[pb.PublishGroup]) -> list[GroupPlan]:
     for group in groups:
         require_at_most(len(group.buckets), MAX_BUCKETS, "groups.buckets")
         host = require_name(group.master_address, "groups.master_address")
-        port = require_between(group.master_port, 1, 65535, "groups.master_port")
+        port = require_between(group.master_port, 1, LAST_PORT, "groups.master_port")
         plans.append(GroupPlan(group.name, host, port, tuple(group.buckets), group.joined))
     return plans
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -108,8 +109,13 @@ class Layout:
         )
 
 
-def initialize(args: MegatronArgs, architecture: Architecture, seed: int) -> Layout:
-    """Joins the other ranks, or is alone. In the thread that will compute."""
+def initialize(
+    args: MegatronArgs, architecture: Architecture, seed: int, options: Mapping[str, str] | None = None
+) -> Layout:
+    """Joins the other ranks, or is alone. In the thread that will compute.
+
+    Raises ConfigError where machines that each start their own ranks have different `options`.
+    """
     from megatron.core import parallel_state
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -130,7 +136,7 @@ def initialize(args: MegatronArgs, architecture: Architecture, seed: int) -> Lay
         )
     _require_room_for_experts(args, world_size)
     vpp_size = virtual_stages(architecture, args)
-    rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT)
+    rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT, options)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

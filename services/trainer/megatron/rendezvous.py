@@ -17,22 +17,30 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
-from headrace.rpc.net import Address, host_towards, interface_of, resolved
+from headrace.process.gloo import gloo_at
+from headrace.rpc.net import Address, host_towards, resolved
 from headrace.whole_file import replacing
+from services.trainer.megatron.meeting import RankMeeting
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _WAIT = datetime.timedelta(minutes=5)
 _ASK_AGAIN_SECONDS = 0.05
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) -> None:
-    """torch.distributed's default group. Raises DeadlineExceeded, or Unavailable, when somebody does not appear."""
+def join(
+    rank: int, world_size: int, backend: str, timeout: datetime.timedelta, options: Mapping[str, str] | None = None
+) -> None:
+    """torch.distributed's default group.
+
+    Raises DeadlineExceeded, or Unavailable, when somebody does not appear, and ConfigError when ranks that machines
+    started by themselves have other `options` than rank 0.
+    """
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
@@ -42,7 +50,7 @@ def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) 
     elif "MASTER_ADDR" in os.environ:
         place = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         listen_towards(place.host)
-        store = _at(place, rank, world_size)
+        store = _at(place, rank, world_size, options or {})
     else:
         store = listening_store("127.0.0.1", _WAIT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -76,9 +84,15 @@ def listener(host: str, port: int = 0) -> socket.socket:
 
 def _cannot_listen(place: Address, error: OSError) -> HeadraceError:
     if error.errno == errno.EADDRINUSE:
-        return Unavailable(f"{place} is taken: end the process that listens there, or choose another --master-port")
+        return Unavailable(
+            f"{place} is taken: end the process that listens there (another machine 0?), or choose another "
+            "--master-port"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"{place.host} is no address of this machine, where rank 0 is: correct --master-addr")
+        return ConfigError(
+            f"{place.host} is no address of this machine, where rank 0 is: correct --master-addr, or this "
+            "machine's --node-rank"
+        )
     return Unavailable(f"rank 0 cannot listen on {place}: {error.strerror or error}")
 
 
@@ -102,15 +116,18 @@ def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _at(place: Address, rank: int, world_size: int) -> dist.Store:
+def _at(place: Address, rank: int, world_size: int, options: Mapping[str, str]) -> dist.Store:
     store = listening_store(place.host, _WAIT, place.port) if rank == 0 else _store_of(place, world_size)
+    meeting = RankMeeting(store, place, world_size)
     try:
-        _until_all_are_there(store, rank, world_size)
+        if rank == 0:
+            meeting.lead(options, _WAIT)
+        else:
+            meeting.follow(rank, options)
     except dist.DistStoreError as error:
-        absent = [] if rank else _absent(store, world_size)
         raise DeadlineExceeded(
-            f"{f'ranks {absent} are' if absent else 'somebody is'} not at {place} after {_WAIT.total_seconds():.0f} s: "
-            "start `headrace up trainer` on each machine with its --node-rank, and see their logs"
+            f"somebody is not at {place} after {_WAIT.total_seconds():.0f} s: see the log of rank 0, and start "
+            "`headrace up trainer` on each machine with its own --node-rank"
         ) from error
     except dist.DistNetworkError as error:
         raise Unavailable(f"rank 0 at {place} ended while ranks were meeting: see its log") from error
@@ -127,28 +144,13 @@ def _store_of(place: Address, world_size: int) -> dist.TCPStore:
         ) from error
 
 
-def _until_all_are_there(store: dist.Store, rank: int, world_size: int) -> None:
-    store.set(_here(rank), "")
-    store.wait([_here(other) for other in range(world_size)], _WAIT)
-
-
-def _absent(store: dist.Store, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if not store.check([_here(rank)])]
-
-
-def _here(rank: int) -> str:
-    return f"headrace-rank-{rank}"
-
-
 def listen_towards(host: str) -> None:
-    """Has gloo listen on the way to `host`, the first machine, unless GLOO_SOCKET_IFNAME names an interface.
+    """Has gloo listen on the way to `host`, the first machine, where not all ranks are on one.
 
-    By itself it listens where this machine's own name points, which is loopback on many. On one machine that will do.
+    Raises Unavailable where there is no such way.
     """
-    if _INTERFACE in os.environ or on_one_machine():
-        return
-    if (name := interface_of(host_towards(Address(host, 1)))) is not None:
-        os.environ[_INTERFACE] = name
+    if not on_one_machine():
+        os.environ.update(gloo_at(host_towards(Address(host, 1)), os.environ))
 
 
 def _meet(file: Path, rank: int, world_size: int) -> dist.Store:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
@@ -65,10 +67,33 @@ from services.trainer.rl.build import (
 
 def join_ranks(job: Job) -> Layout:
     """Joins the job's other ranks, or is alone. In the thread that will compute."""
-    layout = initialize(megatron(job.megatron), read_architecture(job.model.hf_checkpoint), job.run.seed)
+    architecture = read_architecture(job.model.hf_checkpoint)
+    layout = initialize(megatron(job.megatron), architecture, job.run.seed, alike(job))
     if (path := job.hooks.custom_megatron_init_path) is not None:
         trainer_hook(path, "megatron_init").target(hook_args(job))
     return layout
+
+
+def alike(job: Job) -> dict[str, str]:
+    """Options that all ranks must have alike, by name. Files may have other paths on another machine."""
+    sections: Mapping[str, Mapping[str, Any]] = {
+        "train": dict(job.train),
+        "critic": dict(job.critic),
+        "distillation": dict(job.distillation),
+        "publish": dict(job.publish),
+        "megatron": job.megatron,
+        "run": {"seed": job.run.seed},
+        "placement": {
+            "actor_num_nodes": job.placement.actor_num_nodes,
+            "actor_num_gpus_per_node": job.placement.actor_num_gpus_per_node,
+        },
+    }
+    return {
+        f"{section}.{name}": str(value)
+        for section, options in sections.items()
+        for name, value in options.items()
+        if value is not None and not isinstance(value, Path)
+    }
 
 
 def policy_of(job: Job, layout: Layout) -> Policy:

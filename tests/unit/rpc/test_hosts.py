@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.process.gloo import gloo_at
 from headrace.rpc.channel import _target
 from headrace.rpc.net import Address, host_towards, interface_of, own_place
 
@@ -45,3 +46,9 @@ def test_places_of_one_address_are_of_the_first_ones_family() -> None:
 def test_an_address_has_an_interface_where_it_is_this_machines() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of(ELSEWHERE) is None
+
+
+def test_gloo_listens_at_a_name_too() -> None:
+    assert gloo_at("localhost", {}) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_at("localhost", {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
+    assert gloo_at(ELSEWHERE, {}) == {}

@@ -12,9 +12,9 @@ from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.rpc.net import Address
+from headrace.wire.limits import LAST_PORT
 
 _DEFAULT_PORT = 29500  # torchrun's
-_LAST_PORT = 65_535
 _OPTIONS = ("node_rank", "master_addr", "master_port")
 
 
@@ -28,7 +28,7 @@ class Meeting:
 
 def meeting_of(placement: PlacementSection, environment: Mapping[str, str] = os.environ) -> Meeting | None:
     """None where one program starts all ranks. Raises ConfigError for an option that is missing or impossible."""
-    if placement.actor_num_nodes == 1 or placement.placement != "local":
+    if not _each_starts_its_own(placement):
         return None
     host = placement.master_addr or environment.get("MASTER_ADDR")
     if not host:
@@ -46,27 +46,32 @@ def meeting_of(placement: PlacementSection, environment: Mapping[str, str] = os.
             field="node_rank",
         )
     port = placement.master_port or _number(environment, "MASTER_PORT", _DEFAULT_PORT)
-    if not 0 < port <= _LAST_PORT:
-        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {_LAST_PORT}", field="master_port")
+    if not 0 < port <= LAST_PORT:
+        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {LAST_PORT}", field="master_port")
     return Meeting(rank, Address(host.strip("[]"), port))
 
 
 def check_nodes(job: Job) -> None:
     """Raises ConfigError for an option without effect, and where ranks on other machines do not reach a service."""
-    placement = job.placement
+    _check_unused(job.placement)
+    if job.placement.actor_num_nodes > 1:
+        _check_reached_by_ranks(job)
+
+
+def _check_unused(placement: PlacementSection) -> None:
     given = [name for name in _OPTIONS if getattr(placement, name) is not None]
-    if given and (placement.actor_num_nodes == 1 or placement.placement != "local"):
+    if given and not _each_starts_its_own(placement):
         raise ConfigError(
             f"{given[0]} has no effect with actor_num_nodes {placement.actor_num_nodes} and placement "
             f"{placement.placement}: it is for several machines that each start their own ranks. Leave it out",
             field=given[0],
         )
-    if placement.actor_num_nodes == 1:
-        return
+
+
+def _check_reached_by_ranks(job: Job) -> None:
     started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
-    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
-    for name, given_address in services.items():
-        address = given_address or started_here
+    for name, named in (("buffer", job.services.buffer_address), ("rollout", job.services.rollout_address)):
+        address = named or started_here
         if address is None or any(each.is_loopback for each in addresses_of(address)):
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
@@ -75,6 +80,11 @@ def check_nodes(job: Job) -> None:
                 "there with --service-host",
                 field=f"{name}_address",
             )
+
+
+def _each_starts_its_own(placement: PlacementSection) -> bool:
+    """True for several machines whose ranks no single program starts."""
+    return placement.actor_num_nodes > 1 and placement.placement == "local"
 
 
 def check_meeting(job: Job, scope: Scope) -> None:

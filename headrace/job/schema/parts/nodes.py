@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
-from headrace.job.schema.section import NonNegative, Positive, Section
+from headrace.job.schema.section import NonNegative, Port, Section
 
 
 class NodeOptions(Section):
@@ -18,6 +16,6 @@ class NodeOptions(Section):
     master_addr: str | None = Field(
         None, description="Host or address of machine 0, where ranks of several machines meet. Absent: MASTER_ADDR."
     )
-    master_port: Annotated[Positive, Field(le=65_535)] | None = Field(
+    master_port: Port | None = Field(
         None, description="Port at which they meet; free on machine 0. Absent: MASTER_PORT, or 29500."
     )

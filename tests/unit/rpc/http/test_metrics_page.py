@@ -18,6 +18,7 @@ from headrace.rpc.http import door
 from headrace.rpc.http.page import MetricsPage
 from headrace.rpc.net import Address
 from headrace.rpc.tls import TlsFolder
+from tests.support.processes.ipv6 import needs_both_families
 
 SOON = 30.0
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -37,9 +38,9 @@ def port(registry: CollectorRegistry) -> Iterator[int]:
     page.stop()
 
 
-async def said(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> str:
+async def said(port: int, request: bytes, tls: ssl.SSLContext | None = None, *, host: str = "127.0.0.1") -> str:
     """All that is answered until the end of the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     writer.write(request)
     async with asyncio.timeout(SOON):
         answer = await reader.read()
@@ -59,6 +60,17 @@ async def test_it_answers_a_get_and_refuses_all_else(port: int) -> None:
         (GET[:-2] + b"Accept: application/openmetrics-text; version=a.b\r\n\r\n", 400),
     ):
         assert (await said(port, request)).startswith(f"HTTP/1.1 {status} "), request[:60]
+
+
+@needs_both_families
+async def test_a_page_on_every_ipv6_address_answers_ipv4_too(registry: CollectorRegistry) -> None:
+    page = MetricsPage(registry, None)
+    port = page.start(Address("::", 0))
+    try:
+        for host in ("127.0.0.1", "::1"):
+            assert "boats_total 3.0" in await said(port, GET, host=host)
+    finally:
+        page.stop()
 
 
 async def test_a_head_that_never_ends_is_cut_off_although_bytes_come(port: int, monkeypatch) -> None:
