@@ -73,7 +73,7 @@ class SamplerBuild:
 
     @cached_property
     def of_data_sets(self) -> Mapping[str, HookSampler]:
-        """By the path of the function with which a data set is evaluated."""
+        """Evaluation functions of data sets, by path."""
         functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
         return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
 

@@ -33,7 +33,7 @@ class RankMeeting:
         self._place = place
         self._world_size = world_size
 
-    def lead(self, options: Mapping[str, str], wait: timedelta) -> None:
+    def coordinate(self, options: Mapping[str, str], wait: timedelta) -> None:
         """Called on rank 0. Raises ConfigError when a rank has other options, DeadlineExceeded when one is missing."""
         self._store.set(_OPTIONS, json.dumps(dict(options)))
         end = time.monotonic() + wait.total_seconds()
@@ -50,7 +50,7 @@ class RankMeeting:
             time.sleep(_ASK_AGAIN_SECONDS)
         self._store.set(_OVER, "")
 
-    def follow(self, rank: int, options: Mapping[str, str]) -> None:
+    def join(self, rank: int, options: Mapping[str, str]) -> None:
         """Called on the others. Raises as rank 0 does, and ConfigError where another process has this one's number."""
         self._compare(rank, options)
         mine, is_late = uuid.uuid4().hex, self._store.check([_OVER])

@@ -121,9 +121,9 @@ def _at(place: Address, rank: int, world_size: int, options: Mapping[str, str]) 
     meeting = RankMeeting(store, place, world_size)
     try:
         if rank == 0:
-            meeting.lead(options, _WAIT)
+            meeting.coordinate(options, _WAIT)
         else:
-            meeting.follow(rank, options)
+            meeting.join(rank, options)
     except dist.DistStoreError as error:
         raise DeadlineExceeded(
             f"somebody is not at {place} after {_WAIT.total_seconds():.0f} s: see the log of rank 0, and start "
