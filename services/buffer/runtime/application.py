@@ -6,7 +6,6 @@ Unblocked by: a change of the stream (waiting leases and batches), the journal (
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -41,6 +40,7 @@ from services.buffer.runtime.chooser import GroupChooser
 from services.buffer.runtime.clock import now
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.lease_timer import LeaseTimer
+from services.buffer.runtime.locks import Locks
 from services.buffer.runtime.prompt_reading import PromptReading
 from services.buffer.runtime.store_watch import StoreWatch
 from services.buffer.runtime.supply import PromptSupply
@@ -85,8 +85,8 @@ class BufferApplication:
         self._changes = Changes(ledger, journal, columns, self._reading.generated)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
-        self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._choosing = Locks()
+        self._changing = Locks()
         """By stream: commands that go on in several transactions."""
         self._deleting: set[asyncio.Task[None]] = set()
         self._payload_readers = BlockingPool("payload-reader", 4)

@@ -7,6 +7,8 @@ from collections import defaultdict
 from services.buffer.ledger.group import Group
 from services.buffer.ledger.queues.ordered import Ordered
 
+_FEW = 64
+
 
 class LeaseTable:
     """Leases of all streams by id, by request and by deadline (seconds of a monotonic clock)."""
@@ -16,6 +18,7 @@ class LeaseTable:
         self._deadlines: dict[str, float] = {}
         self._requests: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._ends: Ordered[float] = Ordered()
+        """A lease has an entry for each of its renewals, and keeps them when it has ended: they are dropped at half."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -33,6 +36,8 @@ class LeaseTable:
             return
         self._deadlines[lease_id] = deadline
         self._ends.add(deadline, lease_id)
+        if len(self._ends) > 2 * len(self._deadlines) + _FEW:
+            self._ends.keep(lambda deadline, lease_id: self._deadlines.get(lease_id) == deadline)
 
     def live(self) -> list[Group]:
         """Returns the groups of all live leases."""
