@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import shutil
-import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_nam
 from services.trainer.checkpoint.manifest import Manifest, crc32
 from services.trainer.checkpoint.piece import Piece
 from services.trainer.checkpoint.reader import CheckpointReader, Expected, opened
-from services.trainer.checkpoint.retention import Retention
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.context import Context
 from services.trainer.state import TrainState
@@ -244,19 +242,6 @@ def test_keep_best_metric_says_which_metric_is_best_by(tmp_path: Path, layout: L
             file.write(json.dumps({"step": step, "reward/mean": -score, "eval/sums": score}) + "\n")
     _save(checkpoints, 4)
     assert _names(tmp_path) == [step_name(n) for n in (2, 4)]
-
-
-def test_the_rows_of_a_long_run_are_not_read_into_memory_to_find_the_best(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    with file.open("w") as lines:
-        lines.writelines(json.dumps({"step": step, "reward/mean": step % 777}) + "\n" for step in range(20_000))
-    retention = Retention(keep_last=1, keep_best=1, metric="reward/mean", metrics_file=file)
-    tracemalloc.start()
-    superfluous = retention.superfluous([776, 10_000, 15_000])
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert superfluous == [10_000]
-    assert most < file.stat().st_size / 8
 
 
 def test_a_state_is_safe_once_it_is_written_and_told_once(checkpoints: Checkpoints) -> None:
