@@ -21,7 +21,7 @@ _PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("|log-prob trainer − engine|", ("log_prob_diff/mean", "log_prob_diff/max")),
 )
 DRAWN = tuple(start for _, starts in _PANELS for start in starts)
-"""What the names of the metrics in the picture begin with."""
+"""Beginnings of the names of the metrics in the picture."""
 
 
 def draw_curves(points: Sequence[Point], path: Path) -> None:

@@ -15,7 +15,7 @@ from services.trainer.serving.points import Point
 
 _MEAN, _PASS, _LOW, _HIGH = "eval/", "eval_pass/", "eval_low/", "eval_high/"
 DRAWN = (_MEAN, _PASS, _LOW, _HIGH)
-"""What the names of the metrics in the picture begin with."""
+"""Beginnings of the names of the metrics in the picture."""
 
 
 def draw_evaluations(points: Sequence[Point], path: Path) -> None:

@@ -29,7 +29,7 @@ class MetricsFile:
         self._drop_after: int | None = None
         """Later steps' rows go before anything is written."""
         self._num_bytes = 0
-        """What may be read: whole lines, of rows that stay."""
+        """The readable part: whole lines, of rows that stay."""
         self._said = False
 
     def drop_after(self, step: int) -> None:

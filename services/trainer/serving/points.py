@@ -35,7 +35,7 @@ class Point:
         return metric in self.sums
 
     def mean(self, metric: str) -> float:
-        """Of the rows that have it."""
+        """Returns its mean over the rows that have it."""
         return self.sums[metric] / self.nums[metric]
 
     def joined(self, later: Point) -> Point:
