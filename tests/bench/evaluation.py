@@ -122,7 +122,7 @@ async def seconds_of_a_step(steps: int, seconds: float, *, evaluates: bool, exac
             evaluations = JobEvaluations(evaluator, schedule, report, exact=exact) if evaluates else NoEvaluations()
             watch = Watch(evaluations)
             await train(Ledger(buffer), SleepingRanks(parts.receiver, seconds), watch, Steps(WARM_STEPS + steps))
-        results = [row for row in report.rows if row.metrics.get("eval_error") == 0.0]
+        results = [row for row in report.rows() if row.metrics.get("eval_error") == 0.0]
         report.close()
     return (watch.done_at[-1] - watch.done_at[WARM_STEPS - 1]) / steps, len(results)
 

@@ -62,13 +62,14 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
         busy.cancel()
         await asyncio.gather(busy, return_exceptions=True)
         steps = len(run.run.trained())
-        history = (run.run.folder.ledger / "ledger.sqlite").stat().st_size
+        records = _records(run)
     found = judged(sampling.lines, seconds, _CAPS)
     judged_steps = steps - steps_at_half
     print(f"{seconds / 60:.0f} minutes, {steps} steps, {judged_steps} in the second half; {dict(traffic.done)}")
     if judged_steps < _LEAST_STEPS:
         print(f"nothing is shown by fewer than {_LEAST_STEPS} steps in the second half: give it a calmer machine")
-    print(f"history and records grow by design: the ledger's has {history / steps:.0f} bytes a step")
+    grown = ", ".join(f"{name} {size / steps:.0f}" for name, size in records.items())
+    print(f"history, records and logs grow by design, in bytes a step: {grown}")
     print(table(found))
     draw(sampling.lines, folder / "soak.svg")
     print(f"the lines: {folder / 'soak.svg'}")
@@ -85,6 +86,13 @@ def _folders(run: StandInRun) -> dict[str, Path]:
         "checkpoints": folder.path / "checkpoints",
         "samples": folder.samples,
     }
+
+
+def _records(run: StandInRun) -> dict[str, int]:
+    """What grows with steps by design: file → its bytes."""
+    folder = run.run.folder
+    files = [folder.ledger / "ledger.sqlite", folder.metrics, folder.path / "trained.jsonl", *folder.logs.glob("*.log")]
+    return {file.name: file.stat().st_size for file in files}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -57,7 +57,7 @@ class Visits:
 
     def silent(self, visit: Visit) -> None:
         """It waits for the head of a request."""
-        of_host = self._silent_of_host[visit.host]
+        of_host = self._silent_of_host.get(visit.host, {})
         if visit in of_host or visit not in self._of_host.get(visit.host, {}):
             return
         if len(of_host) >= self._most_silent:

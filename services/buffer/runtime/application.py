@@ -6,7 +6,6 @@ Unblocked by: a change of the stream (waiting leases and batches), the journal (
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from services.buffer.runtime.clock import now
 from services.buffer.runtime.incoming import Incoming
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.lease_timer import LeaseTimer
+from services.buffer.runtime.locks import Locks
 from services.buffer.runtime.prompt_reading import PromptReading
 from services.buffer.runtime.prompt_sources import PromptSources
 from services.buffer.runtime.store_watch import StoreWatch
@@ -78,8 +78,8 @@ class BufferApplication:
         self._changes = Changes(ledger, journal, columns, self._reading.generated)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
-        self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._choosing = Locks()
+        self._changing = Locks()
         """Locks of commands that go on in several transactions, by stream."""
         self._deleting: set[asyncio.Task[None]] = set()
         self._payload_readers = BlockingPool("payload-reader", 4)

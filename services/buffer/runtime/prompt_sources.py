@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -23,6 +22,7 @@ from services.buffer.prompts.files import PromptFiles
 from services.buffer.prompts.mix import MixReading, PromptMix
 from services.buffer.prompts.open import open_prompts
 from services.buffer.prompts.reader import Entry
+from services.buffer.runtime.locks import Locks
 from services.buffer.runtime.user_code import UserCode
 
 _OPENERS = 4
@@ -35,7 +35,7 @@ class PromptSources:
     """Opens and reads the sources of each stream. Readers hold the stream's lock until the cursor has moved."""
 
     def __init__(self, user_code: UserCode, files: PromptFiles) -> None:
-        self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.locks = Locks()
         self.files = files
         self._user_code = user_code
         self._mixes: dict[str, PromptMix] = {}

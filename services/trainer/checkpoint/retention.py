@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.job.schema.run import CheckpointSection
 
@@ -28,20 +29,27 @@ class Retention:
         """The steps among `steps` whose checkpoints may go."""
         newest_first = sorted(steps, reverse=True)
         kept = set(newest_first[: self.keep_last])
-        scores = self._scores() if self.keep_best else {}
+        scores = self._scores(newest_first) if self.keep_best else {}
         scored = sorted((s for s in newest_first if s in scores), key=lambda s: scores[s], reverse=True)
         return [step for step in newest_first if step not in kept | set(scored[: self.keep_best])]
 
-    def _scores(self) -> dict[int, float]:
-        """The metric of each step; a step that was run again counts as it ran last."""
+    def _scores(self, steps: Iterable[int]) -> dict[int, float]:
+        """The metric of each of these steps; a step that was run again counts as it ran last."""
         if not self.metrics_file.is_file():
             return {}
         scores = {}
-        for line in self.metrics_file.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # a line that is being written
-            if self.metric in row:
-                scores[int(row["step"])] = float(row[self.metric])
+        beginnings = tuple(f'{{"step": {step}, ' for step in steps)  # of a million lines a few are decoded
+        with self.metrics_file.open() as lines:
+            for line in lines:
+                if line.startswith(beginnings) and (row := _decoded(line)) and self.metric in row:
+                    scores[int(row["step"])] = float(row[self.metric])
         return scores
+
+
+def _decoded(line: str) -> dict[str, Any] | None:
+    """None for a line that is being written."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return row

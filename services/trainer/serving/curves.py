@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
-from services.trainer.serving.points import averaged
-from services.trainer.serving.row import MetricsRow
+from services.trainer.serving.points import Point
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("reward", ("reward/mean", "reward/all/mean")),
@@ -21,11 +20,13 @@ _PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("gradient norm", ("grad_norm",)),
     ("|log-prob trainer − engine|", ("log_prob_diff/mean", "log_prob_diff/max")),
 )
+DRAWN = tuple(start for _, starts in _PANELS for start in starts)
+"""Beginnings of the names of the metrics in the picture."""
 
 
-def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
-    """Writes a PNG with a panel for each group of metrics that the run has; of many steps a point is a mean."""
-    names = sorted({name for row in rows for name in row.metrics})
+def draw_curves(points: Sequence[Point], path: Path) -> None:
+    """Writes a PNG with a panel for each group of metrics that the run has."""
+    names = sorted({name for point in points for name in point.sums})
     panels = [(title, [n for n in names if n.startswith(tuple(starts))]) for title, starts in _PANELS]
     panels = [(title, found) for title, found in panels if found]
     figure = Figure(figsize=(12, 3.2 * ((len(panels) + 1) // 2)), layout="constrained")
@@ -33,8 +34,8 @@ def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
     for place, (title, found) in enumerate(panels, start=1):
         axes = figure.add_subplot((len(panels) + 1) // 2, 2, place)
         for name in found:
-            steps = averaged([row.step for row in rows if name in row.metrics])
-            values = averaged([row.metrics[name] for row in rows if name in row.metrics])
+            having = [point for point in points if name in point]
+            steps, values = [point.step for point in having], [point.mean(name) for point in having]
             axes.plot(steps, values, marker="o", markersize=3, linewidth=1.2, label=name)
         axes.set_title(title)
         axes.set_xlabel("step")

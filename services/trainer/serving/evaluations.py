@@ -8,13 +8,15 @@ evaluates again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from headrace.rpc.log import log
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.report import RunReport
+from services.trainer.serving.row import MetricsRow
 from services.trainer.state import TrainState
 
 
@@ -91,7 +93,7 @@ class JobEvaluations:
     async def at(self, state: TrainState) -> None:
         """Returns at once, or with `exact` when the evaluation has ended. Raises what kept a row from being written."""
         is_first, self._is_first = self._is_first, False
-        names = self._without_results(state) if is_first else self._schedule.evaluates(state.step)
+        names = await self._without_results(state) if is_first else self._schedule.evaluates(state.step)
         if self._stopped or not names:
             return
         if self._task is not None and self._task.done():
@@ -132,25 +134,14 @@ class JobEvaluations:
                 return
             due = self._running
 
-    def _without_results(self, state: TrainState) -> Sequence[str]:
+    async def _without_results(self, state: TrainState) -> Sequence[str]:
         """Names the data sets whose newest evaluation by this step has no result: the run begins, or was cut off."""
-        newest = {name: step for step in range(state.step + 1) for name in self._schedule.evaluates(step)}
-        names = [name for name, due in newest.items() if not self._has_result(name, due)]
-        if names:
-            self._say_what_was_cut_off(state.step)
-        return names
-
-    def _say_what_was_cut_off(self, resumed_step: int) -> None:
-        """Writes rows for the one that ran and the one that waited when the trainer was killed: they have none."""
-        told = {row.step for row in self._report.rows if "eval_error" in row.metrics}
-        untold = [step for step in range(resumed_step) if self._schedule.evaluates(step) and step not in told]
-        for step in untold[-2:]:
+        names, untold = await asyncio.to_thread(_unanswered, self._schedule, state.step, self._report.rows())
+        for step in untold if names else ():
             self._write_without_result(
-                step, f"has no result, as the trainer ended before it: step {resumed_step} is evaluated in its place"
+                step, f"has no result, as the trainer ended before it: step {state.step} is evaluated in its place"
             )
-
-    def _has_result(self, name: str, due: int) -> bool:
-        return any(row.step >= due and f"eval/{name}" in row.metrics for row in self._report.rows)
+        return names
 
     def _displace(self, due: _Due) -> None:
         """Lets this one wait; it takes over the data sets of one that waited before."""
@@ -167,3 +158,18 @@ class JobEvaluations:
         log.warning("evaluation_without_result", step=step, why=why)
         metrics = {"eval_error": 1.0, "eval_step": float(step)}
         self._report.write(step, metrics, [f"the evaluation of step {step} {why}"])
+
+
+def _unanswered(schedule: JobSchedule, resumed_step: int, rows: Iterable[MetricsRow]) -> tuple[list[str], list[int]]:
+    """The data sets whose newest evaluation has no result, and at most two steps whose evaluations no row tells of.
+
+    Those are the one that ran and the one that waited when the trainer was killed.
+    """
+    newest = {name: step for step in range(resumed_step + 1) for name in schedule.evaluates(step)}
+    answered, told = set[str](), set[int]()
+    for row in rows:
+        answered.update(name for name, due in newest.items() if row.step >= due and f"eval/{name}" in row.metrics)
+        if "eval_error" in row.metrics:
+            told.add(row.step)
+    due = (step for step in reversed(range(resumed_step)) if schedule.evaluates(step) and step not in told)
+    return [name for name in newest if name not in answered], sorted(islice(due, 2))

@@ -1,16 +1,84 @@
-"""Points of a curve as a picture can show them: of a million steps no more than of a thousand."""
+"""Points of a picture: of a million steps no more than of a thousand, in memory, too."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 MOST_POINTS = 500
 """A picture is some 1,300 pixels wide."""
 
 
-def averaged(values: Sequence[float], most: int = MOST_POINTS) -> list[float]:
-    """At most `most` numbers, each the mean of neighbours; sequences of one length stay of one length."""
-    size = max(1, math.ceil(len(values) / most))
-    parts = (values[start : start + size] for start in range(0, len(values), size))
-    return [math.fsum(part) / len(part) for part in parts]
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Neighbouring rows of the report: how many they are, from which step to which, and their metrics."""
+
+    first: int
+    last: int
+    num_rows: int
+    sums: Mapping[str, float]
+    nums: Mapping[str, int]
+    """How many of the rows have the metric."""
+
+    @classmethod
+    def of(cls, step: int, metrics: Mapping[str, float]) -> Point:
+        """The point of one row."""
+        return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1))
+
+    @property
+    def step(self) -> float:
+        """The middle of its steps."""
+        return (self.first + self.last) / 2
+
+    def __contains__(self, metric: str) -> bool:
+        return metric in self.sums
+
+    def mean(self, metric: str) -> float:
+        """Returns its mean over the rows that have it."""
+        return self.sums[metric] / self.nums[metric]
+
+    def joined(self, later: Point) -> Point:
+        """This one's rows and those of the next."""
+        sums = dict(self.sums)
+        for name, value in later.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        nums = dict(Counter(self.nums) + Counter(later.nums))
+        first, last = min(self.first, later.first), max(self.last, later.last)
+        return Point(first, last, self.num_rows + later.num_rows, sums, nums)
+
+
+class Points:
+    """At most `most` points of all rows so far: when there would be more, neighbours are joined.
+
+    All have the same number of rows, but for the last, which may have fewer.
+    """
+
+    def __init__(self, metrics: Sequence[str], most: int = MOST_POINTS) -> None:
+        """`metrics` are what the names of metrics begin with; others are left out, and so are rows without any."""
+        self._starts = tuple(metrics)
+        self._most = most
+        self._points: list[Point] = []
+        self._rows_per_point = 1
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a row."""
+        found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
+        if not found:
+            return
+        point = Point.of(step, found)
+        if self._points and self._points[-1].num_rows < self._rows_per_point:
+            self._points[-1] = self._points[-1].joined(point)
+            return
+        self._points.append(point)
+        if len(self._points) > self._most:
+            self._halve()
+
+    def all(self) -> list[Point]:
+        """Returns them in the order of their rows."""
+        return list(self._points)
+
+    def _halve(self) -> None:
+        pairs = (self._points[i : i + 2] for i in range(0, len(self._points), 2))
+        self._points = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+        self._rows_per_point *= 2

@@ -1,10 +1,15 @@
-"""The metrics of a step, or of an evaluation, as one row of the report."""
+"""The metrics of a step, or of an evaluation, as one row of the report and one line of metrics.jsonl."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+"""Every line begins so: a reader that looks for some steps need not decode the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,34 +22,22 @@ class MetricsRow:
     warnings: Sequence[str] = ()
     """Sentences for a person."""
 
-
-class PackedMetrics(Mapping[str, float]):
-    """Numbers in a fifth of a dict's memory, for a trainer that keeps all rows; rows of the same names share them."""
-
-    __slots__ = ("_places", "_values")
-
-    def __init__(self, places: Mapping[str, int], values: array[float]) -> None:
-        self._places = places
-        self._values = values
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[self._places[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def fields(self) -> dict[str, Any]:
+        """The line's fields, the step first."""
+        warnings = {"warnings": self.warnings} if self.warnings else {}
+        return {"step": self.step, "time": self.time, **warnings, **self.metrics}
 
 
-class Packer:
-    """Packs rows of one report."""
+def step_of(line: bytes) -> int | None:
+    """Returns the step of a line, which a kill may have torn; None for what is no line of metrics."""
+    found = _STEP.match(line)
+    return int(found[1]) if found else None
 
-    def __init__(self) -> None:
-        self._places: dict[tuple[str, ...], Mapping[str, int]] = {}
 
-    def packed(self, metrics: Mapping[str, float]) -> PackedMetrics:
-        """The same names and numbers, in the same order."""
-        names = tuple(metrics)
-        places = self._places.setdefault(names, {name: i for i, name in enumerate(names)})
-        return PackedMetrics(places, array("d", metrics.values()))
+def row_of(line: bytes) -> MetricsRow | None:
+    """Decodes a line; returns None for one that a kill tore."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)

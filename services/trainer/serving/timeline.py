@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
-from services.trainer.serving.points import averaged
-from services.trainer.serving.row import MetricsRow
+from services.trainer.serving.points import Point
 
 PARTS: Mapping[str, str] = {
     "time/wait_seconds": "#c7c7c7",
@@ -29,16 +28,18 @@ PARTS: Mapping[str, str] = {
 }
 """What follows each other in a step, and its colour."""
 
-_REST = "time/other_seconds"
+_WHOLE, _REST = "time/step_seconds", "time/other_seconds"
 _BUSY = {"busy/engines": "#33a02c", "busy/trainer": "#1f78b4"}
+DRAWN = (*PARTS, _WHOLE, *_BUSY)
+"""The metrics in the picture."""
 
 
-def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
-    """Writes a PNG: a bar a step, in which what is not one of PARTS is `other`, and below it the busy shares.
+def draw_timeline(points: Sequence[Point], path: Path) -> None:
+    """Writes a PNG: a bar a point, in which what is not one of PARTS is `other`, and below it the busy shares.
 
-    Of many steps a bar is the mean of some. A part is one shape and not one for each bar: each takes kilobytes.
+    A part is one shape and not one for each bar: each takes kilobytes.
     """
-    steps = [row for row in rows if "time/step_seconds" in row.metrics]
+    steps = [point for point in points if _WHOLE in point]
     if not steps:
         return
     figure = Figure(figsize=(12, 6.5), layout="constrained")
@@ -50,31 +51,32 @@ def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
         figure.savefig(draft, dpi=110)
 
 
-def _draw_parts(axes: Axes, steps: Sequence[MetricsRow]) -> None:
-    parts = {name: [row.metrics.get(name, 0.0) for row in steps] for name in PARTS}
-    whole = [row.metrics["time/step_seconds"] for row in steps]
+def _draw_parts(axes: Axes, steps: Sequence[Point]) -> None:
+    parts = {name: [point.sums.get(name, 0.0) for point in steps] for name in PARTS}
+    whole = [point.sums[_WHOLE] for point in steps]
     known = [sum(values) for values in zip(*parts.values(), strict=True)]
     parts[_REST] = [max(all_ - some, 0.0) for all_, some in zip(whole, known, strict=True)]
-    places = averaged([row.step for row in steps])
-    edges = [steps[0].step - 0.5, *((one + other) / 2 for one, other in pairwise(places)), steps[-1].step + 0.5]
-    bottom = [0.0] * len(places)
+    between = ((one.last + other.first) / 2 for one, other in pairwise(steps))
+    edges = [steps[0].first - 0.5, *between, steps[-1].last + 0.5]
+    bottom = [0.0] * len(steps)
     for name, seconds in parts.items():
         if any(seconds):
             label = f"{name.removeprefix('time/').removesuffix('_seconds')}: {sum(seconds) / sum(whole):.0%}"
-            top = [below + more for below, more in zip(bottom, averaged(seconds), strict=True)]
+            means = (total / point.nums[_WHOLE] for total, point in zip(seconds, steps, strict=True))
+            top = [below + more for below, more in zip(bottom, means, strict=True)]
             axes.stairs(top, edges, baseline=bottom, fill=True, label=label, color=PARTS.get(name, "#eeeeee"))
             bottom = top
     axes.set_ylabel("seconds")
     _explain(axes, reverse=True)
 
 
-def _draw_shares(axes: Axes, steps: Sequence[MetricsRow]) -> None:
+def _draw_shares(axes: Axes, steps: Sequence[Point]) -> None:
     for name, colour in _BUSY.items():
-        known = [(row.step, row.metrics[name]) for row in steps if name in row.metrics]
-        if known:
-            places, shares = zip(*known, strict=True)
-            label = f"{name.removeprefix('busy/')}: {sum(shares) / len(shares):.0%}"
-            axes.plot(averaged(places), averaged(shares), marker=".", label=label, color=colour)
+        if known := [point for point in steps if name in point]:
+            share = sum(point.sums[name] for point in known) / sum(point.nums[name] for point in known)
+            label = f"{name.removeprefix('busy/')}: {share:.0%}"
+            places, shares = [point.step for point in known], [point.mean(name) for point in known]
+            axes.plot(places, shares, marker=".", label=label, color=colour)
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("busy")
     axes.set_xlabel("step")

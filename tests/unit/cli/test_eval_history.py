@@ -10,8 +10,8 @@ import pytest
 from headrace.cli.main import main
 from headrace.run_folder import RunFolder
 from services.trainer.serving.evaluation_curves import draw_evaluations
+from services.trainer.serving.points import Point
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.row import MetricsRow
 
 
 def result(mean: float, first: int, last: int) -> dict[str, float]:
@@ -57,11 +57,11 @@ def test_a_run_without_evaluations_says_so(run: RunFolder, capsys: pytest.Captur
 
 
 def test_the_picture_has_each_data_set_with_its_interval(tmp_path: Path) -> None:
-    rows = [MetricsRow(step, 0.0, result(mean, step, step)) for step, mean in ((0, 0.2), (5, 0.8))]
-    draw_evaluations(rows, tmp_path / "with.png")
-    bare = [MetricsRow(row.step, 0.0, {"eval/sums": row.metrics["eval/sums"]}) for row in rows]
+    points = [Point.of(step, result(mean, step, step)) for step, mean in ((0, 0.2), (5, 0.8))]
+    draw_evaluations(points, tmp_path / "with.png")
+    bare = [Point.of(point.first, {"eval/sums": point.mean("eval/sums")}) for point in points]
     draw_evaluations(bare, tmp_path / "bare.png")
     with_interval, without = (matplotlib.image.imread(str(tmp_path / f"{name}.png")) for name in ("with", "bare"))
     assert with_interval.shape[1] > without.shape[1], "pass@k has a panel of its own"
-    draw_evaluations([MetricsRow(1, 0.0, {"reward/mean": 1.0})], tmp_path / "none.png")
+    draw_evaluations([Point.of(1, {"reward/mean": 1.0})], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

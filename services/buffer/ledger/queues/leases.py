@@ -7,6 +7,8 @@ from collections import defaultdict
 from services.buffer.ledger.group import Group
 from services.buffer.ledger.queues.heap import Heap
 
+_FEW = 64
+
 
 class LeaseTable:
     """Leases of all streams by id, by request and by deadline (seconds of a monotonic clock)."""
@@ -16,6 +18,7 @@ class LeaseTable:
         self._deadlines: dict[str, float] = {}
         self._requests: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._ends: Heap[float] = Heap()
+        """Each renewal adds an entry. Obsolete ones are dropped once they are more than half."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -33,6 +36,8 @@ class LeaseTable:
             return
         self._deadlines[lease_id] = deadline
         self._ends.add(deadline, lease_id)
+        if len(self._ends) > 2 * len(self._deadlines) + _FEW:
+            self._ends.retain(lambda deadline, lease_id: self._deadlines.get(lease_id) == deadline)
 
     def live(self) -> list[Group]:
         """Returns the groups of all live leases."""

@@ -37,7 +37,8 @@ TABLES = {
 _SCHEMA = "BEGIN IMMEDIATE;" + "".join(f"CREATE TABLE {name} {columns};" for name, columns in TABLES.items())
 _SCHEMA += f"PRAGMA user_version = {LAYOUT}; COMMIT;"
 _ROWS_PER_STATEMENT = 256
-_PAGE_CACHE_KIB = 16 << 10
+_PAGE_CACHE_KIB = 4 << 10
+"""Of each connection. The pages that commits touch again are few: a larger one is no faster, and fills for hours."""
 
 
 def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, may_be_new: bool) -> sqlite3.Connection:

@@ -95,7 +95,7 @@ class Extents:
 
     def is_live(self, extent: Extent) -> bool:
         """True while a row names the extent at that location."""
-        return self._of_file[extent.file_id].get(extent.offset) is extent
+        return self._of_file.get(extent.file_id, {}).get(extent.offset) is extent
 
     def all(self) -> list[Extent]:
         """Returns all extents, file by file, in order."""
@@ -103,7 +103,7 @@ class Extents:
 
     def of_file(self, file_id: bytes) -> list[Extent]:
         """Returns the file's extents in order."""
-        extents = self._of_file[file_id]
+        extents = self._of_file.get(file_id, {})
         return [extent for offset in sorted(extents) if (extent := extents.get(offset))]
 
     def live_bytes(self, file_id: bytes) -> int:
@@ -112,9 +112,12 @@ class Extents:
 
     @property
     def file_ids(self) -> set[bytes]:
-        return {file_id for file_id, extents in self._of_file.items() if extents}
+        return set(self._of_file)
 
     def _remove(self, extent: Extent) -> None:
-        del self._of_file[extent.file_id][extent.offset]
+        of_file = self._of_file[extent.file_id]
+        del of_file[extent.offset]
         self._live_bytes[extent.file_id] -= extent.num_bytes
         del self._num_live[extent.place]
+        if not of_file:
+            del self._of_file[extent.file_id], self._live_bytes[extent.file_id]

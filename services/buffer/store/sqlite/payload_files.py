@@ -66,7 +66,10 @@ class PayloadFiles:
     def note_named(self, extents: Sequence[Extent]) -> None:
         """Notes that rows name these extents now, or never will."""
         with self._appending:
-            self._num_unnamed.subtract(extent.file_id for extent in extents)
+            for extent in extents:
+                self._num_unnamed[extent.file_id] -= 1
+                if not self._num_unnamed[extent.file_id]:
+                    del self._num_unnamed[extent.file_id]
 
     def _append(self, extents: Sequence[NewExtent]) -> list[Extent]:
         active = self._active if self._end < self._file_bytes else None

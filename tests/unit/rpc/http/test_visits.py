@@ -46,3 +46,13 @@ def test_a_new_connection_is_refused_only_where_all_others_speak() -> None:
     visits.leave(first)
     assert visits.enter(Guest("a", "6", closed))
     assert (closed, len(visits)) == (["4"], 3)
+
+
+def test_an_address_whose_connections_have_left_leaves_no_trace() -> None:
+    visits = Visits()
+    for number in range(5):
+        guest = Guest(f"address {number}", "gone", [])
+        assert visits.enter(guest)
+        visits.leave(guest)
+        visits.silent(guest)  # it left while its request was answered
+    assert not any((visits._silent, visits._of_host, visits._silent_of_host))

@@ -16,6 +16,7 @@ from headrace.errors import DiskFull
 from services.trainer.data.record import TrainingRecord
 from services.trainer.files.full_disk import outlast
 from services.trainer.plan.batch import Batch
+from services.trainer.serving import metrics_file
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import TensorBoard
 from tests.support.faults.file_limit import files_end_at
@@ -92,27 +93,41 @@ def test_a_start_on_a_full_disk_deletes_no_metrics(tmp_path: Path) -> None:
     assert "again" in file.read_text()
 
 
-def test_rows_that_a_trainer_keeps_in_memory_are_small(tmp_path: Path) -> None:
+def test_a_trainer_keeps_no_rows_in_memory(tmp_path: Path) -> None:
     report = RunReport(tmp_path)
     report.resume(0)
-    rows = [{f"part/number_{i}": step + i / 7 for i in range(60)} for step in range(400)]
+    rows = [{f"part/number_{i}": step + i / 7 for i in range(60)} for step in range(1_000)]
     tracemalloc.start()
     for step, row in enumerate(rows):
         report.write(step, row)
+        if step == len(rows) // 2:
+            before, _ = tracemalloc.get_traced_memory()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept / len(rows) < 1000
-    assert [dict(row.metrics) for row in report.rows] == rows
+    assert kept - before < 20_000, "500 rows of 60 numbers would be 240,000 bytes at least"
+    assert [dict(row.metrics) for row in report.rows()] == rows
     again = RunReport(tmp_path)
     again.resume(len(rows))
-    assert [dict(row.metrics) for row in again.rows] == rows
+    assert [dict(row.metrics) for row in again.rows()] == rows
+
+
+def test_rows_that_wait_for_the_disk_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_file, "MOST_WAITING", 3)
+    report = RunReport(tmp_path)
+    report.resume(0)
+    with structlog.testing.capture_logs() as said, files_end_at(0):
+        for step in range(1, 6):
+            report.write(step, {"loss": 1.0})
+    assert [each["until"] for each in said] == ["the disk takes them; the last 3 are kept"]
+    report.close()
+    assert steps(tmp_path / "metrics.jsonl") == [3, 4, 5]
 
 
 def test_a_line_that_was_torn_hides_none_of_those_behind_it(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n{"step": 2, "ti\n{"step": 3, "time": 3.0}\n')
     report = RunReport(tmp_path)
     report.resume(3)
-    assert [row.step for row in report.rows] == [1, 3]
+    assert [row.step for row in report.rows()] == [1, 3]
 
 
 def test_tensorboard_goes_on_after_a_full_disk(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
     before.write(1, {"eval_error": 1.0}, ["why"])
     after = RunReport(tmp_path)
     after.resume(1)
-    assert [(row.step, list(row.warnings), dict(row.metrics)) for row in after.rows] == [
+    assert [(row.step, list(row.warnings), dict(row.metrics)) for row in after.rows()] == [
         (1, ["why"], {"eval_error": 1.0})
     ]
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["warnings"] == ["why"]

@@ -92,7 +92,7 @@ async def test_after_a_kill_both_the_one_that_ran_and_the_one_that_waited_are_to
     after._report = report
     await reach(after, 9)
     assert asked.calls == [(9, ("often",))]
-    told = {row.step: row.warnings[0] for row in report.rows}
+    told = {row.step: row.warnings[0] for row in report.rows()}
     assert sorted(told) == [2, 4, 6, 8]
     assert "has no result, as the trainer ended before it: step 9 is evaluated in its place" in told[2]
     assert "was left out" in told[4]
