@@ -46,6 +46,7 @@ from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.response_end import ResponseEnd
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
@@ -110,6 +111,7 @@ def rollout_service(
         activity=fleet.activity,
         end_request=request_ender(lambda: fleet.engines),
         has_grammars=job.sglang.get("grammar_backend") != "none",
+        response_end=ResponseEnd.of(encoder, folder),
     )
     slots = engine_slots(job.rollout, job.eval)
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)

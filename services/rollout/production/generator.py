@@ -21,6 +21,7 @@ from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.response_end import ResponseEnd, Seam
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
 _FIRST_BACKOFF_SECONDS = 0.1
@@ -40,8 +41,10 @@ class Generator:
         activity: Activity | None = None,
         end_request: EndRequest | None = None,
         has_grammars: bool = True,
+        response_end: ResponseEnd | None = None,
     ) -> None:
         """Without `has_grammars`, engines can follow neither a JSON schema nor a regular expression."""
+        self._response_end = response_end or ResponseEnd()
         self._has_grammars = has_grammars
         self._end_request = end_request
         self._router = router
@@ -122,9 +125,10 @@ class Generator:
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
-        done = begun
-        if len(done.tokens) >= params.max_new_tokens:
-            yield replace(done, finish=Finish.LENGTH)
+        last = len(begun.tokens) - 1
+        done = _within(await self._ended(begun, params, Seam(last, last), len(prompt)), params)
+        if done.finish is not Finish.ABORT:
+            yield done
             return
         backoff_seconds = _FIRST_BACKOFF_SECONDS
         attempt = 0
@@ -133,21 +137,17 @@ class Generator:
                 yield done
                 return
             attempt += 1
-            rest = params.after(len(done.tokens))
-            so_far = done
+            rest = await self._response_end.next_request(params, done.tokens)
+            so_far, asked_tokens = done, len(done.tokens) + rest.max_new_tokens
             failure: Unavailable | DeadlineExceeded | None = None
             try:
                 pieces = self._ask(
                     *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority, images),
                     returns_partial=return_partial is not None,
                 )
-                async with contextlib.aclosing(pieces), _of_grammar(params):
-                    async for piece in pieces:
-                        if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
-                            raise Unavailable(
-                                "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
-                            )
-                        so_far = done.then(piece)
+                added = self._added(done, pieces, params, len(prompt), asked_tokens, streaming=streaming)
+                async with contextlib.aclosing(added), _of_grammar(params):
+                    async for so_far in added:
                         yield so_far
             except BadAnswer as error:
                 self._suspect(error)
@@ -161,14 +161,17 @@ class Generator:
             else:
                 if so_far.finish is not None and so_far.finish.is_final:
                     return
+            if failure is None and len(so_far.tokens) == asked_tokens < params.max_new_tokens:
+                done = so_far  # fewer tokens were asked for than are left
+                continue
             is_over = end - time.monotonic() <= backoff_seconds
             if failure is not None and is_over and (return_partial is None or not so_far.tokens):
                 raise failure
             if failure is None and len(so_far.tokens) > len(done.tokens):
                 backoff_seconds = _FIRST_BACKOFF_SECONDS
-            done = _continuable(so_far, params, streaming=streaming)
-            if len(done.tokens) >= params.max_new_tokens:
-                yield replace(done, finish=Finish.LENGTH)
+            done = _within(_continuable(so_far, params, streaming=streaming), params)
+            if done.finish is not Finish.ABORT:
+                yield done
                 return
             if return_partial and failure is None and len(done.tokens) > len(begun.tokens) and time.monotonic() < end:
                 return_partial.set()
@@ -177,6 +180,39 @@ class Generator:
         if return_partial is None or not done.tokens:
             raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
         yield done
+
+    async def _added(
+        self,
+        done: Generation,
+        pieces: AsyncGenerator[Generation, None],
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        asked_tokens: int,
+        *,
+        streaming: bool,
+    ) -> AsyncGenerator[Generation, None]:
+        """Yields the response with what one request adds to it, up to the response's end."""
+        so_far = done
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
+                    raise Unavailable("the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED")
+                seam = Seam(len(done.tokens), len(so_far.tokens))
+                so_far = done.then(piece)
+                if so_far.finish is Finish.LENGTH and len(so_far.tokens) == asked_tokens:
+                    so_far = _within(replace(so_far, finish=Finish.ABORT), params)
+                so_far = await self._ended(so_far, params, seam, num_prompt_tokens)
+                yield so_far
+                if so_far.finish is Finish.STOP:
+                    return
+
+    async def _ended(
+        self, response: Generation, params: SamplingParams, seam: Seam, num_prompt_tokens: int
+    ) -> Generation:
+        if not response.tokens or params.is_constrained:
+            return response
+        length = await self._response_end.length(response, params, seam)
+        return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(
         self,
@@ -229,6 +265,12 @@ class Generator:
         except TimeoutError as error:
             raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
         return Generation.of(answer, ranges, num_prompt_tokens)
+
+
+def _within(so_far: Generation, params: SamplingParams) -> Generation:
+    """Ends an aborted response that has all its tokens."""
+    is_full = so_far.finish is Finish.ABORT and len(so_far.tokens) >= params.max_new_tokens
+    return replace(so_far, finish=Finish.LENGTH) if is_full else so_far
 
 
 def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool) -> Generation:

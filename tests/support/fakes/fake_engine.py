@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
+from services.rollout.production.response_end import Texts
 from tests.support.fake_weights import fake_checksum
 
 VOCAB_SIZE = 300
@@ -54,6 +55,10 @@ class FakeEngine:
         self.log_prob_error = 0.0
         self.more_image_tokens = 0
         """By which a prompt with images grows in the engine."""
+        self.aborted_after: dict[str, int] = {}
+        """The tokens after which a request of that rid is aborted, whatever the last of them is."""
+        self.texts: Texts | None = None
+        """Of its tokenizer: without one it knows no stop strings."""
         self._wire = wire or {}
         self.token_seconds = token_seconds
         self._starts = starts
@@ -215,6 +220,12 @@ class FakeEngine:
     def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
 
+    def _ends_by_text(self, made: Sequence[int], stops: Sequence[str]) -> bool:
+        if self.texts is None or not stops:
+            return False
+        text = self.texts.decode(made[-max(self.texts.num_tokens(stop) + 1 for stop in stops) :])
+        return any(stop in text for stop in stops)
+
     def _next_token(self, context: Sequence[int]) -> int:
         return next_token(context)
 
@@ -238,7 +249,12 @@ class FakeEngine:
                 made.append(self._next_token([*body["input_ids"], *made]))
                 self.num_tokens += 1
                 versions.append(self._version)
-                finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
+                if len(made) == self.aborted_after.get(body.get("rid", "")):
+                    finish = "abort"  # as SGLang: nothing is said of the token of that step
+                elif made[-1] in stops or self._ends_by_text(made, params.get("stop", ())):
+                    finish = "stop"
+                else:
+                    finish = "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self.token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
             if body.get("image_data"):
