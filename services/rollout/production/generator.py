@@ -21,6 +21,7 @@ from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.constraint import of_grammar
 from services.rollout.production.response_end import ResponseEnd, Seam
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
@@ -146,7 +147,7 @@ class Generator:
                     returns_partial=return_partial is not None,
                 )
                 added = self._added(done, pieces, params, len(prompt), asked_tokens, streaming=streaming)
-                async with contextlib.aclosing(added), _of_grammar(params):
+                async with contextlib.aclosing(added), of_grammar(params):
                     async for so_far in added:
                         yield so_far
             except BadAnswer as error:
@@ -284,25 +285,6 @@ def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool)
             reason="CANNOT_CONTINUE",
         )
     return NOTHING_YET
-
-
-@contextlib.asynccontextmanager
-async def _of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
-    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too.
-
-    A grammar that allows no token at all, as `{"$ref": "#"}`, has log-probs that are no numbers in a stream.
-    """
-    try:
-        yield
-    except Unavailable as error:
-        allows_no_token = isinstance(error, BadAnswer) and error.kind == "log_prob"
-        if params.is_constrained and (allows_no_token or "grammar" in error.message.lower()):
-            raise InvalidArgument(
-                f"the engine cannot follow this json_schema or regex: {error.message}",
-                reason="GRAMMAR_FAILED",
-                field="sampling",
-            ) from error
-        raise
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:
