@@ -11,7 +11,6 @@ from headrace.job.schema.job import Job
 
 _OF_EVALUATIONS = (
     "eval_function_path",
-    "eval_interval",
     "n_samples_per_eval_prompt",
     "eval_temperature",
     "eval_top_p",

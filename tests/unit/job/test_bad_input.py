@@ -75,7 +75,7 @@ from headrace.launch.specs import address_in
         ),
         ("--no-balance-data --balance-by flops", "balance_by has no effect without balance_data"),
         ("--packing thd", "--packing: should be 'padded', 'packed' or 'shared_prompts', got 'thd'"),
-        ("--eval-interval 5", "eval_interval has no effect without eval_prompt_data"),
+        ("--eval-top-p 0.5", "eval_top_p has no effect without eval_prompt_data"),
         ("--sglang-api-key secret", "sglang api_key: engines listen on 127.0.0.1 and need no key"),
         ("--num-layers 12", "--num-layers 12 contradicts the checkpoint, whose config.json says 2"),
         ("--untie-embeddings-and-output-weights", "contradicts the checkpoint, whose config.json says False"),
