@@ -40,7 +40,7 @@ ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "use_unbiased_kl": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "kl_loss_type": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "kl_reward_type": ("kl_coef", lambda job: job.train.kl_coef > 0),
-    "ref_load": ("use_kl_loss", _kl),
+    "ref_load": ("use_kl_loss or kl_coef", _kl),
     "tis_clip": ("use_tis", lambda job: job.train.use_tis),
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
     "tis_mode": ("use_tis", lambda job: job.train.use_tis),

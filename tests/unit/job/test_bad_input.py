@@ -138,7 +138,8 @@ from headrace.launch.specs import address_in
         ("--keep-old-actor --loss-type sft_loss", "keep_old_actor has no effect: this loss does not use"),
         ("--keep-old-actor --loss-type custom_loss", "keep_old_actor has no effect with max_staleness 0"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
-        ("--ref-update-interval 2", "ref_update_interval has no effect without use_kl_loss"),
+        ("--ref-update-interval 2 --use-kl-loss", "ref_update_interval has no effect without kl_loss_coef or kl_coef"),
+        ("--eval-prompt-data aime /a.jsonl@[0:9]", "a file of evaluations is read whole, without a slice"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )
