@@ -169,9 +169,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb"
-	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt
+$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt requirements/ifbench.txt $(STAMPS)/cpu
+	@echo "── packages of extras: ray, wandb, ifbench"
+	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt -r requirements/ifbench.txt
 	@touch $@
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu

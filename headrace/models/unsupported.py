@@ -10,7 +10,10 @@ _LINEAR = (
     "no CPU could check it"
 )
 _SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
-_IMAGES = "it reads images, and this trainer reads text"
+_IMAGES = "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL"
+_DEEPSTACK = (
+    "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
+)
 _WINDOWS = "it attends within windows, and headrace trains full attention only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -24,9 +27,9 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "glm_moe_dsa": (_SPARSE, ("glm4_moe", "glm4_moe_lite")),
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
-    "qwen2_vl": (_IMAGES, ("qwen2",)),
-    "qwen3_vl": (_IMAGES, ("qwen3",)),
-    "qwen3_vl_moe": (_IMAGES, ("qwen3_moe",)),
+    "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
+    "qwen3_vl": (_DEEPSTACK, ("qwen2_5_vl", "qwen3")),
+    "qwen3_vl_moe": (_DEEPSTACK, ("qwen2_5_vl", "qwen3_moe")),
     "glm4v": (_IMAGES, ("glm4",)),
     "glm4v_moe": (_IMAGES, ("glm4_moe",)),
     "mistral3": (_IMAGES, ("mistral",)),

@@ -32,12 +32,13 @@ class Builtin:
 
     One that `waits` has a coroutine as its `score`, and one that asks a `remote` server is given the job's options. An
     answer that takes more than `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the
-    `part` counts, unless --reward-key names another.
+    `part` counts, unless --reward-key names another. The package is in the `extra` of headrace.
     """
 
     name: str
     description: str
     package: str | None = None
+    extra: str = "reward"
     version: str = "1"
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
@@ -69,6 +70,10 @@ BUILTINS: Sequence[Builtin] = (
     Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
     Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
     Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
+    Builtin(
+        *("ifbench", "1 when the response follows all instructions of a row of IFBench.", "if-verifiable", "ifbench"),
+        part="score",
+    ),
     Builtin(
         "judge",
         "A language model's grade, from 0 to 1: --judge-url.",

@@ -91,6 +91,8 @@ class Registry:
     def _unknown(self, name: object) -> str:
         if not isinstance(name, str):
             return f"a {type(name).__name__}, not a name: there are {', '.join(sorted(self._scorers))}"
+        if missing := next((each for each in BUILTINS if each.name == name.removeprefix(BOXED)), None):
+            return f"{name}, which needs the package {missing.package}: pip install 'headrace[{missing.extra}]'"
         near = nearest(name, self._scorers)
         hint = f"did you mean {near!r}? " if near else ""
         return f"{shown(name)}: {hint}There are {', '.join(sorted(self._scorers))}"

@@ -38,11 +38,12 @@ from services.rollout.production.hooks.filter import GroupFilter
 from services.rollout.production.ledger import STREAM, BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
+from services.rollout.production.response_end import ResponseEnd
 from services.rollout.production.sampling import job_params
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
-from services.rollout.sampler_build import SamplerBuild
+from services.rollout.sampler_build import SamplerBuild, prompt_encoder
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService, StartedFunctions
 
@@ -90,11 +91,13 @@ class _Build:
         self.slots = engine_slots(job.rollout, job.eval)
         self.metrics = RolloutMetrics(self.registry)
         self.architecture = read_architecture(job.model.hf_checkpoint)
-        self.engines = engine_parts(job, self.factory, self.log_dir, self.metrics, self.architecture)
+        encoder = prompt_encoder(job)
+        end = ResponseEnd.of(encoder, job.model.hf_checkpoint)
+        self.engines = engine_parts(job, self.factory, self.log_dir, self.metrics, self.architecture, end)
         self.fleet = self.engines.fleet
         self.buffer = buffer_of(job.services)
         self.samplers = SamplerBuild(
-            *(job, self.args, self.engines, self.architecture, self.buffer, self.slots, self.metrics),
+            *(job, self.args, encoder, self.engines, self.architecture, self.buffer, self.slots, self.metrics),
             listen=self.listen,
             warn=self.warnings.append,
         )

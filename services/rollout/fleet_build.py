@@ -24,6 +24,7 @@ from services.rollout.engine.scaling.capacity import Capacity
 from services.rollout.engine.slots import EngineSlot, SlotOf, alike
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
+from services.rollout.production.response_end import ResponseEnd
 from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
 
 
@@ -38,7 +39,12 @@ class EngineParts:
 
 
 def engine_parts(
-    job: Job, factory: EngineFactory, log_dir: Path, metrics: RolloutMetrics, architecture: Architecture
+    job: Job,
+    factory: EngineFactory,
+    log_dir: Path,
+    metrics: RolloutMetrics,
+    architecture: Architecture,
+    response_end: ResponseEnd,
 ) -> EngineParts:
     """Starts nothing."""
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
@@ -64,6 +70,7 @@ def engine_parts(
         activity=fleet.activity,
         end_request=request_ender(lambda: fleet.engines),
         has_grammars=job.sglang.get("grammar_backend") != "none",
+        response_end=response_end,
     )
     return EngineParts(router, client, fleet, generator)
 

@@ -29,12 +29,25 @@ from services.rollout.production.sampling import EngineSampler, Sampler, job_par
 from services.rollout.rollout_function.build import StepFunction, eval_function, step_function
 
 
+def prompt_encoder(job: Job) -> PromptEncoder:
+    """Reads nothing yet."""
+    model, data = job.model, job.data
+    return PromptEncoder(
+        model.hf_checkpoint,
+        apply_chat_template=data.apply_chat_template,
+        variables=data.apply_chat_template_kwargs,
+        trust_remote_code=model.trust_remote_code,
+        images=image_reader(model.hf_checkpoint, data, job.eval, job.buffer.prompt_root),
+    )
+
+
 @dataclass
 class SamplerBuild:
     """Builds each part once, when another part first needs it. `warn` is called with what people should know."""
 
     job: Job
     args: HookArgs
+    encoder: PromptEncoder
     engines: EngineParts
     architecture: Architecture
     buffer: Buffer
@@ -42,17 +55,6 @@ class SamplerBuild:
     metrics: RolloutMetrics
     listen: Listen
     warn: Callable[[str], None]
-
-    @cached_property
-    def encoder(self) -> PromptEncoder:
-        model, data = self.job.model, self.job.data
-        return PromptEncoder(
-            model.hf_checkpoint,
-            apply_chat_template=data.apply_chat_template,
-            variables=data.apply_chat_template_kwargs,
-            trust_remote_code=model.trust_remote_code,
-            images=image_reader(model.hf_checkpoint, data, self.job.eval, self.job.buffer.prompt_root),
-        )
 
     @cached_property
     def sampler(self) -> Sampler:

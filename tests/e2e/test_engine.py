@@ -29,7 +29,6 @@ from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
-from tests.support.engine_requests import REQUESTS
 from tests.support.engine_stack import (
     PROMPT,
     Stack,
@@ -39,8 +38,9 @@ from tests.support.engine_stack import (
     publish,
     shifted,
 )
+from tests.support.engines.contract import CONTRACT, EngineUnderTest
+from tests.support.engines.requests import REQUESTS
 from tests.support.fakes.engine_checksums import engine_checksums
-from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.forks import forks_below
 from tests.support.processes.listening import listening_of_tree, open_to_others

@@ -40,7 +40,7 @@ ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "use_unbiased_kl": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "kl_loss_type": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "kl_reward_type": ("kl_coef", lambda job: job.train.kl_coef > 0),
-    "ref_load": ("use_kl_loss", _kl),
+    "ref_load": ("use_kl_loss or kl_coef", _kl),
     "tis_clip": ("use_tis", lambda job: job.train.use_tis),
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
     "tis_mode": ("use_tis", lambda job: job.train.use_tis),
@@ -138,11 +138,11 @@ def _losses(job: Job) -> None:
         raise ConfigError(
             "loss_type custom_loss needs a loss: pass --custom-loss-function-path", field="custom_loss_function_path"
         )
-    for name, above, (low, high) in (
-        ("tis_clip_low", "tis_clip", job.train.weight_bounds),
-        ("rs_lower_bound", "rs_upper_bound", job.train.rejection_bounds),
+    for is_used, name, above, (low, high) in (
+        (job.train.use_tis, "tis_clip_low", "tis_clip", job.train.weight_bounds),
+        (job.train.use_rs, "rs_lower_bound", "rs_upper_bound", job.train.rejection_bounds),
     ):
-        if low >= high:
+        if is_used and low >= high:
             raise ConfigError(f"{name} {low:g} is not below {above} {high:g}: lower it", field=name)
     if job.train.loss_type == "sft_loss" and job.train.advantage_estimator != "grpo":
         raise ConfigError(

@@ -11,7 +11,6 @@ from headrace.job.schema.job import Job
 
 _OF_EVALUATIONS = (
     "eval_function_path",
-    "eval_interval",
     "n_samples_per_eval_prompt",
     "eval_temperature",
     "eval_top_p",
@@ -47,7 +46,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
         "update_weight_transport",
         lambda job: job.publish.update_weight_transport == "disk",
     ),
-    "ref_update_interval": ("use_kl_loss", uses_reference),
+    "ref_update_interval": ("kl_loss_coef or kl_coef", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "judge_model": ("judge_url", lambda job: job.reward.judge_url is not None),

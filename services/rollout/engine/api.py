@@ -101,18 +101,18 @@ class Generation:
     @classmethod
     def of(cls, answer: EngineResponse, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
         """Takes the response as far as its ranges go: tokens of refused weights are cut off, to be sampled again."""
+        whole = cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts, answer.counts)
         length = policy_ranges[-1].end if policy_ranges else 0
-        if length == len(answer.tokens):
-            return cls(
-                answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts, answer.counts
-            )
-        experts = answer.routed_experts
-        if experts is not None:
-            row_bytes = len(experts) // (num_prompt_tokens + len(answer.tokens) - 1)
+        return whole if length == len(answer.tokens) else whole.until(length, num_prompt_tokens, Finish.ABORT)
+
+    def until(self, length: int, num_prompt_tokens: int, finish: Finish) -> Generation:
+        """Returns the first `length` tokens and what belongs to them."""
+        experts = self.routed_experts
+        if experts is not None and length < len(self.tokens):
+            row_bytes = len(experts) // (num_prompt_tokens + len(self.tokens) - 1)
             experts = experts[: row_bytes * max(num_prompt_tokens + length - 1, 0)]
-        return cls(
-            answer.tokens[:length], answer.log_probs[:length], Finish.ABORT, policy_ranges, experts, answer.counts
-        )
+        ranges = tuple(replace(r, end=min(r.end, length)) for r in self.policy_ranges if r.start < length)
+        return Generation(self.tokens[:length], self.log_probs[:length], finish, ranges, experts, self.counts)
 
     def then(self, later: Generation) -> Generation:
         """Appends what came when it was continued; neighbouring ranges of one version become one."""

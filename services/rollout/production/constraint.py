@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from headrace.errors import InvalidArgument
+from headrace.errors import InvalidArgument, Unavailable
 from headrace.wire.checks import require_bytes, shown
 from headrace.wire.json_text import read_json
 from headrace.wire.limits import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.api import SamplingParams
 
 _NUL = "\0"
 
@@ -53,3 +56,22 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[int, str, Any]]:
             left += [(depth + 1, inner, each) for inner, each in value.items()]
         elif isinstance(value, list):
             left += [(depth + 1, "", each) for each in value]
+
+
+@contextlib.asynccontextmanager
+async def of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
+    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too.
+
+    A grammar that allows no token at all, as `{"$ref": "#"}`, has log-probs that are no numbers in a stream.
+    """
+    try:
+        yield
+    except Unavailable as error:
+        allows_no_token = isinstance(error, BadAnswer) and error.kind == "log_prob"
+        if params.is_constrained and (allows_no_token or "grammar" in error.message.lower()):
+            raise InvalidArgument(
+                f"the engine cannot follow this json_schema or regex: {error.message}",
+                reason="GRAMMAR_FAILED",
+                field="sampling",
+            ) from error
+        raise

@@ -22,6 +22,8 @@ from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.constraint import of_grammar
+from services.rollout.production.response_end import ResponseEnd, Seam
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
 
@@ -30,11 +32,17 @@ class _Attempt:
     """One request of several for a response: the tokens with those of the requests before it, and why it failed."""
 
     so_far: Generation
+    asked_tokens: int
+    """The length that the response has when the request is answered in full"""
     failure: Unavailable | DeadlineExceeded | None = None
 
     @property
     def is_final(self) -> bool:
         return self.failure is None and self.so_far.finish is not None and self.so_far.finish.is_final
+
+    @property
+    def is_answered_in_full(self) -> bool:
+        return self.failure is None and len(self.so_far.tokens) == self.asked_tokens
 
     def require_another(self, *, has_time: bool, returns_partial: bool) -> None:
         """Raises the failure where no other attempt follows, unless there are tokens to return."""
@@ -55,8 +63,10 @@ class Generator:
         activity: Activity | None = None,
         end_request: EndRequest | None = None,
         has_grammars: bool = True,
+        response_end: ResponseEnd | None = None,
     ) -> None:
         """`has_grammars`: engines can follow a JSON schema or a regular expression."""
+        self._response_end = response_end or ResponseEnd()
         self._has_grammars = has_grammars
         self._end_request = end_request
         self._router = router
@@ -137,9 +147,10 @@ class Generator:
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
-        done = begun
-        if len(done.tokens) >= params.max_new_tokens:
-            yield replace(done, finish=Finish.LENGTH)
+        last = len(begun.tokens) - 1
+        done = _within(await self._ended(begun, params, Seam(last, last), len(prompt)), params)
+        if done.finish is not Finish.ABORT:
+            yield done
             return
         backoff = Backoff()
         number = 0
@@ -148,24 +159,28 @@ class Generator:
                 yield done
                 return
             number += 1
-            rest = params.after(len(done.tokens))
+            rest = await self._response_end.next_request(params, done.tokens)
             pieces = self._ask(
                 *([*prompt, *done.tokens], rest, f"{request_id}#{number}", left, streaming, priority, images),
                 returns_partial=return_partial is not None,
             )
-            attempt = _Attempt(done)
-            async with contextlib.aclosing(self._joined(attempt, pieces, params, streaming=streaming)) as joined:
+            attempt = _Attempt(done, len(done.tokens) + rest.max_new_tokens)
+            joined = self._joined(attempt, pieces, params, len(prompt), streaming=streaming)
+            async with contextlib.aclosing(joined):
                 async for so_far in joined:
                     yield so_far
             if attempt.is_final:
                 return
+            if attempt.is_answered_in_full and attempt.asked_tokens < params.max_new_tokens:
+                done = attempt.so_far  # fewer tokens were asked for than are left
+                continue
             has_time = end - time.monotonic() > backoff.seconds
             attempt.require_another(has_time=has_time, returns_partial=return_partial is not None)
             if attempt.failure is None and len(attempt.so_far.tokens) > len(done.tokens):
                 backoff.reset()
-            done = _continuable(attempt.so_far, params, streaming=streaming)
-            if len(done.tokens) >= params.max_new_tokens:
-                yield replace(done, finish=Finish.LENGTH)
+            done = _within(_continuable(attempt.so_far, params, streaming=streaming), params)
+            if done.finish is not Finish.ABORT:
+                yield done
                 return
             has_begun = attempt.failure is None and len(done.tokens) > len(begun.tokens)
             if return_partial and has_begun and time.monotonic() < end:
@@ -176,19 +191,31 @@ class Generator:
         yield done
 
     async def _joined(
-        self, attempt: _Attempt, pieces: AsyncGenerator[Generation], params: SamplingParams, *, streaming: bool
+        self,
+        attempt: _Attempt,
+        pieces: AsyncGenerator[Generation],
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        *,
+        streaming: bool,
     ) -> AsyncGenerator[Generation, None]:
-        """Yields what there was before the attempt with each piece of it, and notes how the attempt ended."""
+        """Yields the response with what the attempt adds, up to its end, and notes how the attempt ended."""
         before = attempt.so_far
         try:
-            async with contextlib.aclosing(pieces), _of_grammar(params):
+            async with contextlib.aclosing(pieces), of_grammar(params):
                 async for piece in pieces:
                     if streaming and len(before.tokens) + len(piece.tokens) < len(attempt.so_far.tokens):
                         raise Unavailable(
                             "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
                         )
+                    seam = Seam(len(before.tokens), len(attempt.so_far.tokens))
                     attempt.so_far = before.then(piece)
+                    if attempt.so_far.finish is Finish.LENGTH and attempt.is_answered_in_full:
+                        attempt.so_far = _within(replace(attempt.so_far, finish=Finish.ABORT), params)
+                    attempt.so_far = await self._ended(attempt.so_far, params, seam, num_prompt_tokens)
                     yield attempt.so_far
+                    if attempt.so_far.finish is Finish.STOP:
+                        return
         except BadAnswer as error:
             self._suspect(error)
             attempt.failure = error
@@ -198,6 +225,14 @@ class Generator:
             raise
         except (Unavailable, DeadlineExceeded) as error:
             attempt.failure = error
+
+    async def _ended(
+        self, response: Generation, params: SamplingParams, seam: Seam, num_prompt_tokens: int
+    ) -> Generation:
+        if not response.tokens or params.is_constrained:
+            return response
+        length = await self._response_end.length(response, params, seam)
+        return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(
         self,
@@ -252,6 +287,12 @@ class Generator:
         return Generation.of(answer, ranges, num_prompt_tokens)
 
 
+def _within(so_far: Generation, params: SamplingParams) -> Generation:
+    """Ends an aborted response that has all its tokens."""
+    is_full = so_far.finish is Finish.ABORT and len(so_far.tokens) >= params.max_new_tokens
+    return replace(so_far, finish=Finish.LENGTH) if is_full else so_far
+
+
 def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool) -> Generation:
     """Returns what the next request continues. Raises Unavailable where the reader has tokens that it cannot."""
     if not params.is_constrained:
@@ -263,25 +304,6 @@ def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool)
             reason="CANNOT_CONTINUE",
         )
     return NOTHING_YET
-
-
-@contextlib.asynccontextmanager
-async def _of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
-    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too.
-
-    A grammar that allows no token at all, as `{"$ref": "#"}`, has log-probs that are no numbers in a stream.
-    """
-    try:
-        yield
-    except Unavailable as error:
-        allows_no_token = isinstance(error, BadAnswer) and error.kind == "log_prob"
-        if params.is_constrained and (allows_no_token or "grammar" in error.message.lower()):
-            raise InvalidArgument(
-                f"the engine cannot follow this json_schema or regex: {error.message}",
-                reason="GRAMMAR_FAILED",
-                field="sampling",
-            ) from error
-        raise
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,8 @@ from safetensors.numpy import load_file
 
 from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
+from services.rollout.production.response_end import Texts
+from tests.support.engines.fake_reply import reply_of, routed_of
 from tests.support.fake_weights import fake_checksum
 
 VOCAB_SIZE = 300
@@ -54,6 +55,10 @@ class FakeEngine:
         self.log_prob_error = 0.0
         self.more_image_tokens = 0
         """By which a prompt with images grows in the engine."""
+        self.aborted_after: dict[str, int] = {}
+        """The tokens after which a request of that rid is aborted, whatever the last of them is."""
+        self.texts: Texts | None = None
+        """Of its tokenizer: without one it knows no stop strings."""
         self._wire = wire or {}
         self.token_seconds = token_seconds
         self._starts = starts
@@ -127,7 +132,7 @@ class FakeEngine:
         if fault == "grammar":
             return web.Response(status=500, text="Grammar accept_token failed: Tokens not accepted: 0")
         if fault == "masked":
-            reply = _reply([], [5], [self._version], "length")
+            reply = reply_of([], [5], [self._version], "length")
             return web.json_response({**reply, "meta_info": {**reply["meta_info"], **_MASKED}})
         if fault == "refuse":
             return _refusal("told to")
@@ -215,6 +220,12 @@ class FakeEngine:
     def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
 
+    def _ends_by_text(self, made: Sequence[int], stops: Sequence[str]) -> bool:
+        if self.texts is None or not stops:
+            return False
+        text = self.texts.decode(made[-max(self.texts.num_tokens(stop) + 1 for stop in stops) :])
+        return any(stop in text for stop in stops)
+
     def _next_token(self, context: Sequence[int]) -> int:
         return next_token(context)
 
@@ -238,14 +249,19 @@ class FakeEngine:
                 made.append(self._next_token([*body["input_ids"], *made]))
                 self.num_tokens += 1
                 versions.append(self._version)
-                finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
+                if len(made) == self.aborted_after.get(body.get("rid", "")):
+                    finish = "abort"  # as SGLang: nothing is said of the token of that step
+                elif made[-1] in stops or self._ends_by_text(made, params.get("stop", ())):
+                    finish = "stop"
+                else:
+                    finish = "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self.token_seconds)
-            reply = _reply(self._score(body["input_ids"]), made, versions, finish)
+            reply = reply_of(self._score(body["input_ids"]), made, versions, finish)
             if body.get("image_data"):
                 reply["meta_info"]["prompt_tokens"] += self.more_image_tokens
             if body.get("return_routed_experts"):
                 number = int((versions or [self._version])[-1].split(".")[0])
-                reply["meta_info"]["routed_experts"] = _routed([*body["input_ids"], *made], number)
+                reply["meta_info"]["routed_experts"] = routed_of([*body["input_ids"], *made], number)
             if stream is not None:
                 with contextlib.suppress(ConnectionError):  # a caller that left; its tokens are made all the same
                     await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
@@ -264,36 +280,6 @@ def response_to(prompt: Sequence[int], length: int) -> list[int]:
     for _ in range(length):
         made.append(next_token([*prompt, *made]))
     return made
-
-
-def _reply(
-    scores: Sequence[tuple[float, int, None]], made: Sequence[int], versions: Sequence[str], finish: str | None
-) -> dict[str, Any]:
-    spans: list[dict[str, Any]] = []
-    for position, version in enumerate(versions):
-        if spans and spans[-1]["version"] == version:
-            spans[-1]["end"] = position + 1
-        else:
-            spans.append({"version": version, "start": position, "end": position + 1})
-    return {
-        "output_ids": list(made),
-        "meta_info": {
-            "finish_reason": {"type": finish} if finish else None,
-            "input_token_logprobs": list(scores),
-            "prompt_tokens": len(scores),
-            "completion_tokens": len(made),
-            "cached_tokens": 0,
-            "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
-            "weight_version": versions[-1] if versions else "0",
-            **({"weight_versions": spans} if finish else {}),  # as SGLang: not in mid-stream
-        },
-    }
-
-
-def _routed(tokens: Sequence[int], version: int) -> str:
-    """As SGLang: two layers, one expert each, for every token but the last; they follow from token and weights."""
-    numbers = [number for token in tokens[:-1] for number in (token % 4, (token + version) % 4)]
-    return b64encode(b"".join(number.to_bytes(4, "little") for number in numbers)).decode()
 
 
 def _refusal(message: str) -> web.Response:

@@ -75,7 +75,7 @@ from headrace.launch.specs import address_in
         ),
         ("--no-balance-data --balance-by flops", "balance_by has no effect without balance_data"),
         ("--packing thd", "--packing: should be 'padded', 'packed' or 'shared_prompts', got 'thd'"),
-        ("--eval-interval 5", "eval_interval has no effect without eval_prompt_data"),
+        ("--eval-top-p 0.5", "eval_top_p has no effect without eval_prompt_data"),
         ("--sglang-api-key secret", "sglang api_key: engines listen on 127.0.0.1 and need no key"),
         ("--num-layers 12", "--num-layers 12 contradicts the checkpoint, whose config.json says 2"),
         ("--untie-embeddings-and-output-weights", "contradicts the checkpoint, whose config.json says False"),
@@ -138,7 +138,8 @@ from headrace.launch.specs import address_in
         ("--keep-old-actor --loss-type sft_loss", "keep_old_actor has no effect: this loss does not use"),
         ("--keep-old-actor --loss-type custom_loss", "keep_old_actor has no effect with max_staleness 0"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
-        ("--ref-update-interval 2", "ref_update_interval has no effect without use_kl_loss"),
+        ("--ref-update-interval 2 --use-kl-loss", "ref_update_interval has no effect without kl_loss_coef or kl_coef"),
+        ("--eval-prompt-data aime /a.jsonl@[0:9]", "a file of evaluations is read whole, without a slice"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )

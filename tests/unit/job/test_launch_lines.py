@@ -199,6 +199,13 @@ def test_a_folder_to_resume_from_that_is_not_there_yet_is_a_run_that_begins(load
     assert warnings(load_with("--load", str(folder))) == []
 
 
+def test_the_documents_launch_line_is_taken_and_what_it_leaves_out_is_said(load_with) -> None:
+    """It has an interval of evaluations, and no data for them."""
+    job = load_with(*["--eval-interval", "50", "--save-interval", "100", "--use-tis", "--tis-threshold", "0.9"])
+    assert job.train.weight_bounds == (0.0, 0.9)
+    assert warnings(job) == ["eval_interval 50 has no effect without eval_prompt_data: nothing is evaluated"]
+
+
 def test_a_whole_line_of_slimes_starts(model: Path, tmp_path: Path) -> None:
     """scripts/run-qwen3-4B.sh, without two lines that name what is not here.
 

@@ -70,7 +70,11 @@ def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> 
         ),
         ("deepseek_v32", "its sparse attention .* is not built; the nearest that it trains: deepseek_v3"),
         ("gpt_oss", "it attends within windows"),
-        ("kimi_k25", "it reads images, and this trainer reads text; the nearest that it trains: kimi_k2"),
+        (
+            "kimi_k25",
+            "by a tower that is not built: of such models, headrace trains Qwen2.5-VL; the nearest .*: kimi_k2",
+        ),
+        ("qwen3_vl", r"\(deepstack\) beside the embeddings, which is not built; the nearest .*: qwen2_5_vl, qwen3\."),
         ("zzz", r"'zzz' is not supported: headrace has no family for it. Supported: llama, mistral"),
         (None, "it has no model_type .found None.: name the folder of a Hugging Face model"),
         (["llama"], r"it has no model_type .found \['llama'\]"),

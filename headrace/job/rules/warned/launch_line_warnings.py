@@ -16,6 +16,13 @@ def sequence_parallel_alone(job: Job) -> Sequence[str]:
     return []
 
 
+def evaluates_nothing(job: Job) -> Sequence[str]:
+    """Warns that an interval of evaluations needs something to evaluate."""
+    if job.eval.eval_interval is not None and not job.eval.is_asked_for:
+        return [f"eval_interval {job.eval.eval_interval} has no effect without eval_prompt_data: nothing is evaluated"]
+    return []
+
+
 def begins_anew(job: Job) -> Sequence[str]:
     """Warns that a missing folder to resume from starts a new run."""
     folder = job.checkpoint.load

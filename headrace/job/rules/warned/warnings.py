@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from headrace.job.rules.debug_rules import debug_warnings
 from headrace.job.rules.warned.algorithm_warnings import algorithm_warnings
-from headrace.job.rules.warned.launch_line_warnings import begins_anew, sequence_parallel_alone
+from headrace.job.rules.warned.launch_line_warnings import begins_anew, evaluates_nothing, sequence_parallel_alone
 from headrace.job.schema.job import Job
 
 WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
     sequence_parallel_alone,
     begins_anew,
+    evaluates_nothing,
     algorithm_warnings,
     debug_warnings,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest
+from tests.support.engines.contract import CONTRACT, EngineUnderTest
 from tests.support.fakes.fake_fleet import FakeFleet
 
 

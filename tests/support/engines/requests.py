@@ -16,6 +16,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.response_end import ResponseEnd
 from services.rollout.production.time_limit import request_ender
 from tests.support.engine_stack import PROMPT, Stack
 
@@ -47,6 +48,23 @@ async def a_stop_string_ends_the_response_with_the_token_in_which_it_is_complete
     for each in (stopped, streamed[-1]):
         assert (each.tokens, each.finish) == (whole.tokens[:expected], Finish.STOP)
     assert stop in encoder.decode(stopped.tokens)
+
+
+async def a_response_that_is_cut_anywhere_ends_at_its_stop_string_all_the_same(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    whole = await stack.generator.generate(PROMPT, greedy, request_id="uncut", seconds=240)
+    params = replace(greedy, stop=(encoder.decode(whole.tokens[8:13]),))
+    unbroken = await stack.generator.generate(PROMPT, params, request_id="unbroken", seconds=240)
+    assert (unbroken.finish, len(unbroken.tokens) < 24) == (Finish.STOP, True)
+    async with EngineClient(stack.router.url) as client:
+        ends = ResponseEnd.of(encoder, stack.checkpoint)
+        generator = Generator(client, stack.fleet.weights, stack.fleet.suspect, response_end=ends)
+        for length in range(1, len(unbroken.tokens) + 1):
+            begun = unbroken.until(length, len(PROMPT), Finish.ABORT)
+            broken = await generator.generate(PROMPT, params, request_id=f"cut-{length}", seconds=240, begun=begun)
+            assert (broken.tokens, broken.finish) == (unbroken.tokens, Finish.STOP), length
+            assert broken.log_probs == pytest.approx(unbroken.log_probs, abs=1e-4)
 
 
 async def a_response_fits_its_json_schema_or_regex(stack: Stack) -> None:
@@ -85,6 +103,7 @@ async def at_its_time_limit_a_response_comes_back_with_its_tokens_and_the_engine
 
 REQUESTS: tuple[Callable[[Stack], Awaitable[None]], ...] = (
     a_stop_string_ends_the_response_with_the_token_in_which_it_is_complete,
+    a_response_that_is_cut_anywhere_ends_at_its_stop_string_all_the_same,
     a_response_fits_its_json_schema_or_regex,
     a_bad_schema_is_the_callers_error_and_no_engine_is_suspected,
     at_its_time_limit_a_response_comes_back_with_its_tokens_and_the_engines_are_free,

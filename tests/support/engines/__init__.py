@@ -1,0 +1,1 @@
+"""What engines, real and fake ones, are held to, and what a fake one answers."""
