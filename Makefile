@@ -1,5 +1,4 @@
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants | images | gpu: each sets up what it needs, once.
-# quickstart | examples | test | test-fast | lint | protos | bench | chaos | soak | mutants | images: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | protos | bench | chaos | soak | mutants | images | gpu: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -144,7 +143,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -218,7 +217,7 @@ $(VERIFIERS)/.stamp: requirements/verifiers.txt
 
 $(MODEL)/model.safetensors: examples/quickstart/prepare.py | $(STAMPS)/quickstart $(STAMPS)/headrace
 	@echo "── $(MODEL) (once, half a minute)"
-	@$(BIN)/python examples/quickstart/prepare.py $(MODEL)
+	@PYTHONWARNINGS=ignore $(BIN)/python examples/quickstart/prepare.py $(MODEL)
 	@touch $@
 
 $(DATA)/train.jsonl: examples/quickstart/prompts.py | $(STAMPS)/headrace
