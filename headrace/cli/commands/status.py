@@ -111,7 +111,7 @@ async def _trainer(address: str) -> str:
         phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
     is_beside = said.HasField("evaluating_step") and said.phase != trainer_pb2.PHASE_EVALUATING
     beside = f", the evaluation of step {said.evaluating_step} runs" if is_beside else ""
-    ranks = f"{said.world_size} ranks"
+    ranks = f"{said.world_size} rank{'s' if said.world_size > 1 else ''}"
     return f"step {said.step}/{said.num_steps} {phase}{beside}, policy version {said.policy_version}, {ranks}"
 
 
