@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -110,11 +109,6 @@ def test_a_run_that_has_ended_says_so_at_once(
     folder.write_services({"buffer": ended, "rollout": ended})
     assert main(command) == 1
     assert "runs/one has ended, and its" in capsys.readouterr().err
-
-
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"headrace {version('headrace')}\n"
 
 
 def test_help_shows_on_one_screen_what_a_first_run_sets(capsys: pytest.CaptureFixture[str]) -> None:

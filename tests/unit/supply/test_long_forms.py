@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _ASKED = re.compile(r'environ\.get\("(HEADRACE_\w+)"|"(HEADRACE_\w+)" (?:not )?in os\.environ')
 
 
