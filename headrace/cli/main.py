@@ -96,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
+    if words[0] in ("-V", "--version"):
+        from importlib.metadata import version  # takes longer to import than the overview to print
+
+        print(f"headrace {version('headrace')}")
+        return 0
     name, arguments = words[0], words[1:]
     try:
         if name not in _COMMANDS:

@@ -82,6 +82,6 @@ class SpareMemory:
         if len(self._looks) < _NUM_LOOKS or unused < _WORTH_BYTES:
             return
         heap.trim()
-        log.info("memory_trimmed", free_bytes=unused)
+        log.debug("memory_trimmed", free_bytes=unused)  # a start shows its last event of a higher level
         self._kept = heap.free_bytes()
         self._looks.clear()

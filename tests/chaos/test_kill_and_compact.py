@@ -18,8 +18,8 @@ from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.faults.durable_points import image, open_told
 from tests.support.ledgers.ledger_history import History, Moment
 
+NUM_COMMANDS = 160
 # `make chaos` cuts at every point.
-NUM_COMMANDS = int(os.environ.get("HEADRACE_KILL_COMMANDS", "160"))
 NUM_IMAGES = os.environ.get("HEADRACE_KILL_IMAGES", "24")
 _CHAIN = 3
 """Restarts with a compaction between them, after the first kill."""

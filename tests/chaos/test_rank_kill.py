@@ -30,7 +30,7 @@ SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "11"))
 STEPS_PER_KILL = 4
 GROUPS_PER_STEP = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
-PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "met", "built") for rank in (1, 0)]
+PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "ranks_met", "built") for rank in (1, 0)]
 """A rank says each of these before it does what is named: looks for the others, builds the model, loads, runs."""
 MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'faults' / 'mortal'}:{ROOT}"}
 

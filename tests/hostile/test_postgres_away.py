@@ -101,8 +101,7 @@ async def _status(address: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         RunFolder(Path(folder)).write_services({"buffer": ServiceEntry(address, None, None)})
         command = [sys.executable, "-m", "headrace.cli.main", "status", folder]
-        environment = {**os.environ, "COLUMNS": "300"}
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         output, _ = await process.communicate()
     assert process.returncode == 1
     return output.decode()

@@ -50,7 +50,7 @@ def check(argv: Sequence[str]) -> int:
     report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
     if "buffer" in scopes[0].services:
         _check_ledger(job, report, scopes[0])
-    print_report(Console(soft_wrap=False), plan(job, scopes[0]), report, scopes[0])
+    print_report(Console(), plan(job, scopes[0]), report, scopes[0])
     return _REFUSED_EXIT_CODE if report.refusals else 0
 
 

@@ -14,6 +14,7 @@ from headrace.cli.commands.export import export_step
 from headrace.cli.eval_services import SERVICES, ask, evaluate_url, evaluate_with_services, scratch, serving
 from headrace.cli.job_arguments import load_job
 from headrace.cli.runs import add_run_argument, address_of, find_run
+from headrace.cli.unfolded import print_unfolded
 from headrace.cli.view.eval_history import history
 from headrace.cli.words import count, count_from_zero
 from headrace.errors import InvalidArgument, NotFound
@@ -142,8 +143,10 @@ def _show_history(run: RunFolder) -> int:
     if table is None:
         raise NotFound(f"{run.path} has no evaluation yet: pass --eval-prompt-data NAME PATH to `headrace train`")
     console = Console()
-    console.print(table)
+    print_unfolded(console, table)
     picture = run.path / "evaluations.png"
     if picture.is_file():
-        console.print(f"{picture} has the curves; `headrace samples --eval NAME --step N` the samples of a number")
+        console.print(
+            f"{picture} has the curves; `headrace samples --eval NAME --step N` the samples of a number", soft_wrap=True
+        )
     return 0

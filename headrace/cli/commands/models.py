@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.unfolded import print_unfolded
 from headrace.models.presets import PRESETS
 from headrace.models.registry import architecture, table
 
@@ -27,7 +28,7 @@ def models(argv: Sequence[str]) -> int:
         found = architecture(preset.config)
         size = table(found).num_parameters
         listing.add_row(preset.name, found.family, _billions(size), str(found.num_layers), _layout(preset.layout))
-    Console().print(listing)
+    print_unfolded(Console(), listing)
     return 0
 
 

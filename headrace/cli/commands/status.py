@@ -14,6 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
+from headrace.cli.unfolded import print_unfolded
 from headrace.cli.view.failures import failures_line
 from headrace.cli.view.overdue import overdue
 from headrace.cli.view.run_view import WARNING_CHARACTERS
@@ -70,7 +71,7 @@ async def _status(folder: RunFolder) -> int:
         if detail == _SILENT and name in folder.running_services():
             detail = _not_ready(folder, name)
         table.add_row(name, *_where(name, services), Text(detail))
-    Console().print(table)
+    print_unfolded(Console(), table)
     if sentence := await overdue(folder, _PATIENCE_SECONDS):
         print(sentence)
     return 0 if all(serving for serving, _ in said) else 1
@@ -110,7 +111,7 @@ async def _trainer(address: str) -> str:
         phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
     is_beside = said.HasField("evaluating_step") and said.phase != trainer_pb2.PHASE_EVALUATING
     beside = f", the evaluation of step {said.evaluating_step} runs" if is_beside else ""
-    ranks = f"{said.world_size} ranks"
+    ranks = f"{said.world_size} rank{'s' if said.world_size > 1 else ''}"
     return f"step {said.step}/{said.num_steps} {phase}{beside}, policy version {said.policy_version}, {ranks}"
 
 

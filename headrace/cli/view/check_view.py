@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.unfolded import print_unfolded
 from headrace.job.rules.scope import Scope
 from headrace.preflight.report import Report
 
@@ -23,7 +24,7 @@ def print_report(console: Console, plan: Sequence[tuple[str, str]], report: Repo
     replaced = {what for what, _ in report.facts}
     for what, how in [*(row for row in plan if row[0] not in replaced), *report.facts]:
         table.add_row(what, Text(_printable(how)))
-    console.print(table)
+    print_unfolded(console, table)
     reason = f" here: this job is for another machine ({scope.elsewhere})" if scope.elsewhere else ""
     _lines(console, f"unchecked{reason}", report.unchecked)
     _lines(console, "warnings", report.warnings, "yellow")
@@ -38,7 +39,7 @@ def _lines(console: Console, title: str, lines: Sequence[str], style: str = "bol
     console.print()
     console.print(Text(title, style=style))
     for line in lines:
-        console.print(Padding(Text(_printable(line)), (0, 0, 0, _INDENT)))
+        print_unfolded(console, Padding(Text(_printable(line)), (0, 0, 0, _INDENT)))
 
 
 def _printable(text: str) -> str:

@@ -29,5 +29,5 @@ async def meet(join: Callable[[], Layout], compute: ThreadPoolExecutor) -> Met:
     log.info("joining")
     layout = await asyncio.get_running_loop().run_in_executor(compute, join)
     channel = await open_channel(layout.rank, layout.world_size, layout.device, compute)
-    log.info("met", rank=layout.rank, world_size=layout.world_size)
+    log.info("ranks_met", rank=layout.rank, world_size=layout.world_size)
     return Met(layout, channel)

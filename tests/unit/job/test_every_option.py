@@ -20,7 +20,7 @@ from headrace.job.load.toml import to_toml
 from headrace.job.option import Arity, Option, options
 from headrace.job.schema.job import Job
 
-LONG = bool(os.environ.get("HEADRACE_TEST_LONG"))
+LONG = os.environ.get("HEADRACE_OPTION_WORDS") == "all"
 _EVERY = 2
 """Neighbouring options, which have like types, share the words; the long form gives all of them to each."""
 OPTIONS = list(options().values())

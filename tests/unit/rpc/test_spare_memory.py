@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from headrace.rpc.spare_memory import Heap, SpareMemory, glibc_heap
 from tests.hostile.surfaces import http2
@@ -63,6 +64,13 @@ def test_what_is_free_for_several_looks_is_trimmed_once_and_again_after_the_next
     assert looked.looks(memory, 900) == 1
     assert looked.looks(memory, *[900] * 20) == 0, "what was trimmed counts as free, and is gone"
     assert looked.looks(memory, 10, *[900] * 10) == 1
+
+
+def test_a_trim_is_logged_below_what_a_person_reads_of_a_start() -> None:
+    looked = Looked()
+    with capture_logs() as logs:
+        looked.looks(SpareMemory(), *[900] * 5)
+    assert [(said["event"], said["log_level"]) for said in logs] == [("memory_trimmed", "debug")]
 
 
 def test_what_is_taken_and_freed_all_the_while_is_left_alone() -> None:
