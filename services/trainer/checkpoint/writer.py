@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from services.trainer.checkpoint.manifest import FileFacts, crc32
 from services.trainer.checkpoint.piece import Piece, Place
 from services.trainer.files.durable import sync
+from services.trainer.files.tensor_file import write_tensors
 
 
 def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> str:
     """This rank's file is on the disk when it returns; the answer is its note for the manifest."""
     path = folder / f"rank-{rank:05d}.safetensors"
-    save_file({piece.key: piece.values for piece in pieces}, str(path))
+    write_tensors(path, {piece.key: piece.values for piece in pieces})
     sync(path)
     facts = FileFacts(path.stat().st_size, crc32(path))
     places = [asdict(Place.of(piece, path.name)) for piece in pieces]
