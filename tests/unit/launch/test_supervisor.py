@@ -23,7 +23,6 @@ from headrace.launch.process import ServiceProcess, ServiceSpec
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
-from headrace.process.linux import parent_of
 from headrace.rpc.net import free_port
 
 HERE = Path(__file__).parent
@@ -115,18 +114,6 @@ async def test_a_killed_service_comes_back_at_the_same_address_without_its_old_c
         assert not alive(old)
         assert alive(new)
     assert "fake ended with signal 9 (killed: out of memory? It had " in stage.told[1]
-
-
-async def test_a_service_whose_guard_is_killed_ends_with_it_and_comes_back(stage: Stage) -> None:
-    spec = stage.spec("--slow-to-end")
-    async with running(stage.supervisor(spec)):
-        await becomes(lambda: any("ready" in line for line in stage.told))
-        first = stage.pids["fake"]
-        os.kill(parent_of(first), signal.SIGKILL)
-        await becomes(lambda: sum("ready" in line for line in stage.told) == 2)
-        assert not alive(first)
-        assert await is_serving(spec.address)
-    assert "fake ended with signal 9" in stage.told[1]
 
 
 async def test_cancelling_ends_services_and_their_descendants(stage: Stage) -> None:
