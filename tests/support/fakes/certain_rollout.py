@@ -135,6 +135,8 @@ async def produce(
                 elif supply:
                     supply.release()
             except HeadraceError:  # the buffer starts or ends
+                if supply:
+                    supply.release()
                 await asyncio.sleep(0.1)
 
 
