@@ -153,12 +153,7 @@ def environment(pid: int) -> dict[str, str]:
 
 @asynccontextmanager
 async def running(
-    folder: Path,
-    checkpoint: Path,
-    *flags: str,
-    supply: asyncio.Semaphore | None = None,
-    num_steps: int = NUM_STEPS,
-    max_restarts: int = 2 * NUM_KILLS,
+    folder: Path, checkpoint: Path, *flags: str, supply: asyncio.Semaphore | None = None
 ) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
     """A run that restarts its trainer, beside a rollout service of certain samples."""
     folder.mkdir()
@@ -166,11 +161,11 @@ async def running(
         run = TrainingRun(
             folder, checkpoint,
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
-            "--num-rollout", str(num_steps), "--save-interval", "3", "--lr", "1e-3",
+            "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
             "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
             "--peak-tflops", "0.1",
-            "--use-fault-tolerance", "--max-trainer-restarts", str(max_restarts),
+            "--use-fault-tolerance", "--max-trainer-restarts", str(2 * NUM_KILLS),
             *flags,
             environment=MORTAL | {"MORTAL_ORDER": str(folder / "order")},
         )  # fmt: skip

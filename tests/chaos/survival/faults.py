@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from headrace.process.linux import descendants, parent_of, runs
+from headrace.process.linux import descendants
 from tests.support.faults.small_disk import SmallDisk
 from tests.support.processes.stand_in_run import StandInRun
 
@@ -89,31 +89,23 @@ class Killed:
 
 
 class KilledLauncher:
-    """Who comes next does not wait: what the launcher has left ends meanwhile."""
+    """Nothing outlives it: it has healed when all services have ended."""
 
     def __init__(self, what: str, how: Callable[[int], None]) -> None:
         self.name = f"{what}: launcher"
         self._how = how
-        self._below: Sequence[int] = ()
 
     async def strike(self, run: StandInRun) -> None:
-        self._below = descendants(run.run.pid)
         await asyncio.to_thread(self._how, run.run.pid)
 
     async def heal(self, run: StandInRun) -> None:
         async with asyncio.timeout(_END_SECONDS):
-            while run.run.is_running:
+            while run.run.is_running or run.run.folder.running_services():
                 await asyncio.sleep(0.05)
 
-    def outlived_by(self) -> Sequence[str]:
-        """What the last one that was killed had started, and runs."""
-        return [f"{pid}: {_command(pid)}" for pid in self._below if runs(pid)]
 
-
-GUARD = "guard"
 PROCESSES: dict[str, tuple[str, str]] = {
     "buffer": ("buffer", ""),
-    "guard of the buffer": ("buffer", GUARD),
     "reward": ("reward", ""),
     "reward worker": ("reward", "workers.spawner_proc"),
     "rollout": ("rollout", ""),
@@ -121,15 +113,15 @@ PROCESSES: dict[str, tuple[str, str]] = {
     "trainer": ("trainer", ""),
     "trainer rank": ("trainer", "services.trainer"),
 }
-"""The service, and a word in the command line of the process below it; "" for its own process, GUARD above it."""
+"""The service, and a word in the command line of the process below it; "" for its own process."""
 
 
 def pid_of(run: StandInRun, process: str) -> int:
     """The process as it runs now."""
     service, word = PROCESSES[process]
     pid = run.pid(service)
-    if word in ("", GUARD):
-        return parent_of(pid) if word else pid
+    if not word:
+        return pid
     below = [each for each in descendants(pid) if word in _command(each)]
     assert below, f"{service} has no {process}: {[_command(each) for each in descendants(pid)]}"
     return below[-1]

@@ -135,8 +135,6 @@ async def produce(
                 elif supply:
                     supply.release()
             except HeadraceError:  # the buffer starts or ends
-                if supply:
-                    supply.release()
                 await asyncio.sleep(0.1)
 
 
