@@ -4,8 +4,8 @@ running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT t
     signal while the parent lives, GRACE_SECONDS without it → sweeping
 running → (SIGUSR1) → sweeping, without patience
 running → (the command ends) → sweeping: SIGTERM, a little patience and SIGKILL to every descendant that is left → exit
-Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none. The exit code is its own;
-128 + n when signal n ended it.
+Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none; `kill -9` of the guard
+is one of the command, too. The exit code is its own; 128 + n when signal n ended it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from headrace.process.linux import adopt_orphans, descendants, die_with_parent
+from headrace.process.linux import adopt_orphans, descendants, die_with_parent, parent_of
 
+_MODULE = "headrace.process.guard"
 _SWEEP_SECONDS = 3.0
 SWEEP_NOW = signal.SIGUSR1
 """Makes the guard kill the command and its descendants."""
@@ -29,7 +32,26 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, SWEEP_NOW}
 
 def guard_command(grace_seconds: float, command: Sequence[str]) -> list[str]:
     """The command line that runs `command` under a guard of this process."""
-    return [sys.executable, "-m", __name__, str(os.getpid()), str(grace_seconds), *command]
+    return [sys.executable, "-m", _MODULE, str(os.getpid()), str(grace_seconds), *command]
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A guard that ends its command, because its parent has ended."""
+
+    pid: int
+    folder: Path
+    """The working folder."""
+    command: Sequence[str]
+
+
+def orphans() -> Iterator[Orphan]:
+    """All of this user's on this machine."""
+    for entry in filter(lambda each: each.name.isdigit(), Path("/proc").iterdir()):
+        with suppress(OSError):  # it ended while we looked, or is another user's
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if words[1:3] == ["-m", _MODULE] and words[3] != str(parent_of(int(entry.name))):
+                yield Orphan(int(entry.name), (entry / "cwd").readlink(), words[5:-1])
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +78,7 @@ def main(argv: list[str]) -> int:
 def _before_exec(guard: int) -> None:
     os.dup2(2, 1)  # the command's output is its log
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-    die_with_parent(guard, signal.SIGTERM)
+    die_with_parent(guard, signal.SIGKILL)  # nobody would wait for its end
 
 
 def _wait(pid: int, deadline: float | None) -> tuple[int | None, int | None]:

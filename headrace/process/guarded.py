@@ -16,11 +16,12 @@ from pathlib import Path
 from headrace.errors import Internal
 from headrace.process.ended import ResidentMemory
 from headrace.process.guard import SWEEP_NOW, guard_command
-from headrace.process.linux import descendants
+from headrace.process.linux import descendants, runs
 from headrace.process.log_file import last_lines, open_log, tail
 from headrace.process.one_shot import pipe_of
 
 _SWEEP_SECONDS = 10.0
+_POLL_SECONDS = 0.02
 
 
 class GuardedProcess:
@@ -84,7 +85,8 @@ class GuardedProcess:
     @property
     def exit_code(self) -> int | None:
         """None while anything of it runs; 128 + n when signal n ended it."""
-        return self._running.returncode
+        code = self._running.returncode
+        return None if code is None else _as_told(code)
 
     @property
     def resident_bytes(self) -> int | None:
@@ -93,7 +95,10 @@ class GuardedProcess:
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""
-        return await self._running.wait()
+        code = await self._running.wait()
+        while code < 0 and runs(self.pid):  # the kernel kills it with its guard, and clears up
+            await asyncio.sleep(_POLL_SECONDS)
+        return _as_told(code)
 
     @property
     def _running(self) -> asyncio.subprocess.Process:
@@ -124,3 +129,8 @@ class GuardedProcess:
     def last_lines(self, count: int = 25) -> str:
         """Returns the end of what this start wrote."""
         return "\n".join(last_lines(self.log_file, count, self.log_start))
+
+
+def _as_told(code: int) -> int:
+    """The guard tells of its command in this way; a signal that ended the guard itself ended the command, too."""
+    return 128 - code if code < 0 else code

@@ -30,11 +30,20 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            children.setdefault(_parent_of(entry), []).append(int(entry.name))
+            children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
     found = list(children.get(pid, []))
     for each in found:
         found.extend(children.get(each, []))
     return found
+
+
+def parent_of(pid: int) -> int:
+    """0 for a process that has ended, or that nobody here has started."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def kill_descendants() -> None:
@@ -88,14 +97,6 @@ def threads_of_user() -> int:
 def first_to_go() -> None:
     """Makes the kernel choose this process and its children first when memory runs out."""
     Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _parent_of(entry: Path) -> int:
-    try:
-        stat = (entry / "stat").read_text()
-    except OSError:
-        return 0  # it ended while we looked
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 def _prctl(option: int, value: int) -> None:

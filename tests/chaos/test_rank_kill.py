@@ -23,6 +23,7 @@ from headrace.process.linux import descendants
 from tests.support.fakes.certain_rollout import CertainRollout, allow, certain_rollout, produce
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.modes import closed
 from tests.support.processes.training_run import ROOT, TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
@@ -75,6 +76,8 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     for row in emitted:
         assert {metric.name for metric in documented_metrics() if metric.always} <= row
     assert (calm.folder.path / "timeline.png").stat().st_size > 1000
+    for run in (calm, killed):
+        assert [*closed(run.folder.path), *closed(run.export)] == [], "others may read what the umask lets them"
     assert killed.trained() == calm.trained()
     assert sorted(killed.trained()) == list(range(NUM_STEPS))
     assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0

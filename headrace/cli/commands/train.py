@@ -16,7 +16,8 @@ from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.earlier import earlier_start, is_finished, resumption, saved_step
 from headrace.launch.launcher import Launcher, until_signal
-from headrace.launch.specs import without_address
+from headrace.launch.leftovers import outlast_leftovers
+from headrace.launch.specs import folder_here, without_address
 from headrace.preflight.preflight import require_startable
 from headrace.process.exit_codes import INTERRUPTED
 from headrace.run_folder import RunFolder
@@ -40,13 +41,15 @@ def train(argv: Sequence[str]) -> int:
 
 def start(job: Job, *, resumed_step: int) -> int:
     """Checks the job, starts its services and shows them until the run ends."""
+    services = without_address(job)
+    outlast_leftovers(folder_here(job, services), services, lambda line: print(line, flush=True))
     print(f"{job.run.folder}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
     view = RunView(job.run, job.rollout.num_rollout, resumed_step=resumed_step)
     view.note(in_short(job))
     for warning in found.warnings:
         view.note(f"warning: {warning}")
-    launcher = Launcher(job, without_address(job), view.note)
+    launcher = Launcher(job, services, view.note)
     return asyncio.run(_train(launcher, view))
 
 

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from services.trainer.checkpoint.manifest import FileFacts, crc32
 from services.trainer.checkpoint.shard_chunk import Place, ShardChunk
 from services.trainer.files.durable import sync
+from services.trainer.files.tensor_file import write_tensors
 
 
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardChunk]) -> str:
     """This rank's file is on the disk when it returns; the answer is its note for the manifest."""
     path = folder / f"rank-{rank:05d}.safetensors"
-    save_file({chunk.key: chunk.values for chunk in chunks}, str(path))
+    write_tensors(path, {chunk.key: chunk.values for chunk in chunks})
     sync(path)
     facts = FileFacts(path.stat().st_size, crc32(path))
     places = [asdict(Place.of(chunk, path.name)) for chunk in chunks]

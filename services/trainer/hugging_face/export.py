@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
@@ -27,6 +26,7 @@ from headrace.rpc.log import log
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.files.agreement import FileWork
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
+from services.trainer.files.tensor_file import write_tensors
 from services.trainer.hugging_face.kept_layers import write_kept_layers
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import cut
@@ -160,7 +160,7 @@ def _next(tensors: Iterator[tuple[str, Tensor]], number: int) -> dict[str, Tenso
 
 def _write_file(path: Path, content: Mapping[str, Tensor]) -> None:
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
-    save_file(copies, str(path), metadata={"format": "pt"})
+    write_tensors(path, copies, {"format": "pt"})
     sync(path)
 
 

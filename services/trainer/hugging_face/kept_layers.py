@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.models.registry import read_architecture
 from headrace.wire.tensor_spec import TensorSpec
+from services.trainer.files.tensor_file import write_tensors
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.names import kept_names
 from services.trainer.weights.buckets import cut
@@ -28,7 +28,7 @@ def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: 
     for number, specs in enumerate(_files(source, names, file_bytes)):
         file = f"model-kept-{number + 1:05d}.safetensors"
         content = {spec.name: _as(source.tensor(spec.name), dtype) for spec in specs}
-        save_file(content, str(draft / file), metadata={"format": "pt"})
+        write_tensors(draft / file, content, {"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
         num_bytes += sum(tensor.nbytes for tensor in content.values())
     part.write_text(json.dumps({"weight_map": weight_map, "num_bytes": num_bytes}))

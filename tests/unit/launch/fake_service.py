@@ -22,6 +22,8 @@ async def serve(args: argparse.Namespace) -> int:
             print(args.last_words, file=sys.stderr)
         return int(args.exit_code)
     await server.run_until_signal()
+    if args.slow_to_end:
+        await asyncio.Event().wait()
     return 0
 
 
@@ -32,6 +34,7 @@ if __name__ == "__main__":
     parser.add_argument("--exit-when", type=Path, help="this file is there; it is removed")
     parser.add_argument("--exit-code", default=0)
     parser.add_argument("--last-words", help="print this before the exit")
+    parser.add_argument("--slow-to-end", action="store_true", help="never, by itself")
     parser.add_argument("--broken", help="print this and fail before serving")
     args = parser.parse_args()
     if args.broken:

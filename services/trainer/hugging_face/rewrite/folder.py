@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import AlreadyExists
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync_files
+from services.trainer.files.tensor_file import write_tensors
 from services.trainer.hugging_face.export import FILE_BYTES, copy_companions
 from services.trainer.hugging_face.hf_folder import INDEX, HfFolder
 from services.trainer.weights.buckets import cut
@@ -40,7 +40,7 @@ def rewrite(
     for number, part in enumerate(cut(specs, file_bytes)):
         file = f"model-{number + 1:05d}.safetensors"
         content = dict(transform((spec.name, source.tensor(spec.name).contiguous()) for spec in part))
-        save_file(content, str(draft / file), metadata={"format": "pt"})
+        write_tensors(draft / file, content, {"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
     copy_companions(source.folder, draft)
     config = json.loads((source.folder / "config.json").read_text())

@@ -18,6 +18,7 @@ from headrace.models.torch_dist.keys import rows_of
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.modes import closed
 from tests.support.ranks.file_cases import FilesCase
 from tests.support.ranks.ranks import run_cases
 
@@ -111,3 +112,9 @@ def test_what_was_written_in_the_end_is_whole_and_nothing_else_is_left(runs: Pat
     exports = runs / run / "exports"
     assert is_whole(exports / "full")
     assert {path.name for path in exports.iterdir()} == {"full", ".full.torn"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_checkpoints_exports_and_publications_can_be_read_by_whom_the_umask_lets(runs: Path, run: str) -> None:
+    """An engine, or a service of an export, may be another user's."""
+    assert closed(runs / run) == []
