@@ -14,6 +14,13 @@ from tests.hostile.surfaces import http2
 from tests.hostile.surfaces.http2 import frame
 
 FLOOD = 100
+_EVERYWHERE = (
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    "/no/Such",
+)
+"""What every port of gRPC has besides its service, and what none has."""
 _CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(32)
 
 
@@ -50,8 +57,12 @@ def _streams() -> range:
 
 
 def _rapid_reset(chance: random.Random, path: str) -> Attack:
-    reset = (8).to_bytes(4, "big")
-    each = (http2.call(path, n) + frame(http2.RST_STREAM, 0, n, reset) for n in _streams())
+    """CVE-2023-44487, of one method or of several: each has a queue of its own. The request is there, or not yet."""
+    reset, message = (8).to_bytes(4, "big"), chance.choice([b"", None])
+    paths = chance.choice([[path], [path, *_EVERYWHERE]])
+    each = (
+        http2.call(paths[n // 2 % len(paths)], n, message) + frame(http2.RST_STREAM, 0, n, reset) for n in _streams()
+    )
     return _opened("rapid_reset", b"".join(each), FLOOD)
 
 
