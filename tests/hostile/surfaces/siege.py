@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import ServiceDescriptor
 
 from tests.hostile.servers.servers import ServerProcess, tracebacks
-from tests.hostile.surfaces.attacks import Maker, of_grpc, of_http
+from tests.hostile.surfaces.attack import Maker
+from tests.hostile.surfaces.grpc_attacks import of_grpc
+from tests.hostile.surfaces.http_attacks import of_http
 from tests.hostile.surfaces.polite import Polite
 from tests.hostile.surfaces.stranger import Stranger
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER

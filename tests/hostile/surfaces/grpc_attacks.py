@@ -1,19 +1,15 @@
-"""What a stranger sends: each attack is bytes to send at once, or a few bytes and then one now and then.
-
-`requests` is how many requests are in it, or frames of a flood.
-"""
+"""Attacks on a port of gRPC."""
 
 from __future__ import annotations
 
 import gzip
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from tests.hostile.surfaces import http2
+from tests.hostile.surfaces.attack import CLIENT_HELLO, FLOOD, Attack, Maker, silent
 from tests.hostile.surfaces.http2 import frame
 
-FLOOD = 100
 _EVERYWHERE = (
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
@@ -21,31 +17,11 @@ _EVERYWHERE = (
     "/no/Such",
 )
 """What every port of gRPC has besides its service, and what none has."""
-_CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(32)
-
-
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """`drip` is sent a byte at a time afterwards, without an end; `reads` is False for who never reads the answers."""
-
-    name: str
-    data: bytes
-    requests: int = 1
-    drip: bytes = b""
-    reads: bool = True
-
-
-Maker = Callable[[random.Random, str], Attack]
 
 
 def of_grpc(chance: random.Random, path: str) -> Attack:
     """One of those on a port of gRPC; `path` is that of an RPC that answers at once."""
     return chance.choice(_GRPC)(chance, path)
-
-
-def of_http(chance: random.Random, path: str) -> Attack:
-    """One of those on a port of HTTP; `path` is one that answers a POST or a GET."""
-    return chance.choice(_HTTP)(chance, path)
 
 
 def _opened(name: str, data: bytes, requests: int = 1, *, reads: bool = True) -> Attack:
@@ -170,130 +146,47 @@ def _slow_headers(chance: random.Random, path: str) -> Attack:
     return Attack("slow_headers", http2.opening() + start, drip=frame(http2.CONTINUATION, 0, 1, b""))
 
 
-def _silent(chance: random.Random, path: str) -> Attack:
-    return Attack("silent", b"", drip=b"")
-
-
 def _idle(chance: random.Random, path: str) -> Attack:
     return Attack("idle", http2.opening(), drip=b"")
 
 
 def _garbage(chance: random.Random, path: str) -> Attack:
     return Attack(
-        "garbage", chance.choice([chance.randbytes(200), _CLIENT_HELLO, b"GET / HTTP/1.1\r\n\r\n", b"\0" * 999])
+        "garbage", chance.choice([chance.randbytes(200), CLIENT_HELLO, b"GET / HTTP/1.1\r\n\r\n", b"\0" * 999])
     )
+
+
+def _half_closed(chance: random.Random, path: str) -> Attack:
+    """The caller's side of a call ends where no message does; the path is a stream's, too."""
+    to = chance.choice([path, *_EVERYWHERE])
+    start = frame(http2.HEADERS, http2.END_HEADERS, 1, http2.header_block(http2.call_headers(to)))
+    end = frame(http2.DATA, http2.END_STREAM, 1)
+    ends: Sequence[bytes] = (
+        end,
+        frame(http2.DATA, http2.END_STREAM, 1, b"\0\0\0"),
+        frame(http2.DATA, http2.END_STREAM, 1, bytes(5) * 2),
+        frame(http2.DATA, 0, 1, bytes(5)) + end + frame(http2.DATA, http2.END_STREAM, 1, bytes(5)),
+        frame(http2.DATA, 0, 1) * 10 * FLOOD + end,
+        frame(http2.DATA, 0, 1, b"\2\0\0\0\0") + end,
+        frame(http2.DATA, 0, 1, bytes(4))
+        + frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 1, http2.header_block([("x", "y")])),
+        frame(http2.HEADERS, http2.END_HEADERS, 1, http2.header_block(http2.call_headers(path))),
+        frame(http2.RST_STREAM, 0, 1, bytes(4)) + frame(http2.DATA, http2.END_STREAM, 1, bytes(5)),
+    )
+    return _opened("half_closed", start + chance.choice(ends))
+
+
+def _no_window(chance: random.Random, path: str) -> Attack:
+    """Calls and watches whose answers the server may not send, of a caller that stays."""
+    no_window = frame(http2.SETTINGS, 0, 0, b"\0\4" + bytes(4))
+    paths = [path, "/grpc.health.v1.Health/Watch"]
+    calls = b"".join(http2.call(paths[n // 2 % 2], n) for n in _streams())
+    return Attack("no_window", http2.PREFACE + no_window + calls, FLOOD, drip=b"\0")
 
 
 _GRPC: Sequence[Maker] = (
     *(_rapid_reset, _call_flood, _continuations, _many_headers, _table_bomb, _large_metadata, _pings, _settings),
     *(_windows, _wrong_frames, _wrong_calls, _packed_bomb, _wrong_length, _garbage),
-    *(_slow_body, _slow_preface, _slow_headers, _silent, _idle),
-)
-
-
-def _posted(path: str, body: bytes = b"{}", *headers: str, length: int | None = None) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body) if length is None else length}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def _pipelined(chance: random.Random, path: str) -> Attack:
-    return Attack("pipelined", _posted(path) * FLOOD, FLOOD, reads=chance.random() < 0.5)
-
-
-def _header_flood(chance: random.Random, path: str) -> Attack:
-    many = [f"x-{n}: y" for n in range(chance.choice([500, 5_000]))]
-    return Attack("header_flood", _posted(path, b"{}", *many))
-
-
-def _large_header(chance: random.Random, path: str) -> Attack:
-    return Attack(
-        "large_header", _posted(path, b"{}", "Authorization: Bearer " + "x" * chance.choice([30_000, 200_000]))
-    )
-
-
-def _large_line(chance: random.Random, path: str) -> Attack:
-    return Attack("large_line", _posted(path + "?" + "x" * 100_000))
-
-
-def _large_body(chance: random.Random, path: str) -> Attack:
-    length = chance.choice([17 << 20, 1 << 40])
-    return Attack("large_body", _posted(path, b"x" * 1_000, length=length))
-
-
-def _body_bomb(chance: random.Random, path: str) -> Attack:
-    return Attack("body_bomb", _posted(path, gzip.compress(bytes(4 << 20)), "Content-Encoding: gzip"))
-
-
-def _json_bomb(chance: random.Random, path: str) -> Attack:
-    deep = b"[" * 50_000, b'{"a":' * 50_000, b'{"messages": ' + b"[" * 9_000, b'{"n": ' + b"9" * 50_000 + b"}"
-    wide = b'{"messages": [' + b'{"role": "user", "content": ""},' * 5_000 + b"{}]}"
-    return Attack("json_bomb", _posted(path, chance.choice([*deep, wide])))
-
-
-def _wrong_lengths(chance: random.Random, path: str) -> Attack:
-    head = chance.choice(
-        [
-            "Content-Length: -1",
-            "Content-Length: 1\r\nContent-Length: 2",
-            "Content-Length: 9\r\nTransfer-Encoding: chunked",
-            "Transfer-Encoding: chunked, chunked",
-            "Transfer-Encoding: gzip",
-            "Content-Length: 99999999999999999999999",
-        ]
-    )
-    return Attack("wrong_lengths", f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + b"{}")
-
-
-def _wrong_chunks(chance: random.Random, path: str) -> Attack:
-    chunk = chance.choice(
-        [b"zz\r\n", b"-1\r\n", b"fffffffffffffffffff\r\n", b"1;" + b"x" * 70_000, b"1\r\nab\r\n0\r\n\r\n"]
-    )
-    return Attack(
-        "wrong_chunks", f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + chunk
-    )
-
-
-def _wrong_requests(chance: random.Random, path: str) -> Attack:
-    lines: Sequence[bytes] = (
-        b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /%00%ff HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET http://a:b@c/ HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
-        b"GET /metrics?" + b"name[]=x&" * 900 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text; version=a.b\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nHost: \xff\xfe\r\nX: \x01\r\n\r\n",
-        b"GET /sessions/" + b"x" * 9_000 + b"/v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
-        http2.opening(),
-        _CLIENT_HELLO,
-        chance.randbytes(300),
-    )
-    return Attack("wrong_requests", chance.choice(lines))
-
-
-def _wrong_json(chance: random.Random, path: str) -> Attack:
-    body = chance.choice(
-        [b"", b"null", b"{", b"\xff\xfe", b'"\\ud800"', b'{"messages": 1}', b"NaN", b'{"prompt": null}']
-    )
-    return Attack("wrong_json", _posted(path, body))
-
-
-def _slow_head(chance: random.Random, path: str) -> Attack:
-    return Attack("slow_head", b"POST / HTTP/1.1\r\n", drip=b"x: y\r\n")
-
-
-def _slow_http_body(chance: random.Random, path: str) -> Attack:
-    return Attack("slow_http_body", _posted(path, b"", length=1_000_000), drip=b"x")
-
-
-def _slow_chunks(chance: random.Random, path: str) -> Attack:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    return Attack("slow_chunks", head, drip=b"1\r\nx\r\n")
-
-
-_HTTP: Sequence[Maker] = (
-    *(_pipelined, _header_flood, _large_header, _large_line, _large_body, _body_bomb, _json_bomb, _wrong_lengths),
-    *(_wrong_chunks, _wrong_requests, _wrong_json, _slow_head, _slow_http_body, _slow_chunks, _silent),
+    *(_half_closed, _no_window),
+    *(_slow_body, _slow_preface, _slow_headers, silent, _idle),
 )
