@@ -57,8 +57,10 @@ MAX_BYTES_PER_PEER: Final = 2 << 30
 """Requests of one peer that are being answered; the run's own services have no such limit."""
 MAX_METADATA_BYTES: Final = 16_384
 """Metadata of a gRPC call."""
-MAX_STREAMS_PER_CONNECTION: Final = 40_000
-"""Calls on one gRPC connection at once; a client waits with further ones."""
+MAX_STREAMS_PER_CONNECTION: Final = 8_192
+"""Calls on one gRPC connection at once, those included that were reset and are not cleared away yet.
+
+A client waits with further ones; in a burst some get UNAVAILABLE and may ask again."""
 MAX_HTTP_HEADER_BYTES: Final = 32_768
 """The head of an HTTP request: its first line and all headers."""
 MAX_HTTP_HEADER_SECONDS: Final = 10.0

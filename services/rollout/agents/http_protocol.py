@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits on what a client may take its time for.
+"""HTTP/1.1 as uvicorn speaks it, with limits on what a client may take its time for, and one way to read a request.
 
 A connection waits for the head of a request (`Guest.silent`) → is answered (`Guest.speaks`) → waits again. A client
 that does not read its answer is cut off.
@@ -10,12 +10,29 @@ import asyncio
 import ssl
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.rpc.http.certificates import peer_of
 from headrace.rpc.http.door import Guest
-from headrace.wire.limits import MAX_HTTP_STALL_SECONDS
+from headrace.wire.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_STALL_SECONDS
 from services.rollout.agents.gate import PEER
+
+
+class OneLength(h11.Connection):
+    """Refuses a request with both Content-Length and Transfer-Encoding, and its connection (RFC 9112, 6.1).
+
+    h11 ignores the first. A proxy in front that ignores the second would take the end of the body for another request.
+    """
+
+    def next_event(self) -> Any:
+        """Raises h11.RemoteProtocolError, as for every request that means nothing."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"content-length" in names and b"transfer-encoding" in names:
+                raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
+        return event
 
 
 class LimitedProtocol(H11Protocol):
@@ -23,6 +40,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, guest: Guest, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
+        self.conn = OneLength(h11.SERVER, MAX_HTTP_HEADER_BYTES)
         self._guest = guest
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -40,6 +58,13 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._look()
+
+    def send_400_response(self, msg: str) -> None:
+        """Ends the connection where a response has begun: uvicorn would begin another inside of it, and fail."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -13,7 +13,6 @@ from headrace.rpc.http.certificates import require_named, server_context
 from headrace.rpc.http.door import Door, Guest
 from headrace.rpc.net import Address, free_port, listener
 from headrace.rpc.tls import TlsFolder
-from headrace.wire.limits import MAX_HTTP_HEADER_BYTES
 
 _DRAIN_SECONDS = 8
 _LAST_WORDS_SECONDS = 2
@@ -76,7 +75,6 @@ class EndpointServer:
             access_log=False,
             lifespan="off",
             server_header=False,
-            h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
             timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_WORDS_SECONDS,
         )
         self._server = server = Server(config)

@@ -17,6 +17,8 @@ _LARGE_SHARE = 0.004
 _MANY_SHARE = 0.02
 _BYTES_SHARE = 0.06
 _SEALED_SHARE = 0.8
+_UNKNOWN_TAG = b"\x82\xfa\x01"
+"""Field 4,000, of bytes."""
 
 
 class Spoiler:
@@ -36,7 +38,11 @@ class Spoiler:
     def _damaged(self, data: bytes) -> bytes:
         chance = self._random
         spoiled = bytearray(data or b"\x0a")
-        kind = chance.randrange(4)
+        kind = chance.randrange(6)
+        if kind == 4:
+            return bytes(spoiled) + _unknown(chance.choice((0, 100, 1 << 20)), chance.choice((1, 1, 1_000)))
+        if kind == 5:
+            return bytes(spoiled) * 2  # fields that come once come twice, and lists are as long again
         if kind == 0:
             return bytes(spoiled[: chance.randrange(len(spoiled))])
         if kind == 1:
@@ -115,3 +121,14 @@ class Spoiler:
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and self._random.random() < _LARGE_SHARE:
             return LARGE_BYTES if field.type == FieldDescriptor.TYPE_BYTES else LARGE_STRING
         return self._random.choice(edges(field))
+
+
+def _unknown(num_bytes: int, times: int) -> bytes:
+    """A field that no message has, several times where it is small."""
+    length = bytearray()
+    left = num_bytes
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    one = _UNKNOWN_TAG + bytes([*length, left]) + bytes(num_bytes)
+    return one * (times if num_bytes < 1_000 else 1)

@@ -59,8 +59,9 @@ class ServerProcess:
                     await asyncio.sleep(0.1)
 
     async def kill(self) -> None:
-        """`kill -9`."""
-        await self.end(signal.SIGKILL)
+        """`kill -9`; nothing where it was never started, so that the others of a test that failed to start end."""
+        if self._process is not None:
+            await self.end(signal.SIGKILL)
 
     async def end(self, number: signal.Signals) -> int:
         """Its exit status after this signal."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import ServiceDescriptor
 
 from tests.hostile.servers.servers import ServerProcess, tracebacks
-from tests.hostile.surfaces.attacks import Maker, of_grpc, of_http
+from tests.hostile.surfaces.attack import Maker
+from tests.hostile.surfaces.grpc_attacks import of_grpc
+from tests.hostile.surfaces.http_attacks import of_http
 from tests.hostile.surfaces.polite import Polite
 from tests.hostile.surfaces.stranger import Stranger
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER
@@ -122,14 +124,15 @@ async def _require_unharmed(
     print(
         f"  {server.module}: {sum(each.counts.total() for each in strangers)} attacks of "
         f"{sum(each.requests for each in strangers)} requests or frames, {len(bugs)} INTERNAL or UNKNOWN; health "
-        f"{health.worst_seconds:.3f} s at worst, {health.worst_busy_seconds:.3f} s of it computing; memory "
-        f"{before >> 20} MiB before, {at_end >> 20} MiB at the end, {after >> 20} MiB "
-        f"{time.monotonic() - ended:.0f} s later"
+        f"{health.num_answers} answers, {health.num_refused} refused, {health.worst_seconds:.3f} s at worst, "
+        f"{health.worst_busy_seconds:.3f} s of it computing; memory {before >> 20} MiB before, {at_end >> 20} MiB at "
+        f"the end, {after >> 20} MiB {time.monotonic() - ended:.0f} s later"
     )
     assert server.is_alive, server.log[-3000:]
     assert not tracebacks(server.log), "\n".join(tracebacks(server.log)[:5])[:6000]
     assert not bugs
     assert health.num_answers > 0
+    assert not health.num_refused
     assert health.worst_busy_seconds < MOST_HEALTH_SECONDS
     assert health.worst_seconds < most_seconds
     assert after <= most

@@ -10,7 +10,7 @@ import ssl
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.hostile.surfaces.attacks import Attack, Maker
+from tests.hostile.surfaces.attack import Attack, Maker
 
 _HANDS = 4
 _ANSWER_SECONDS = 0.1
