@@ -33,7 +33,7 @@ from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.fleet_build import capacity, slots_of
-from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of
+from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of, samples_together
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.generator import Generator
@@ -88,7 +88,7 @@ def rollout_service(
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
     request_seconds = seconds + GRACE_SECONDS
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
+    router = Router(job.rollout, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
     asks_for_experts = job.train.use_rollout_routing_replay
     architecture = read_architecture(job.model.hf_checkpoint)
     router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
@@ -149,6 +149,7 @@ def rollout_service(
             seconds=seconds,
             num_layers=num_layers,
             evaluation_priority=evaluation_priority(job.sglang),
+            samples_together=samples_together(job),
         )
     )
     sample_hooks = SampleHooks.of(job.rollout, args)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidArgument, Unavailable
+from headrace.wire.routing_key import routed_by
 
 if TYPE_CHECKING:
     import aiohttp
@@ -17,7 +18,9 @@ _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 2.0
 
 
-async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+async def ask_engine(
+    url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float, routing_key: str | None = None
+) -> dict[str, Any]:
     """Returns the answer's meta_info. A router that is away is asked again until `seconds` have passed.
 
     Raises InvalidArgument with the engine's words when it refuses the request, and Unavailable at the deadline.
@@ -30,7 +33,7 @@ async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any],
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=left)) as http:
-                return await _answer(http, url, body)
+                return await _answer(http, url, body, routed_by(routing_key))
         except (aiohttp.ClientError, TimeoutError, _Away) as error:
             last = error
         await asyncio.sleep(min(wait_seconds, max(deadline - time.monotonic(), 0.0)))
@@ -42,8 +45,10 @@ class _Away(Exception):
     """The router, or the engine behind it, cannot answer now."""
 
 
-async def _answer(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    async with http.post(url, json=body) as reply:
+async def _answer(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> dict[str, Any]:
+    async with http.post(url, json=body, headers=headers) as reply:
         if reply.status >= 500:
             raise _Away(f"status {reply.status}")
         if reply.status >= 400:

@@ -61,8 +61,11 @@ class Generator:
         return_partial: asyncio.Event | None = None,
         priority: int | None = None,
         images: PromptImages | None = None,
+        routing_key: str | None = None,
     ) -> Generation:
-        """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
+        """Returns a finished response. Requests of one `routing_key` go to one engine, whose prefix cache they share.
+
+        Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
         With `return_partial` it is not continued after an abort: the tokens so far are returned with finish ABORT, and
         the event is set for all who share it; when another sets it, generation ends at its next interruption. After
@@ -75,6 +78,7 @@ class Generator:
             streaming=False,
             priority=priority,
             images=images,
+            routing_key=routing_key,
         )
         return [piece async for piece in pieces][-1]
 
@@ -87,10 +91,16 @@ class Generator:
         seconds: float,
         images: PromptImages | None = None,
         begun: Generation = NOTHING_YET,
+        routing_key: str | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
         return self._pieces(
-            *(prompt, params, begun, None), request_id=request_id, seconds=seconds, streaming=True, images=images
+            *(prompt, params, begun, None),
+            request_id=request_id,
+            seconds=seconds,
+            streaming=True,
+            images=images,
+            routing_key=routing_key,
         )
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
@@ -119,6 +129,7 @@ class Generator:
         streaming: bool,
         priority: int | None = None,
         images: PromptImages | None = None,
+        routing_key: str | None = None,
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
@@ -140,6 +151,7 @@ class Generator:
                 pieces = self._ask(
                     *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority, images),
                     returns_partial=return_partial is not None,
+                    routing_key=routing_key,
                 )
                 async with contextlib.aclosing(pieces), _of_grammar(params):
                     async for piece in pieces:
@@ -189,6 +201,7 @@ class Generator:
         images: PromptImages | None,
         *,
         returns_partial: bool = False,
+        routing_key: str | None = None,
     ) -> AsyncGenerator[Generation, None]:
         ending: AbstractAsyncContextManager[None] = contextlib.nullcontext()
         if returns_partial and self._end_request:
@@ -207,11 +220,18 @@ class Generator:
                         seconds=seconds,
                         priority=priority,
                         images=images,
+                        routing_key=routing_key,
                     )
             yield await self._accepted(answer, len(tokens), end)
             return
         answers = self._router.stream(
-            tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds, images=images
+            tokens,
+            params,
+            request_id=request_id,
+            cache_key=cache_key,
+            seconds=seconds,
+            images=images,
+            routing_key=routing_key,
         )
         async with contextlib.aclosing(answers):
             with self._activity.requests():
