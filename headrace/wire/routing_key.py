@@ -1,4 +1,4 @@
-"""What sglang-router's policy `manual` goes by: requests of one key go to one engine. Other policies ignore it."""
+"""Requests with one key go to one engine: the header that sglang-router's policy `manual` reads, and others ignore."""
 
 from __future__ import annotations
 

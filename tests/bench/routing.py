@@ -1,4 +1,4 @@
-"""`make bench`: how sglang-router divides a step among engines, by policy, and how many engines compute a prompt.
+"""`make bench`: sglang-router divides a step among engines, by each policy; and the engines that compute a prompt.
 
 Sampler and router are the real ones; engines have no model. Prompts begin alike, as with a chat template. A share is
 that of the engine with the most samples, where 1 / engines is even.
@@ -60,7 +60,7 @@ async def measure(steps: int, sizes: list[int], prompts: int, samples: int) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)

@@ -1,4 +1,4 @@
-"""Which of two engines the real sglang-router gives the samples of a step: they share it, and a prompt's prefix."""
+"""Engines behind the real sglang-router share the samples of a step evenly, and one of them computes a prompt."""
 
 from __future__ import annotations
 
