@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,11 +126,11 @@ def run_case(case: TrainerCase) -> None:
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 
-    if case.devices:
-        rank = int(os.environ["RANK"])
-        watch(Path(case.devices[rank % len(case.devices)]), rank)
+    rank = int(os.environ["RANK"])
+    device = Path(case.devices[rank % len(case.devices)]) if case.devices else None
     try:
-        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
+        with watch(device, rank) if device else nullcontext():
+            asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -50,7 +51,7 @@ async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: 
     ],
 )
 def test_a_prompts_samples_stay_together_where_every_engine_has_four_such_parts(
-    shape: dict[str, int], together: int
+    shape: dict[str, Any], together: int
 ) -> None:
     assert samples_together(job_of(**shape)) == together
 
@@ -65,7 +66,7 @@ async def test_every_request_for_a_response_has_its_key_in_a_header_that_says_no
     app = web.Application()
     app.add_routes([web.post("/generate", answer)])
     async with TestServer(app) as server, EngineClient(str(server.make_url("")).rstrip("/")) as client:
-        asked = {"request_id": "r", "cache_key": "0", "seconds": 60.0}
+        asked: dict[str, Any] = {"request_id": "r", "cache_key": "0", "seconds": 60.0}
         for key in ("a key\nof any text", None):
             with pytest.raises(Unavailable):
                 await client.generate([1], SamplingParams(8), routing_key=key, **asked)
