@@ -69,6 +69,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetens
 	@$(BIN)/python -m tests.bench.planning
 	@$(BIN)/python -m tests.bench.overlap
 	@$(BIN)/python -m tests.bench.evaluation
+	@$(BIN)/python -m tests.bench.routing
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 

@@ -49,7 +49,7 @@ def engine_parts(
     """Starts nothing."""
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
     request_seconds = job.rollout.generate_timeout_seconds + GRACE_SECONDS
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
+    router = Router(job.rollout, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
     client = EngineClient(
         router.url, routed_experts=job.train.use_rollout_routing_replay, vocab_size=architecture.vocab_size
     )

@@ -20,7 +20,7 @@ from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.evaluation.eval_function import EvalFunction
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
 from services.rollout.fleet_build import EngineParts
-from services.rollout.in_flight import samples_at_once
+from services.rollout.in_flight import samples_at_once, samples_together
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.hooks.sample_hooks import HookedSampler, SampleHooks
@@ -65,6 +65,7 @@ class SamplerBuild:
             seconds=job.rollout.generate_timeout_seconds,
             num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
             evaluation_priority=evaluation_priority(job.sglang),
+            samples_together=samples_together(job),
         )
         return self.hooked(self.custom or self.agents or alone)
 

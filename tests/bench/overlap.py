@@ -108,8 +108,8 @@ class SleepingRanks:
         await self.receiver.begin(replace(PLAN, publication_id=name, policy_version=state.step, groups=groups))
         for bucket in (0, 1):
             await self.receiver.receive(name, bucket)
-        await self.receiver.commit(name, CHECKSUMS)
-        return {}
+        committed = await self.receiver.commit(name, CHECKSUMS)
+        return {"publish/paused_seconds": committed.paused_seconds}
 
     async def lacking(self, state: TrainState) -> Lacking:
         return NOBODY

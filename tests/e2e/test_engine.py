@@ -54,7 +54,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     checkpoint = make_tiny_qwen3(folder / "model")
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
     timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
-    router = Router("cache_aware", folder / "router.log", request_seconds=240, timing=timing)
+    router = Router(job.rollout, folder / "router.log", request_seconds=240, timing=timing)
     fleet = Fleet(2, 1, sglang_factory(job, folder, has_accelerator=await has_accelerator()), router, timing)
     await asyncio.gather(router.start(), fleet.start())
     kept = asyncio.create_task(router.supervise())

@@ -74,7 +74,7 @@ async def one_place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[O
     folder: Path = tmp_path_factory.mktemp("priority")
     job = Job.model_validate({"model": {"hf_checkpoint": make_tiny_qwen3(folder / "model")}, "sglang": SGLANG})
     timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
-    router = Router("round_robin", folder / "router.log", request_seconds=240, timing=timing)
+    router = Router(job.rollout, folder / "router.log", request_seconds=240, timing=timing)
     factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
     fleet = Fleet(1, 1, factory, router, timing)
     await asyncio.gather(router.start(), fleet.start())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ class Call:
     of_texts: list[Completion] = field(default_factory=list)
     """The completions that answered a text and not messages."""
     latest: Completion | None = None
+    routing_key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Its requests go to one engine, whose prefix cache its turns share."""
     _requests: int = 0
 
     def record(self, conversation: object, completion: Completion) -> None:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.rpc.retry import Backoff
+from headrace.wire.routing_key import routed_by
 
 if TYPE_CHECKING:
     import aiohttp
 
 
-async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+async def ask_engine(
+    url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float, routing_key: str | None = None
+) -> dict[str, Any]:
     """Returns the answer's meta_info. A router that is away is asked again until `seconds` have passed.
 
     Raises InvalidArgument with the engine's words when it refuses the request, and Unavailable at the deadline.
@@ -27,7 +30,7 @@ async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any],
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=left)) as http:
-                return await _answer(http, url, body)
+                return await _answer(http, url, body, routed_by(routing_key))
         except (aiohttp.ClientError, TimeoutError, _Away) as error:
             last = error
         await backoff.sleep(at_most=deadline - time.monotonic())
@@ -38,8 +41,10 @@ class _Away(Exception):
     """The router, or the engine behind it, cannot answer now."""
 
 
-async def _answer(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    async with http.post(url, json=body) as reply:
+async def _answer(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> dict[str, Any]:
+    async with http.post(url, json=body, headers=headers) as reply:
         if reply.status >= 500:
             raise _Away(f"status {reply.status}")
         if reply.status >= 400:

@@ -113,6 +113,7 @@ async def _extend(call: Call, trajectory: Trajectory, params: dict[str, Any]) ->
             trajectory.tokens,
             {**params, "max_new_tokens": room},
             seconds=call.args.generate_timeout_seconds,
+            routing_key=call.routing_key,
         )
         wanted -= len(trajectory.append_response(meta_info))
         if meta_info["finish_reason"]["type"] != "abort":

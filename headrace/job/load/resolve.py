@@ -80,9 +80,10 @@ def _shards(job: Job) -> Job:
 
 
 def _colocated(job: Job) -> Job:
-    """Engines have as many GPUs as the trainer, whose weights come through shared memory; both give up their memory.
+    """A machine's engines have as many GPUs as its ranks; both give up their memory.
 
-    Where only one of the two is there, it has the GPUs to itself.
+    Weights come through the machine's shared memory, or of several machines through a folder. Where only trainer or
+    engines are there, they have the GPUs to themselves.
     """
     placement, publish = job.placement, job.publish
     if not placement.colocate:
@@ -93,9 +94,10 @@ def _colocated(job: Job) -> Job:
         for name, value in (("offload_train", placement.offload_train), ("offload_rollout", placement.offload_rollout))
     }
     if "rollout_num_gpus" not in placement.model_fields_set:
-        update["rollout_num_gpus"] = placement.num_ranks
+        update["rollout_num_gpus"] = placement.actor_num_gpus_per_node
     if "update_weight_transport" not in publish.model_fields_set:
-        publish = publish.model_copy(update={"update_weight_transport": "ipc"})
+        transport = "ipc" if placement.actor_num_nodes == 1 else "disk"
+        publish = publish.model_copy(update={"update_weight_transport": transport})
     return job.model_copy(update={"placement": placement.model_copy(update=update), "publish": publish})
 
 

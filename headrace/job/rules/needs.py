@@ -39,6 +39,10 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
+    **{
+        name: ("router_policy", lambda job: job.rollout.router_policy == "cache_aware")
+        for name in ("router_cache_threshold", "router_balance_abs_threshold", "router_balance_rel_threshold")
+    },
     "rollout_service": ("rollout_address", lambda job: job.services.rollout_address is not None),
     "offload_train": ("colocate", lambda job: job.placement.colocate),
     "offload_rollout": ("colocate", lambda job: job.placement.colocate),

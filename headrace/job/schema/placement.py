@@ -46,7 +46,9 @@ class PlacementSection(NodeOptions):
         description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
         "rollout services divide them, in their order.",
     )
-    colocate: bool = Field(False, description="Trainer and engines take turns on the same GPUs, of one machine.")
+    colocate: bool = Field(
+        False, description="Trainer and engines take turns on the same GPUs, of one machine or of each of several."
+    )
     offload_train: bool | None = Field(
         None, description="With colocate: the trainer's memory is in the host's while engines generate; absent: on."
     )

@@ -194,8 +194,22 @@ class RolloutSection(Section):
         None,
         description="Number of latest samples of which max_failed_share is a share; absent: one step's, at least 32.",
     )
-    router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
-        "cache_aware", description="How sglang-router picks an engine."
+    router_policy: Literal["manual", "cache_aware", "round_robin", "random"] = Field(
+        "manual",
+        description="How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to "
+        "one engine together.",
+    )
+    router_cache_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.3,
+        description="With router_policy cache_aware: the share of a prompt that an engine must know to be preferred.",
+    )
+    router_balance_abs_threshold: NonNegative = Field(
+        8,
+        description="With router_policy cache_aware: the engine with the fewest requests is chosen where another has "
+        "more than so many requests more, and more by router_balance_rel_threshold.",
+    )
+    router_balance_rel_threshold: Annotated[float, Field(ge=1)] = Field(
+        1.1, description="With router_policy cache_aware: see router_balance_abs_threshold."
     )
 
     @property

@@ -191,6 +191,7 @@ class AgentPolicy:
                     request_id=f"{name}-{number}",
                     seconds=session.seconds_left(),
                     priority=session.priority,
+                    routing_key=session.session_id,
                 )
 
         generations = await asyncio.gather(*(generated(*each) for each in enumerate(all_params)))
@@ -203,7 +204,13 @@ class AgentPolicy:
         name, left = session.next_request(), session.seconds_left()
         params = session.params_of(request, len(ask.tokens), 0)
         async with self._slot(session, left):
-            pieces = self._generator.stream(ask.tokens, params, request_id=name, seconds=session.seconds_left())
+            pieces = self._generator.stream(
+                ask.tokens,
+                params,
+                request_id=name,
+                seconds=session.seconds_left(),
+                routing_key=session.session_id,
+            )
             async with aclosing(pieces):
                 async for so_far in pieces:
                     yield so_far

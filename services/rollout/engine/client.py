@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.wire.routing_key import routed_by
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
 from services.rollout.engine.answers.load import EngineLoad, read_load
@@ -56,9 +57,11 @@ class EngineClient:
         seconds: float,
         priority: int | None = None,
         images: PromptImages | None = None,
+        routing_key: str | None = None,
     ) -> EngineResponse:
         """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
+        The router sends requests of one `routing_key` to one engine.
         Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
         """
         body = self._generate_body(tokens, params, request_id, cache_key, images)
@@ -66,7 +69,12 @@ class EngineClient:
         if priority is not None:
             body["priority"] = priority
         reply = await self._http.request(
-            "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
+            "POST",
+            "/generate",
+            body,
+            seconds=seconds,
+            max_bytes=self._answer_bytes(asked),
+            headers=routed_by(routing_key),
         )
         answer = read_response(reply.json(), asked)
         if answer.finish is None:
@@ -82,6 +90,7 @@ class EngineClient:
         cache_key: str,
         seconds: float,
         images: PromptImages | None = None,
+        routing_key: str | None = None,
     ) -> AsyncGenerator[EngineResponse, None]:
         """Yields all tokens so far, again and again; the last response has `finish`. Raises as `generate` does.
 
@@ -96,6 +105,7 @@ class EngineClient:
             seconds=seconds,
             max_bytes=self._answer_bytes(asked),
             max_events=params.max_new_tokens + _FURTHER_EVENTS,
+            headers=routed_by(routing_key),
         )
         first_name: str | None = None
         async with contextlib.aclosing(events):

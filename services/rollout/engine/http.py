@@ -80,10 +80,11 @@ class Http:
         *,
         seconds: float,
         max_bytes: int = CONTROL_ANSWER_BYTES,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Reply:
         """Returns the whole response. Raises DeadlineExceeded, Unavailable, and BadAnswer for more than `max_bytes`."""
         with self._mapped(path, seconds):
-            async with asyncio.timeout(seconds), self._sent(method, path, body, seconds) as response:
+            async with asyncio.timeout(seconds), self._sent(method, path, body, seconds, headers) as response:
                 content = bytearray()
                 async for chunk in response.content.iter_any():
                     content += chunk
@@ -91,14 +92,21 @@ class Http:
                 return Reply(path, response.status, bytes(content))
 
     async def events(
-        self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int, max_events: int
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        seconds: float,
+        max_bytes: int,
+        max_events: int,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yields the JSON objects of an event stream, each of at most `max_bytes`. Raises as `request` does."""
         end = time.monotonic() + seconds
         async with contextlib.AsyncExitStack() as stack:
             with self._mapped(path, seconds):
                 async with asyncio.timeout(seconds):
-                    response = await stack.enter_async_context(self._sent("POST", path, body, seconds))
+                    response = await stack.enter_async_context(self._sent("POST", path, body, seconds, headers))
                 if not 200 <= response.status < 300:
                     async with asyncio.timeout(end - time.monotonic()):
                         Reply(path, response.status, await _start_of(response)).require_success()
@@ -123,14 +131,14 @@ class Http:
 
     @contextlib.asynccontextmanager
     async def _sent(
-        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(seconds, _CONNECT_SECONDS))
         async with self._beginning:
             await asyncio.sleep(0)
         data = None if body is None else msgspec.json.encode(body)
         async with self._http.request(
-            method, f"{self.url}{path}", data=data, timeout=timeout, allow_redirects=False
+            method, f"{self.url}{path}", data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise BadAnswer("encoded", f"{path} answered with a Content-Encoding that was not asked for")

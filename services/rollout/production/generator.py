@@ -27,6 +27,18 @@ from services.rollout.production.response_end import ResponseEnd, Seam
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What all requests for a response have in common."""
+
+    request_id: str
+    streaming: bool
+    returns_partial: bool = False
+    priority: int | None = None
+    images: PromptImages | None = None
+    routing_key: str | None = None
+
+
 @dataclass
 class _Attempt:
     """One request of several for a response: the tokens with those of the requests before it, and why it failed."""
@@ -86,21 +98,18 @@ class Generator:
         return_partial: asyncio.Event | None = None,
         priority: int | None = None,
         images: PromptImages | None = None,
+        routing_key: str | None = None,
     ) -> Generation:
-        """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
+        """Returns a finished response. Requests of one `routing_key` go to one engine, whose prefix cache they share.
+
+        Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
         With `return_partial` it is not continued after an abort: the tokens so far are returned with finish ABORT, and
         the event is set for all who share it; when another sets it, generation ends at its next interruption. After
         `seconds` the tokens so far are returned in the same way, if there are any, and the event is not set.
         """
-        pieces = self._pieces(
-            *(prompt, params, begun, return_partial),
-            request_id=request_id,
-            seconds=seconds,
-            streaming=False,
-            priority=priority,
-            images=images,
-        )
+        request = _Request(request_id, False, return_partial is not None, priority, images, routing_key)
+        pieces = self._pieces(request, prompt, params, begun, seconds, return_partial)
         return [piece async for piece in pieces][-1]
 
     def stream(
@@ -112,11 +121,11 @@ class Generator:
         seconds: float,
         images: PromptImages | None = None,
         begun: Generation = NOTHING_YET,
+        routing_key: str | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
-        return self._pieces(
-            *(prompt, params, begun, None), request_id=request_id, seconds=seconds, streaming=True, images=images
-        )
+        request = _Request(request_id, True, images=images, routing_key=routing_key)
+        return self._pieces(request, prompt, params, begun, seconds)
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
         """Raises InvalidArgument for a request that no engine could serve, so that no engine is blamed."""
@@ -134,38 +143,26 @@ class Generator:
 
     async def _pieces(
         self,
+        request: _Request,
         prompt: Sequence[int],
         params: SamplingParams,
         begun: Generation,
-        return_partial: asyncio.Event | None,
-        *,
-        request_id: str,
         seconds: float,
-        streaming: bool,
-        priority: int | None = None,
-        images: PromptImages | None = None,
+        return_partial: asyncio.Event | None = None,
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
         last = len(begun.tokens) - 1
         done = _within(await self._ended(begun, params, Seam(last, last), len(prompt)), params)
-        if done.finish is not Finish.ABORT:
-            yield done
-            return
         backoff = Backoff()
         number = 0
-        while (left := end - time.monotonic()) > 0:
-            if return_partial and return_partial.is_set():
-                yield done
-                return
+        while done.finish is Finish.ABORT and (left := end - time.monotonic()) > 0 and not _is_set(return_partial):
             number += 1
             rest = await self._response_end.next_request(params, done.tokens)
-            pieces = self._ask(
-                *([*prompt, *done.tokens], rest, f"{request_id}#{number}", left, streaming, priority, images),
-                returns_partial=return_partial is not None,
-            )
+            one = replace(request, request_id=f"{request.request_id}#{number}")
             attempt = _Attempt(done, len(done.tokens) + rest.max_new_tokens)
-            joined = self._joined(attempt, pieces, params, len(prompt), streaming=streaming)
+            pieces = self._ask(one, [*prompt, *done.tokens], rest, left)
+            joined = self._joined(attempt, pieces, params, len(prompt), streaming=request.streaming)
             async with contextlib.aclosing(joined):
                 async for so_far in joined:
                     yield so_far
@@ -175,19 +172,18 @@ class Generator:
                 done = attempt.so_far  # fewer tokens were asked for than are left
                 continue
             has_time = end - time.monotonic() > backoff.seconds
-            attempt.require_another(has_time=has_time, returns_partial=return_partial is not None)
+            attempt.require_another(has_time=has_time, returns_partial=request.returns_partial)
             if attempt.failure is None and len(attempt.so_far.tokens) > len(done.tokens):
                 backoff.reset()
-            done = _within(_continuable(attempt.so_far, params, streaming=streaming), params)
-            if done.finish is not Finish.ABORT:
-                yield done
-                return
-            has_begun = attempt.failure is None and len(done.tokens) > len(begun.tokens)
-            if return_partial and has_begun and time.monotonic() < end:
-                return_partial.set()
-            await _set_within(return_partial, backoff.next_seconds(at_most=end - time.monotonic()))
-        if return_partial is None or not done.tokens:
-            raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
+            done = _within(_continuable(attempt.so_far, params, streaming=request.streaming), params)
+            if done.finish is Finish.ABORT:
+                has_begun = attempt.failure is None and len(done.tokens) > len(begun.tokens)
+                if return_partial and has_begun and time.monotonic() < end:
+                    return_partial.set()
+                await _set_within(return_partial, backoff.next_seconds(at_most=end - time.monotonic()))
+        is_partial = _is_set(return_partial) or (request.returns_partial and done.tokens)
+        if done.finish is Finish.ABORT and not is_partial:
+            raise DeadlineExceeded(f"request {request.request_id} had {len(done.tokens)} tokens after {seconds:g} s")
         yield done
 
     async def _joined(
@@ -235,39 +231,37 @@ class Generator:
         return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        request_id: str,
-        seconds: float,
-        streaming: bool,
-        priority: int | None,
-        images: PromptImages | None,
-        *,
-        returns_partial: bool = False,
+        self, request: _Request, tokens: list[int], params: SamplingParams, seconds: float
     ) -> AsyncGenerator[Generation, None]:
         ending: AbstractAsyncContextManager[None] = contextlib.nullcontext()
-        if returns_partial and self._end_request:
-            ending = ended_after(seconds, request_id, self._end_request)
+        if request.returns_partial and self._end_request:
+            ending = ended_after(seconds, request.request_id, self._end_request)
             seconds += GRACE_SECONDS
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
-        if not streaming:
+        if not request.streaming:
             with self._activity.requests():
                 async with ending:
                     answer = await self._router.generate(
                         tokens,
                         params,
-                        request_id=request_id,
+                        request_id=request.request_id,
                         cache_key=cache_key,
                         seconds=seconds,
-                        priority=priority,
-                        images=images,
+                        priority=request.priority,
+                        images=request.images,
+                        routing_key=request.routing_key,
                     )
             yield await self._accepted(answer, len(tokens), end)
             return
         answers = self._router.stream(
-            tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds, images=images
+            tokens,
+            params,
+            request_id=request.request_id,
+            cache_key=cache_key,
+            seconds=seconds,
+            images=request.images,
+            routing_key=request.routing_key,
         )
         async with contextlib.aclosing(answers):
             with self._activity.requests():
@@ -304,6 +298,10 @@ def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool)
             reason="CANNOT_CONTINUE",
         )
     return NOTHING_YET
+
+
+def _is_set(event: asyncio.Event | None) -> bool:
+    return event is not None and event.is_set()
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:

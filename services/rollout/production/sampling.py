@@ -137,7 +137,7 @@ class EngineSampler:
     """Generates single samples. A failure is the sample's own, which is FAILED with the reason.
 
     `num_layers` is set when engines are asked for the routed experts, `evaluation_priority` when they schedule by
-    priority.
+    priority. Of a group's samples `samples_together` go to one engine, whose prefix cache they share.
     """
 
     def __init__(
@@ -148,8 +148,10 @@ class EngineSampler:
         seconds: float,
         num_layers: int | None = None,
         evaluation_priority: int | None = None,
+        samples_together: int = 1,
     ) -> None:
         self._generator = generator
+        self._samples_together = samples_together
         self._encoder = encoder
         self._seconds = seconds
         self._num_layers = num_layers
@@ -181,6 +183,7 @@ class EngineSampler:
                 return_partial=return_partial,
                 priority=priority,
                 images=request.prompt.for_engine,
+                routing_key=f"{request.group_id}/{request.index // self._samples_together}",
             )
             return self._sample(request, generation)
         except HeadraceError as error:

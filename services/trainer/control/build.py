@@ -243,7 +243,7 @@ class TrainerBuild:
     async def clear_devices(self, rollout: Rollout | None) -> None:
         """Makes engines give up their memory on shared devices before any rank has memory there."""
         if rollout is not None and self._job.placement.offload_rollout:
-            await clear(rollout.services[0], seconds=self._away_seconds)
+            await clear(rollout.services, seconds=self._away_seconds)
 
     @property
     def _away_seconds(self) -> float:
@@ -256,7 +256,7 @@ class TrainerBuild:
             return OwnDevices()
         return SharedDevices(
             group,
-            rollout.services[0] if placement.offload_rollout else None,
+            rollout.services if placement.offload_rollout else (),
             offloads=bool(placement.offload_train),
             seconds=self._away_seconds,
             moving_seconds=self._job.publish.update_weight_timeout_seconds,

@@ -2,15 +2,18 @@
 
   TRAINER'S ──give──► ENGINES' ──take──► TRAINER'S …   a trainer begins with its turn: it calls `clear` before it loads
 A turn begins when the other side's memory is gone: engines answer when none has any, and every rank when its own is in
-host memory. An edge may be passed again after a failure in the middle of it: what is done is not done twice.
+host memory. There is one turn for all machines, and one that does not answer is waited for. An edge may be passed again
+after a failure in the middle of it: what is done is not done twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from headrace.client.rollout import RolloutClient
+from headrace.errors import Fenced
 from headrace.rpc.log import log
 
 
@@ -59,13 +62,13 @@ class SharedDevices:
     def __init__(
         self,
         ranks: MovingRanks,
-        engines: RolloutClient | None,
+        engines: Sequence[RolloutClient],
         *,
         offloads: bool,
         seconds: float,
         moving_seconds: float,
     ) -> None:
-        """`engines` is None where they keep their memory, `offloads` False where ranks do."""
+        """`engines` are all rollout services, none where they keep their memory; `offloads` is False where ranks do."""
         self._ranks = ranks
         self._engines = engines
         self._offloads = offloads
@@ -82,8 +85,7 @@ class SharedDevices:
         async with self._one_at_a_time:
             if not self._are_engines:
                 return
-            if self._engines:
-                await self._engines.release_memory(self._epoch, deadline_seconds=self._seconds)
+            await _all(self._engines, lambda each: each.release_memory(self._epoch, deadline_seconds=self._seconds))
             if self._offloads:
                 await self._ranks.to_device(deadline_seconds=self._moving_seconds)
             self._are_engines = False
@@ -96,11 +98,24 @@ class SharedDevices:
             if self._offloads:
                 await self._ranks.to_host(deadline_seconds=self._moving_seconds)
             self._are_engines = True  # from now on engines may have some of it, whatever becomes of the call
-            if self._engines:
-                await self._engines.resume_memory(self._epoch, deadline_seconds=self._seconds)
+            await _all(self._engines, lambda each: each.resume_memory(self._epoch, deadline_seconds=self._seconds))
             log.info("devices_given")
 
 
-async def clear(engines: RolloutClient, *, seconds: float) -> None:
+async def clear(engines: Sequence[RolloutClient], *, seconds: float) -> None:
     """Engines that an earlier trainer left with the devices give them up. Before any rank has something there."""
-    log.info("devices_cleared", engines=list(await engines.release_memory(deadline_seconds=seconds)))
+    released = await _all(engines, lambda each: each.release_memory(deadline_seconds=seconds))
+    log.info("devices_cleared", engines=[engine_id for of_one in released for engine_id in of_one])
+
+
+async def _all(
+    engines: Sequence[RolloutClient], ask: Callable[[RolloutClient], Awaitable[Sequence[str]]]
+) -> Sequence[Sequence[str]]:
+    """Asks the services of all machines at once, and returns when each has answered or failed. Raises an error of one.
+
+    No call is left alone while it may still change whose the devices are; Fenced, which ends a trainer, comes first.
+    """
+    answers = await asyncio.gather(*map(ask, engines), return_exceptions=True)
+    if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+        raise next((error for error in failed if isinstance(error, Fenced)), failed[0])
+    return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -79,6 +79,12 @@ class Costs:
     service_per_sample: float = figure(
         5e-3, Assumed("a rollout service's event loop: an engine's answer of half a megabyte")
     )
+    group_latency: float = figure(
+        0.0, Assumed("beside the work: waits of a group's calls for one another, which its place in flight is held for")
+    )
+    publication_seconds: tuple[float, float] | None = figure(
+        None, Assumed("standstill and whole of a publication, where they do not follow from its bytes")
+    )
     score: float = figure(20e-3, Assumed("a reward worker's CPU for one mathematical answer"))
 
     flops_per_token: float = figure(8 * 3.3e9, Assumed("6 to train and 2 for log-probs, a parameter that is active"))

@@ -97,6 +97,10 @@ class Demand:
         """The closed forms."""
         tokens = work.prompt_tokens + work.mean_tokens
         broadcast = work.weight_bytes * layout.num_services / (layout.num_senders * costs.link_bytes)
+        standstill, whole = costs.publication_seconds or (
+            costs.standstill_of_broadcast * broadcast,
+            costs.whole_of_broadcast * broadcast,
+        )
         return cls(
             engines=layout.engine_gpus
             * costs.tokens_per_second(requests_on_gpu(work, layout, costs))
@@ -105,8 +109,8 @@ class Demand:
             buffer=layout.num_shards / buffer_seconds(work, costs),
             reward=layout.reward_workers / costs.score,
             services=layout.num_services / costs.service_per_sample,
-            standstill=costs.standstill_of_broadcast * broadcast,
-            publication=costs.whole_of_broadcast * broadcast,
+            standstill=standstill,
+            publication=whole,
         )
 
     @property

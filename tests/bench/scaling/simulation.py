@@ -186,6 +186,7 @@ class Run:
         tokens = group.tokens / len(lengths)
         put = costs.put(tokens * work.bytes_per_token, tokens * work.column_bytes_per_token)
         yield shard.serve(len(lengths) * put)
+        yield self.env.timeout(costs.group_latency)
         self._leased -= 1
         heapq.heappush(self._ready, (seq, group))
         self._change()

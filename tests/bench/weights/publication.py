@@ -159,7 +159,7 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
     weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
     timing = FleetTiming(start_seconds=900)
-    router = Router("cache_aware", folder / "router.log", request_seconds=60, timing=timing)
+    router = Router(job.rollout, folder / "router.log", request_seconds=60, timing=timing)
     factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
     fleet = Fleet(num_engines, 1, factory, router, timing)
     await asyncio.gather(router.start(), fleet.start())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import structlog
 from tests.support.devices.shared_device import SharedDevice
 
 
-def watch(folder: Path, rank: int) -> None:
-    """From now on this process is a holder; it raises OutOfMemory where engines hold memory."""
+@contextmanager
+def watch(folder: Path, rank: int) -> Iterator[None]:
+    """In the block this process is a holder; it raises OutOfMemory where engines hold memory."""
     device = SharedDevice(folder)
 
     def account(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -22,4 +24,9 @@ def watch(folder: Path, rank: int) -> None:
             device.give(f"rank-{rank}")
         return event
 
-    structlog.configure(processors=[account, *structlog.get_config()["processors"]])
+    before = structlog.get_config()["processors"]
+    structlog.configure(processors=[account, *before])
+    try:
+        yield
+    finally:
+        structlog.configure(processors=before)

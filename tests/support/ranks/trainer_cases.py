@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2
@@ -19,6 +20,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
 from headrace.run_folder import RunFolder
 from services.buffer.store.base import Store
+from services.rollout.engine.process import EngineFactory
 from tests.support.devices.shared_device import SharedDevice
 from tests.support.devices.watch_ranks import watch
 from tests.support.devices.weights_engine import WeightsEngine
@@ -48,8 +50,11 @@ class TrainerCase:
     hf_checkpoint: str
     sections: Sections
     services: Mapping[str, str]
-    device: str = ""
-    """The folder of the fake device that its ranks share with engines; empty: they have their own"""
+    devices: Sequence[str] = ()
+    """The folders of the fake devices that its ranks share with engines, one a machine; none: they have their own.
+
+    Of several machines each has one rank.
+    """
 
     @property
     def out(self) -> Path:
@@ -74,33 +79,40 @@ async def served(
     sections: Sections,
     change: Change = lambda put: put,
     store: Store | None = None,
-    device: SharedDevice | None = None,
-) -> AsyncIterator[tuple[TrainerCase, CertainRollout]]:
-    """The case, with a buffer and a rollout service for it in this process; they make (and change) its samples."""
+    devices: Sequence[SharedDevice] = (),
+) -> AsyncIterator[tuple[TrainerCase, Sequence[CertainRollout]]]:
+    """The case, with a buffer and a rollout service for it in this process; they make (and change) its samples.
+
+    With several `devices` there is a rollout service for each.
+    """
     from services.buffer.store.memory import MemoryStore
     from tests.support.ledgers.buffer_samples import text_prompts
     from tests.support.processes.buffer_server import served_buffer
 
     weights_root = RunFolder(folder / name).weights_of(PublishSection(**sections.get("publish", {})))
-    stream = buffer_pb2.StreamConfig(
+    config = buffer_pb2.StreamConfig(
         name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
     )
+    builds: Sequence[EngineFactory] = [partial(WeightsEngine, device=each) for each in devices]
     async with (
-        certain_rollout(
-            lambda number: WeightsEngine(number, device) if device else PolicyEngine(checkpoint),
-            weights_root=weights_root,
-            shares_devices=device is not None,
-        ) as rollout,
+        AsyncExitStack() as stack,
         served_buffer(store or MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):
-        await client.create_stream(stream)
+        rollouts = [
+            await stack.enter_async_context(
+                certain_rollout(build, weights_root=weights_root, shares_devices=bool(devices))
+            )
+            for build in builds or [lambda _: PolicyEngine(checkpoint)]
+        ]
+        await client.create_stream(config)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
         producing = asyncio.create_task(produce(server.address, change=change))
-        services = {"buffer_address": server.address, "rollout_address": rollout.address}
+        addresses = ",".join(rollout.address for rollout in rollouts)
+        services = {"buffer_address": server.address, "rollout_address": addresses}
         try:
-            folder_of_device = str(device.folder) if device else ""
-            yield TrainerCase(name, str(folder), str(checkpoint), sections, services, folder_of_device), rollout
+            folders = [str(device.folder) for device in devices]
+            yield TrainerCase(name, str(folder), str(checkpoint), sections, services, folders), rollouts
         finally:
             producing.cancel()
 
@@ -114,10 +126,11 @@ def run_case(case: TrainerCase) -> None:
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 
-    if case.device:
-        watch(Path(case.device), int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    device = Path(case.devices[rank % len(case.devices)]) if case.devices else None
     try:
-        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
+        with watch(device, rank) if device else nullcontext():
+            asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():

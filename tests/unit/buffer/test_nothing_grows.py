@@ -54,12 +54,12 @@ def test_no_table_of_the_ledger_or_its_store_grows_with_steps(tmp_path: Path, le
     for step in range(120):
         it.submit(*(f"q{step}-{i}" for i in range(2)))
         for group in it.lease():
-            it.do((it.ledger.renew(it.now, [group.live_lease.lease_id]), it.ledger.forget_ended(it.now, "train")[1]))
+            it.do((it.ledger.renew(it.now, [group.live_lease.lease_id]), it.ledger.delete_ended(it.now, "train")[1]))
             it.put([group])
         it.consume(epoch, step)
         it.serve(epoch, step + 1)
         it.commit(epoch, step + 1)
-        it.do(it.ledger.forget_ended(it.now, "train"))
+        it.do(it.ledger.delete_ended(it.now, "train"))
         it.seconds += 1.0
         if step % 60 == 59:
             store.compact()

@@ -62,6 +62,18 @@ def test_with_colocate_engines_are_on_the_trainers_gpus_and_as_many(load_with) -
 
 
 @pytest.mark.usefixtures("eight_gpus")
+def test_with_colocate_over_two_machines_each_services_engines_are_on_the_ranks_gpus_of_its_machine(load_with) -> None:
+    flags = ("--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--insecure")
+    flags += ("--rollout-address", "10.0.0.7:7002,10.0.0.8:7002", "--buffer-address", "10.0.0.7:7001")
+    flags += ("--master-addr", "10.0.0.7", "--trainer-address", "10.0.0.7:7004")
+    job = load_with(*flags, "--update-weight-disk-path", "/shared/weights", "--rollout-num-gpus-per-engine", "2")
+    assert (job.placement.rollout_num_gpus, job.placement.num_engines) == (4, 2)
+    assert job.publish.update_weight_transport == "disk"
+    assert visible(job, ("trainer",)) == {"trainer": "0,1,2,3"}
+    assert visible(job, ("rollout",)) == {"rollout": "0,1,2,3"}
+
+
+@pytest.mark.usefixtures("eight_gpus")
 def test_services_that_are_started_one_by_one_on_a_machine_get_what_they_would_get_together() -> None:
     job = job_of(actor_num_gpus_per_node=4, rollout_num_gpus=4)
     assert visible(job, ("trainer",)) == {"trainer": "0,1,2,3"}

@@ -11,6 +11,8 @@ from headrace.errors import ConfigError
 from headrace.job.load.load import load
 from headrace.launch.specs import address_in
 
+ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
+
 
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -42,12 +44,18 @@ from headrace.launch.specs import address_in
         ("--rollout-external-engine-addrs 10.0.0.7:1 --rollout-max-engines 2", "started and ended elsewhere; leave it"),
         ("--colocate --max-staleness 1", r"colocate cannot be combined with asynchronous training \(max_staleness 1"),
         ("--colocate --async-buffer-size 4", "Leave --colocate out"),
-        ("--colocate --rollout-num-gpus 2", "rollout_num_gpus 2 and 1 of the trainer .actor_num_nodes 1 x"),
+        ("--colocate --rollout-num-gpus 2", "rollout_num_gpus 2 and 1 of the trainer on a machine"),
         ("--colocate --rollout-services 2", "colocate with 2 rollout services: trainer and engines share the GPUs and"),
         ("--colocate --rollout-address 10.0.0.1:7001", "Start the rollout service at a loopback address, or leave"),
         ("--colocate --rollout-external-engine-addrs 127.0.0.1:3", "with engines that are started elsewhere: trainer"),
         ("--colocate --rollout-placement ray", "colocate with rollout_placement ray: trainer and engines share"),
-        ("--colocate --actor-num-nodes 2 --rollout-num-gpus 2", "colocate with actor_num_nodes 2: trainer and engines"),
+        ("--colocate --actor-num-nodes 2", "Start `headrace up rollout --rollout-service K` on machine K and name one"),
+        (f"{ON_TWO},10.0.0.1:7003", "actor_num_nodes 2 and rollout at 10.0.0.1:7002,10.0.0.1:7003: trainer and engin"),
+        (
+            f"{ON_TWO},10.0.0.2:7002 --update-weight-transport ipc",
+            "Shared memory is one machine's: use --update-weight",
+        ),
+        (f"{ON_TWO},10.0.0.2:7002 --buffer-address 10.0.0.1:7001", "Name a folder that all machines see at the same"),
         ("--colocate --update-weight-transport collective", "Leave it out, which is ipc, or choose disk"),
         ("--colocate --sglang-enable-memory-saver", "engines have it where they give their memory up: set colocate"),
         ("--offload-train", "offload_train has no effect without colocate: add --colocate or leave"),

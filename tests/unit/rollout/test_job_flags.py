@@ -56,12 +56,27 @@ def test_max_turns_reaches_the_custom_generate_function() -> None:
     assert custom_args(hook_args(job_of(max_turns=3)), "http://127.0.0.1:1").max_turns == 3
 
 
-@pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware"])
+@pytest.mark.parametrize("policy", ["manual", "random", "round_robin", "cache_aware"])
 def test_the_router_is_started_with_router_policy_and_outlasts_generate_timeout_seconds(policy: str) -> None:
     job = job_of(router_policy=policy, generate_timeout_seconds=90.0)
-    words = command(job.rollout.router_policy, 1, 2, job.rollout.generate_timeout_seconds)
+    words = command(job.rollout, 1, 2, job.rollout.generate_timeout_seconds)
     assert words[words.index("--policy") + 1] == policy
     assert words[words.index("--request-timeout-secs") + 1] == "91"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("router_cache_threshold", 0.75),
+        ("router_balance_abs_threshold", 2),
+        ("router_balance_rel_threshold", 1.25),
+    ],
+)
+def test_thresholds_of_cache_aware_reach_the_router_and_no_other_policy(flag: str, value: float) -> None:
+    word = f"--{flag.removeprefix('router_').replace('_', '-')}"
+    words = command(job_of(router_policy="cache_aware", **{flag: value}).rollout, 1, 2, 90.0)
+    assert words[words.index(word) + 1] == str(value)
+    assert word not in command(job_of().rollout, 1, 2, 90.0)
 
 
 @pytest.mark.parametrize(

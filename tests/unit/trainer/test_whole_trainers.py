@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,11 @@ IN_TURNS: Sections = {
     "checkpoint": {"save_interval": 1},
 }
 """As a job with --colocate is resolved; its engine holds memory, and has no model."""
+TWO_MACHINES = "two-machines@dp2"
+ON_EACH_OF_TWO: Sections = IN_TURNS | {
+    "publish": IN_TURNS["publish"] | {"update_weight_transport": "disk"},
+}
+"""Each machine has a rank, a device, and a rollout service with an engine."""
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
@@ -95,7 +100,8 @@ class Runs:
     """What they left: in the folder, and in the engines."""
 
     folder: Path
-    served: Mapping[str, Mapping[str, Tensor]]
+    served: Mapping[str, Sequence[Mapping[str, Tensor]]]
+    """What each rollout service's engine got last."""
 
     def metrics(self, run: str) -> list[dict[str, float]]:
         """Of each step."""
@@ -116,7 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, asyncio.run(_run(folder)))
 
 
-async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
+async def _run(folder: Path) -> Mapping[str, Sequence[Mapping[str, Tensor]]]:
     async with AsyncExitStack() as stack:
         cases = []
         for run in RUNS:
@@ -125,31 +131,41 @@ async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
             filled = json.loads(json.dumps(sections).replace("{folder}", str(folder)))
             filled |= {"megatron": LAYOUTS[layout]}
             cases.append(await stack.enter_async_context(served(run, folder, folder / family, filled)))
-        device, checkpoint = SharedDevice(folder / "device"), folder / "qwen3"
-        shared = await stack.enter_async_context(served(COLOCATED, folder, checkpoint, IN_TURNS, device=device))
-        cases.append(shared)
+        for run, sections, names in (
+            (COLOCATED, IN_TURNS, ["device"]),
+            (TWO_MACHINES, ON_EACH_OF_TWO, ["machine-0", "machine-1"]),
+        ):
+            devices = [SharedDevice(folder / name) for name in names]
+            cases.append(
+                await stack.enter_async_context(served(run, folder, folder / "qwen3", sections, devices=devices))
+            )
         await asyncio.to_thread(
             run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.ranks.trainer_cases"
         )
-        return {case.name: dict(_served(rollout.engine)) for case, rollout in cases}
+        return {case.name: [dict(_served(rollout.engine)) for rollout in rollouts] for case, rollouts in cases}
 
 
 def _served(engine: GlooEngine) -> Mapping[str, Tensor]:
     return engine.last_loaded if isinstance(engine, WeightsEngine) else engine.tensors
 
 
-def test_trainer_and_engines_take_turns_on_their_device_and_nothing_else_changes(runs: Runs) -> None:
-    """The device would have refused whoever came while the other side had memory there."""
-    turns = [
-        name for name, _ in itertools.groupby(_side(event) for event in SharedDevice(runs.folder / "device").events)
-    ]
+@pytest.mark.parametrize(
+    ("run", "devices"), [(COLOCATED, ["device"]), (TWO_MACHINES, ["machine-0", "machine-1"])], ids=["one", "two"]
+)
+def test_trainer_and_engines_take_turns_on_their_device_and_nothing_else_changes(
+    runs: Runs, run: str, devices: list[str]
+) -> None:
+    """A machine's device would have refused whoever came while the other side had memory there."""
     to_engines = ["ranks give", "engine-0 takes", "engine-0 loads"]
     to_trainer = ["engine-0 gives", "ranks take"]
-    assert turns == ["ranks take", *to_engines, *NUM_STEPS * [*to_trainer, *to_engines], *to_trainer]
-    apart, shared = (runs.exported(run) for run in ("ipc@dp2", COLOCATED))
+    for device in devices:
+        turns = [name for name, _ in itertools.groupby(map(_side, SharedDevice(runs.folder / device).events))]
+        assert turns == ["ranks take", *to_engines, *NUM_STEPS * [*to_trainer, *to_engines], *to_trainer]
+    apart, shared = (runs.exported(each) for each in ("ipc@dp2", run))
     assert [name for name in apart if not apart[name].equal(shared[name])] == []
-    assert [name for name in apart if not apart[name].equal(runs.served[COLOCATED][name])] == []
-    assert [{name: row[name] for name in COMPARED & row.keys()} for row in runs.metrics(COLOCATED)] == [
+    for engine in runs.served[run]:
+        assert [name for name in apart if not apart[name].equal(engine[name])] == []
+    assert [{name: row[name] for name in COMPARED & row.keys()} for row in runs.metrics(run)] == [
         {name: row[name] for name in COMPARED & row.keys()} for row in runs.metrics("ipc@dp2")
     ]
 
@@ -162,7 +178,7 @@ def _side(event: str) -> str:
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Runs, run: str) -> None:
     assert [row["step"] for row in runs.metrics(run)] == list(range(1, NUM_STEPS + 1))
-    exported, served = runs.exported(run), runs.served[run]
+    exported, (served,) = runs.exported(run), runs.served[run]
     family = SET_UPS[run.split("@")[0]][0]
     form = BlockFp8.of(runs.folder / family)
     sent = dict(quantized(form, iter(exported.items()))) if form else exported

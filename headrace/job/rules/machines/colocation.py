@@ -1,4 +1,7 @@
-"""Rules of --colocate: trainer and engines take turns on the GPUs of one machine."""
+"""Rules of --colocate: trainer and engines take turns on the GPUs of one machine, or of each of several.
+
+Each of several machines has its ranks and a rollout service of its own, at an address that the others reach.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ def check_colocation(job: Job) -> None:
         return
     _synchronous(job)
     _as_many_gpus(job)
-    for field, what, instead in _elsewhere(job):
+    several = job.placement.actor_num_nodes > 1
+    for field, what, instead in _not_on_each_machine(job) if several else _elsewhere(job):
+        shared = "the GPUs of each machine" if several else "the GPUs and the memory of one machine"
         raise ConfigError(
-            f"colocate with {what}: trainer and engines share the GPUs and the memory of one machine. {instead}, or "
-            "leave --colocate out",
-            field=field,
+            f"colocate with {what}: trainer and engines share {shared}. {instead}, or leave --colocate out", field=field
         )
     if job.publish.update_weight_transport == "collective":
         raise ConfigError(
@@ -43,27 +46,52 @@ def _synchronous(job: Job) -> None:
 
 def _as_many_gpus(job: Job) -> None:
     placement = job.placement
-    if placement.rollout_num_gpus != placement.num_ranks:
+    if placement.rollout_num_gpus != placement.actor_num_gpus_per_node:
         raise ConfigError(
-            f"colocate with rollout_num_gpus {placement.rollout_num_gpus} and {placement.num_ranks} of the trainer "
-            f"(actor_num_nodes {placement.actor_num_nodes} x actor_num_gpus_per_node "
-            f"{placement.actor_num_gpus_per_node}): engines are on the trainer's GPUs. Leave --rollout-num-gpus out",
+            f"colocate with rollout_num_gpus {placement.rollout_num_gpus} and {placement.actor_num_gpus_per_node} of "
+            "the trainer on a machine (actor_num_gpus_per_node): a machine's engines are on its ranks' GPUs. Leave "
+            "--rollout-num-gpus out",
             field="rollout_num_gpus",
+        )
+
+
+def _not_on_each_machine(job: Job) -> Iterator[tuple[str, str, str]]:
+    """As `_elsewhere`, for several machines; that other machines reach the addresses is a rule of `nodes`."""
+    placement, services = job.placement, job.services
+    yield from _not_started_by_a_service(job)
+    hosts = {each.host for each in addresses_of(services.rollout_address)}
+    if len(hosts) != placement.actor_num_nodes or services.num_rollout_services != len(hosts):
+        where = f"rollout at {services.rollout_address}" if hosts else "rollout services that have no address"
+        yield (
+            "rollout_address",
+            f"actor_num_nodes {placement.actor_num_nodes} and {where}",
+            "Start `headrace up rollout --rollout-service K` on machine K and name one address of each machine: "
+            "--rollout-address HOST-0:7002,HOST-1:7002",
+        )
+    if job.publish.update_weight_transport == "ipc":
+        yield (
+            "update_weight_transport",
+            f"update_weight_transport ipc and actor_num_nodes {placement.actor_num_nodes}",
+            "Shared memory is one machine's: use --update-weight-transport disk with an --update-weight-disk-path that "
+            "all machines see",
         )
 
 
 def _elsewhere(job: Job) -> Iterator[tuple[str, str, str]]:
     """The option, its value, and what to do instead."""
-    placement, services = job.placement, job.services
-    if placement.actor_num_nodes > 1:
-        yield "actor_num_nodes", f"actor_num_nodes {placement.actor_num_nodes}", "Use one machine"
-    if placement.rollout_external_engine_addrs:
-        yield "rollout_external_engine_addrs", "engines that are started elsewhere", "Let headrace start the engines"
-    if placement.rollout_placement != "local":
-        where = f"rollout_placement {placement.rollout_placement}"
-        yield "rollout_placement", where, "Let the rollout service start the engines"
+    services = job.services
+    yield from _not_started_by_a_service(job)
     if services.num_rollout_services > 1:
         yield "rollout_services", f"{services.num_rollout_services} rollout services", "Use one"
     elif not all(each.is_loopback for each in addresses_of(services.rollout_address)):
         where = f"rollout at {services.rollout_address}"
         yield "rollout_address", where, "Start the rollout service at a loopback address"
+
+
+def _not_started_by_a_service(job: Job) -> Iterator[tuple[str, str, str]]:
+    placement = job.placement
+    if placement.rollout_external_engine_addrs:
+        yield "rollout_external_engine_addrs", "engines that are started elsewhere", "Let headrace start the engines"
+    if placement.rollout_placement != "local":
+        where = f"rollout_placement {placement.rollout_placement}"
+        yield "rollout_placement", where, "Let the rollout service start the engines"

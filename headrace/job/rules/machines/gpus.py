@@ -51,10 +51,10 @@ def _machine(job: Job, scope: Scope) -> Host | None:
 
 
 def _trains_here(job: Job, scope: Scope) -> bool:
-    """The trainer is here if it starts here, or if the engines start at an address that only this machine reaches."""
+    """The trainer is here if it starts here, or engines do that share its GPUs or that only this machine reaches."""
     if job.debug.debug_rollout_only:
         return False
-    if "trainer" in scope.services:
+    if "trainer" in scope.services or (job.placement.colocate and "rollout" in scope.services):
         return True
     addresses = (job.services.rollout_address or str(Address(job.services.own_host, 0))).split(",")
     return "rollout" in scope.services and all(Address.parse(address).is_loopback for address in addresses)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.job.schema.production import RolloutSection
 from headrace.process.ended import meaning
 from headrace.process.guarded import GuardedProcess
 from headrace.rpc.log import log
@@ -34,26 +35,41 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 4.0
 
 
-def command(policy: str, port: int, metrics_port: int, request_seconds: float) -> list[str]:
+def command(rollout: RolloutSection, port: int, metrics_port: int, request_seconds: float) -> list[str]:
     """Returns the router's command. Retries are done here, and the fleet is the circuit breaker."""
     return [
         *(sys.executable, "-m", "services.rollout.engine.routing.router_process"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-        *("--policy", policy, "--log-level", "warn"),
+        *("--policy", rollout.router_policy, "--log-level", "warn"),
+        *_of_policy(rollout),
         *("--request-timeout-secs", str(int(request_seconds) + 1)),
         *("--disable-retries", "--disable-circuit-breaker"),
     ]
 
 
+def _of_policy(rollout: RolloutSection) -> list[str]:
+    match rollout.router_policy:
+        case "manual":  # a new key's requests go to the engine with the fewest keys in flight
+            return ["--assignment-mode", "min_group"]
+        case "cache_aware":
+            return [
+                *("--cache-threshold", str(rollout.router_cache_threshold)),
+                *("--balance-abs-threshold", str(rollout.router_balance_abs_threshold)),
+                *("--balance-rel-threshold", str(rollout.router_balance_rel_threshold)),
+            ]
+        case _:
+            return []
+
+
 class Router:
     """States: built → started → stopped."""
 
-    def __init__(self, policy: str, log_path: Path, *, request_seconds: float, timing: FleetTiming) -> None:
+    def __init__(self, rollout: RolloutSection, log_path: Path, *, request_seconds: float, timing: FleetTiming) -> None:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.replaced = 0
-        self._command = command(policy, port, metrics_port, request_seconds)
+        self._command = command(rollout, port, metrics_port, request_seconds)
         self._log_path = log_path
         self._timing = timing
         self._http = Http(self.url)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Unavailable
+from headrace.job.schema.production import RolloutSection
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
@@ -24,6 +25,7 @@ from services.rollout.production.generator import Generator
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import WIRE
 
+ROLLOUT = RolloutSection(router_policy="round_robin")
 PROMPT = (3, 1, 4, 1, 5)
 
 
@@ -52,7 +54,7 @@ class Routed:
 @pytest.fixture
 async def routed(tmp_path: Path) -> AsyncIterator[Routed]:
     timing = FleetTiming(start_seconds=60, check_interval_seconds=0.1, check_timeout_seconds=1.0, missed_checks=3)
-    router = Router("round_robin", tmp_path / "router.log", request_seconds=240, timing=timing)
+    router = Router(ROLLOUT, tmp_path / "router.log", request_seconds=240, timing=timing)
     fleet = Fleet(2, 1, lambda number: FakeEngine(WIRE, token_seconds=0.02), router, timing)
     await asyncio.gather(router.start(), fleet.start())
     kept = asyncio.create_task(router.supervise())
