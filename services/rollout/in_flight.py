@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from headrace.job.schema.job import Job
 from headrace.job.schema.production import EvalSection, RolloutSection
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind, Shares
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
 
 _SHARES_OF_AN_ENGINE = 4
-"""An engine has at least so many parts of a step, where there are enough samples: one more or less matters less."""
+"""The least number of parts of a step at an engine, where there are enough samples: one more or less matters less."""
 _TRAINING_SHARE = 8
 """The number of samples that training has in flight for each sample of an evaluation and each request of a client."""
 
@@ -30,14 +29,13 @@ def samples_at_once(rollout: RolloutSection) -> int:
     return samples_of(rollout, groups_at_once(rollout))
 
 
-def samples_together(job: Job) -> int:
-    """Returns how many samples of a prompt go to one engine, whose prefix cache they share.
+def samples_together(rollout: RolloutSection, num_engines: int) -> int:
+    """Returns how many samples of a prompt go to one of all services' engines, whose prefix cache they share.
 
     All of them, and fewer where a step has too few prompts to keep every engine as busy as the others.
     """
-    engines = job.services.num_rollout_services * job.placement.num_engines
-    samples = samples_of(job.rollout, job.rollout.rollout_batch_size or 1)
-    return max(1, min(job.rollout.n_samples_per_prompt or 1, samples // (_SHARES_OF_AN_ENGINE * engines)))
+    samples = samples_of(rollout, rollout.rollout_batch_size or 1)
+    return max(1, min(rollout.n_samples_per_prompt or 1, samples // (_SHARES_OF_AN_ENGINE * num_engines)))
 
 
 def evaluated_beside_training(rollout: RolloutSection, evaluation: EvalSection) -> int:

@@ -60,12 +60,13 @@ class SamplerBuild:
     def sampler(self) -> Sampler:
         """The user's function, or the job's agents, or the engines alone."""
         job = self.job
+        all_engines = job.services.num_rollout_services * job.placement.num_engines
         alone = EngineSampler(
             *(self.engines.generator, self.encoder),
             seconds=job.rollout.generate_timeout_seconds,
             num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
             evaluation_priority=evaluation_priority(job.sglang),
-            samples_together=samples_together(job),
+            samples_together=samples_together(job.rollout, all_engines),
         )
         return self.hooked(self.custom or self.agents or alone)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.contract.test_reward_service import items, serving, values
+from tests.contract.reward.test_reward_service import items, serving, values
 
 
 async def test_programs_are_scored_beside_each_other_and_tests_that_nobody_can_read_are_no_reward() -> None:

@@ -60,7 +60,7 @@ async def routed_step(job: Job, folder: Path, token_seconds: float = 0.01) -> Ro
             Generator(client, fleet.weights),
             PromptEncoder(folder / "model", apply_chat_template=False),
             seconds=240,
-            samples_together=samples_together(job),
+            samples_together=samples_together(job.rollout, job.placement.num_engines),
         )
         requests = [
             SampleRequest(f"g{group}/{index}", f"g{group}", index, _prompt(group), None, {}, _params(group, index))

@@ -40,6 +40,7 @@ READERS = {
     "services/rollout/evaluate_url.py": "builds",
     "services/rollout/one_of_several.py": "it derives the job of one of several services",
     "services/rollout/fleet_build.py": "builds",
+    "services/rollout/sampler_build.py": "builds",
     "services/trainer/control/build.py": "builds",
     "services/trainer/export_checkpoint.py": "builds",
     "services/trainer/model/build.py": "builds",

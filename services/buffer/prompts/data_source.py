@@ -25,7 +25,7 @@ from headrace.rpc.log import log
 from headrace.trajectory import to_json
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.reader import Entry, Reading
+from services.buffer.prompts.reader import PromptEntry, Reading
 
 KeptGroups = Callable[[], Awaitable[Sequence[Generated]]]
 """The generated groups that the ledger still has, for an object that was made again."""
@@ -86,12 +86,12 @@ class DataSourceReader:
             groups: Sequence[Given] = await self._run(read_data_source, *work)
         except WorkerError as error:
             raise FailedPrecondition(f"no prompts: {error.message}", reason="DATA_SOURCE_FAILED") from error
-        entries: list[Entry] = []
+        entries: list[PromptEntry] = []
         for group in groups:
             cursor = replace(cursor, prompts_read=cursor.prompts_read + 1, row=cursor.row + 1)
             number, finished = cursor.prompts_read, group.finished
             prompt = self._prompt(group.prompt, number) if finished is None else self._prompt_again(finished, number)
-            entries.append(Entry(prompt, cursor, tuple(finished.samples) if finished else ()))
+            entries.append(PromptEntry(prompt, cursor, tuple(finished.samples) if finished else ()))
         if len(entries) < count:
             cursor = replace(cursor, epoch=1)
         return Reading(entries, cursor)
@@ -105,7 +105,7 @@ class DataSourceReader:
         except WorkerError as error:
             log.error("samples_not_added", groups=[group.group_id for group in groups], message=error.message)
 
-    async def choose(self, cursor: Cursor, asked: WantedAgain, kept: KeptGroups) -> list[Entry]:
+    async def choose(self, cursor: Cursor, asked: WantedAgain, kept: KeptGroups) -> list[PromptEntry]:
         """At most as many finished groups. Raises FailedPrecondition when the user's code fails or takes too long."""
         try:
             await self._wind(cursor.prompts_read)
@@ -117,7 +117,7 @@ class DataSourceReader:
             raise FailedPrecondition(f"no samples: {error.message}", reason="DATA_SOURCE_FAILED") from error
         # One without a group of its own was loaded by the class from where it had saved it: it is numbered by the step.
         return [
-            Entry(self._prompt_again(group, f"{asked.step}.{place}"), cursor, tuple(group.samples))
+            PromptEntry(self._prompt_again(group, f"{asked.step}.{place}"), cursor, tuple(group.samples))
             for place, group in enumerate(groups or ())
         ]
 

@@ -18,7 +18,7 @@ from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.reader import Entry, Reading, without_prompts
+from services.buffer.prompts.reader import PromptEntry, Reading, without_prompts
 from services.buffer.prompts.row import RowReader
 
 
@@ -73,13 +73,13 @@ class IndexedFile:
         """It holds nothing open."""
 
     def _read(self, cursor: Cursor, count: int) -> Reading:
-        entries: list[Entry] = []
+        entries: list[PromptEntry] = []
         while len(entries) < count and not self.is_end(cursor):
             end = min(cursor.row + count - len(entries), len(self))
             rows = self._order(cursor.epoch)[cursor.row : end]
             for prompt in self._rows.prompts(rows, cursor.epoch):
                 cursor = self._next(cursor)
-                entries.append(Entry(prompt, cursor))
+                entries.append(PromptEntry(prompt, cursor))
         return Reading(entries, cursor)
 
     def _next(self, cursor: Cursor) -> Cursor:

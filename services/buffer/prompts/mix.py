@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.reader import Entry, PromptReader, Reading
+from services.buffer.prompts.reader import PromptEntry, PromptReader, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class MixReading:
     """Prompt id → the serialized samples that it came with."""
 
 
-def finished_of(entries: Iterable[Entry]) -> dict[str, tuple[bytes, ...]]:
+def finished_of(entries: Iterable[PromptEntry]) -> dict[str, tuple[bytes, ...]]:
     """Prompt id → samples, of the entries that have some."""
     return {entry.prompt.prompt_id: entry.samples for entry in entries if entry.samples}
 

@@ -14,7 +14,7 @@ from services.buffer.ledger.source import Cursor
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PromptEntry:
     """A prompt, and the cursor behind it."""
 
     prompt: Prompt
@@ -27,7 +27,7 @@ class Entry:
 class Reading:
     """Some prompts, and where to go on: behind the last one, or at the end of the source."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[PromptEntry]
     cursor: Cursor
 
 

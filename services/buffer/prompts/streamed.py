@@ -20,7 +20,7 @@ from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.indexed import drawn_order
-from services.buffer.prompts.reader import Entry, Reading, without_prompts
+from services.buffer.prompts.reader import PromptEntry, Reading, without_prompts
 from services.buffer.prompts.row import RowReader
 
 _BLOCK_SECONDS = 120.0
@@ -88,7 +88,7 @@ class StreamedFile:
 
     async def read(self, cursor: Cursor, count: int) -> Reading:
         """The next `count` prompts; fewer where the last epoch ends. Raises InvalidArgument at a bad line."""
-        entries: list[Entry] = []
+        entries: list[PromptEntry] = []
         while len(entries) < count and not self.is_end(cursor):
             place, end = await self._readers.run(self._bounds, cursor)
             if end is None:
@@ -104,7 +104,7 @@ class StreamedFile:
                     row=cursor.row + 1,
                     prompts_read=cursor.prompts_read + 1,
                 )
-                entries.append(Entry(block.prompts[row], cursor))
+                entries.append(PromptEntry(block.prompts[row], cursor))
             if cursor.row >= len(order):
                 bad_lines = cursor.bad_lines + (block.bad_lines if cursor.epoch == 0 else 0)
                 cursor = replace(cursor, offset=end.offset, line=end.line, row=0, bad_lines=bad_lines)

@@ -1,4 +1,4 @@
-"""A lock for each stream's name, whoever names it: one that nobody holds or waits for takes no memory."""
+"""A lock for each name of a stream. One that nobody holds or waits for takes no memory."""
 
 from __future__ import annotations
 

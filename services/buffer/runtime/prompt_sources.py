@@ -21,7 +21,7 @@ from services.buffer.prompts.data_source import DataSourceReader, KeptGroups
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.prompts.mix import MixReading, PromptMix
 from services.buffer.prompts.open import open_prompts
-from services.buffer.prompts.reader import Entry
+from services.buffer.prompts.reader import PromptEntry
 from services.buffer.runtime.locks import Locks
 from services.buffer.runtime.user_code import UserCode
 
@@ -127,7 +127,7 @@ class PromptSources:
             if reader := self._data_sources.get(state.name):
                 await reader.hand_over(state.cursors[0], groups, kept)
 
-    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[Entry]:
+    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[PromptEntry]:
         """The finished groups that the data source chooses. Raises FailedPrecondition. The lock is held."""
         self.require(state)
         if (reader := self._data_sources.get(state.name)) is None:

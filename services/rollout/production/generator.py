@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
@@ -22,44 +22,10 @@ from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.attempt import ResponseAttempt, ResponseRequest
 from services.rollout.production.constraint import of_grammar
 from services.rollout.production.response_end import ResponseEnd, Seam
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What all requests for a response have in common."""
-
-    request_id: str
-    streaming: bool
-    returns_partial: bool = False
-    priority: int | None = None
-    images: PromptImages | None = None
-    routing_key: str | None = None
-
-
-@dataclass
-class _Attempt:
-    """One request of several for a response: the tokens with those of the requests before it, and why it failed."""
-
-    so_far: Generation
-    asked_tokens: int
-    """The length that the response has when the request is answered in full"""
-    failure: Unavailable | DeadlineExceeded | None = None
-
-    @property
-    def is_final(self) -> bool:
-        return self.failure is None and self.so_far.finish is not None and self.so_far.finish.is_final
-
-    @property
-    def is_answered_in_full(self) -> bool:
-        return self.failure is None and len(self.so_far.tokens) == self.asked_tokens
-
-    def require_another(self, *, has_time: bool, returns_partial: bool) -> None:
-        """Raises the failure where no other attempt follows, unless there are tokens to return."""
-        if self.failure is not None and not has_time and not (returns_partial and self.so_far.tokens):
-            raise self.failure
 
 
 class Generator:
@@ -108,7 +74,7 @@ class Generator:
         the event is set for all who share it; when another sets it, generation ends at its next interruption. After
         `seconds` the tokens so far are returned in the same way, if there are any, and the event is not set.
         """
-        request = _Request(request_id, False, return_partial is not None, priority, images, routing_key)
+        request = ResponseRequest(request_id, False, return_partial is not None, priority, images, routing_key)
         pieces = self._pieces(request, prompt, params, begun, seconds, return_partial)
         return [piece async for piece in pieces][-1]
 
@@ -124,7 +90,7 @@ class Generator:
         routing_key: str | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
-        request = _Request(request_id, True, images=images, routing_key=routing_key)
+        request = ResponseRequest(request_id, True, images=images, routing_key=routing_key)
         return self._pieces(request, prompt, params, begun, seconds)
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
@@ -143,7 +109,7 @@ class Generator:
 
     async def _pieces(
         self,
-        request: _Request,
+        request: ResponseRequest,
         prompt: Sequence[int],
         params: SamplingParams,
         begun: Generation,
@@ -160,7 +126,7 @@ class Generator:
             number += 1
             rest = await self._response_end.next_request(params, done.tokens)
             one = replace(request, request_id=f"{request.request_id}#{number}")
-            attempt = _Attempt(done, len(done.tokens) + rest.max_new_tokens)
+            attempt = ResponseAttempt(done, len(done.tokens) + rest.max_new_tokens)
             pieces = self._ask(one, [*prompt, *done.tokens], rest, left)
             joined = self._joined(attempt, pieces, params, len(prompt), streaming=request.streaming)
             async with contextlib.aclosing(joined):
@@ -188,7 +154,7 @@ class Generator:
 
     async def _joined(
         self,
-        attempt: _Attempt,
+        attempt: ResponseAttempt,
         pieces: AsyncGenerator[Generation],
         params: SamplingParams,
         num_prompt_tokens: int,
@@ -231,7 +197,7 @@ class Generator:
         return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(
-        self, request: _Request, tokens: list[int], params: SamplingParams, seconds: float
+        self, request: ResponseRequest, tokens: list[int], params: SamplingParams, seconds: float
     ) -> AsyncGenerator[Generation, None]:
         ending: AbstractAsyncContextManager[None] = contextlib.nullcontext()
         if request.returns_partial and self._end_request:

@@ -1,4 +1,4 @@
-"""Safetensors files that whoever may read the run's other files can read, too."""
+"""Safetensors files with the permissions of the run's other files."""
 
 from __future__ import annotations
 

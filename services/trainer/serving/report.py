@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from services.trainer.serving import curves, evaluation_curves, timeline
 from services.trainer.serving.metrics_file import MetricsFile
-from services.trainer.serving.points import Point, Points
+from services.trainer.serving.pictures import curves, evaluation_curves, timeline
+from services.trainer.serving.pictures.points import Point, Points
 from services.trainer.serving.row import MetricsRow
 from services.trainer.serving.trackers import OpenTrackers, Tracker
 

@@ -56,7 +56,7 @@ def _as_many_gpus(job: Job) -> None:
 
 
 def _not_on_each_machine(job: Job) -> Iterator[tuple[str, str, str]]:
-    """As `_elsewhere`, for several machines; that other machines reach the addresses is a rule of `nodes`."""
+    """Checks the same on several machines; a rule of `nodes` sees that other machines reach the addresses."""
     placement, services = job.placement, job.services
     yield from _not_started_by_a_service(job)
     hosts = {each.host for each in addresses_of(services.rollout_address)}

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 _Key = TypeVar("_Key", int, float, tuple[int, int], tuple[float, int], tuple[int, float, int])
 
 
-class Heap(Generic[_Key]):
+class NameHeap(Generic[_Key]):
     """Entries leave at the front only. Callers skip those that are obsolete, or remove them with `retain`."""
 
     def __init__(self) -> None:

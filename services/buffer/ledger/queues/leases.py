@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from services.buffer.ledger.group import Group
-from services.buffer.ledger.queues.heap import Heap
+from services.buffer.ledger.queues.heap import NameHeap
 
 _FEW = 64
 
@@ -17,7 +17,7 @@ class LeaseTable:
         self._groups: dict[str, Group] = {}
         self._deadlines: dict[str, float] = {}
         self._requests: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        self._ends: Heap[float] = Heap()
+        self._ends: NameHeap[float] = NameHeap()
         """Each renewal adds an entry. Obsolete ones are dropped once they are more than half."""
 
     def __len__(self) -> int:

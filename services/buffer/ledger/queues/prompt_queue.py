@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.buffer.ledger.group import Group
-from services.buffer.ledger.queues.heap import Heap
+from services.buffer.ledger.queues.heap import NameHeap
 from services.buffer.ledger.stream import Selection
 
 
@@ -17,7 +17,7 @@ class PromptQueue:
 
     def __init__(self, selection: Selection) -> None:
         self._by_priority = selection is Selection.PRIORITY
-        self._waiting: Heap[tuple[int, int]] = Heap()
+        self._waiting: NameHeap[tuple[int, int]] = NameHeap()
         self._discarded: Counter[str] = Counter()
         """Ids that are still in `_waiting`, how often: one that came back is there twice, in the same place."""
 

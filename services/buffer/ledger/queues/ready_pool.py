@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from services.buffer.ledger.group import Group
-from services.buffer.ledger.queues.heap import Heap
+from services.buffer.ledger.queues.heap import NameHeap
 from services.buffer.ledger.stream import Selection
 
 _Key = tuple[float, int]
@@ -26,8 +26,8 @@ class ReadyPool:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._live: dict[str, _Key] = {}
-        self._chosen: Heap[_Key] = Heap()
-        self._oldest: Heap[tuple[int, float, int]] = Heap()
+        self._chosen: NameHeap[_Key] = NameHeap()
+        self._oldest: NameHeap[tuple[int, float, int]] = NameHeap()
 
     def __len__(self) -> int:
         return len(self._live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.buffer.ledger.queues.heap import Heap
+from services.buffer.ledger.queues.heap import NameHeap
 from services.buffer.ledger.queues.ready_pool import ReadyPool
 from services.buffer.ledger.stream import Selection
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
@@ -14,7 +14,7 @@ from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 @given(st.lists(st.one_of(st.integers(0, 50), st.none())))
 def test_the_smallest_key_comes_first_whatever_the_order_of_coming(actions: list[int | None]) -> None:
     """A number is added, None takes one."""
-    queue, model = Heap[tuple[int, int]](), list[tuple[tuple[int, int], str]]()
+    queue, model = NameHeap[tuple[int, int]](), list[tuple[tuple[int, int], str]]()
     for number, action in enumerate(actions):
         if action is None:
             assert queue.first() == (min(model) if model else None)

@@ -53,7 +53,9 @@ async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: 
 def test_a_prompts_samples_stay_together_where_every_engine_has_four_such_parts(
     shape: dict[str, Any], together: int
 ) -> None:
-    assert samples_together(job_of(**shape)) == together
+    job = job_of(**shape)
+    num_engines = job.services.num_rollout_services * job.placement.num_engines
+    assert samples_together(job.rollout, num_engines) == together
 
 
 async def test_every_request_for_a_response_has_its_key_in_a_header_that_says_nothing_else() -> None:

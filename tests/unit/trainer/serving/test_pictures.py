@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from services.trainer.serving import report as report_module
-from services.trainer.serving.curves import draw_curves
-from services.trainer.serving.points import MOST_POINTS, Point, Points
+from services.trainer.serving.pictures.curves import draw_curves
+from services.trainer.serving.pictures.points import MOST_POINTS, Point, Points
+from services.trainer.serving.pictures.timeline import PARTS, draw_timeline
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.timeline import PARTS, draw_timeline
 
 Draw = Callable[[Sequence[Point], Path], None]
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
-from services.trainer.serving.points import Point
+from services.trainer.serving.pictures.points import Point
 
 _MEAN, _PASS, _LOW, _HIGH = "eval/", "eval_pass/", "eval_low/", "eval_high/"
 DRAWN = (_MEAN, _PASS, _LOW, _HIGH)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
-from services.trainer.serving.points import Point
+from services.trainer.serving.pictures.points import Point
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("reward", ("reward/mean", "reward/all/mean")),

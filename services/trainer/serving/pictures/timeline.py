@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.whole_file import replacing
-from services.trainer.serving.points import Point
+from services.trainer.serving.pictures.points import Point
 
 PARTS: Mapping[str, str] = {
     "time/wait_seconds": "#c7c7c7",
