@@ -206,7 +206,7 @@ class RolloutSection(Section):
     router_balance_abs_threshold: NonNegative = Field(
         8,
         description="With router_policy cache_aware: the engine with the fewest requests is chosen where another has "
-        "more than so many requests more, and more by router_balance_rel_threshold.",
+        "this many more, and router_balance_rel_threshold times as many.",
     )
     router_balance_rel_threshold: Annotated[float, Field(ge=1)] = Field(
         1.1, description="With router_policy cache_aware: see router_balance_abs_threshold."

@@ -12,7 +12,7 @@ _AT_ONCE = 2  # one on its way, one that is laid
 
 
 class FlatBuckets:
-    """Two buffers that take turns: what `lay` returned stays as it is until `lay` is called a second time."""
+    """Two buffers that take turns: what `pack` returned stays as it is until `pack` is called a second time."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
