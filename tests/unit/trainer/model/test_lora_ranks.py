@@ -131,7 +131,11 @@ def _case(
         "lora_target_modules": TARGETS[family],
         "lora_load": str(folder / f"{family}-adapters"),
     }
-    sections = {"lora": section | lora, "buffer": {"max_staleness": 1}, "critic": {"critic_lr": 1e-2}}
+    sections: dict[str, dict[str, Any]] = {
+        "lora": section | lora,
+        "buffer": {"max_staleness": 1},
+        "critic": {"critic_lr": 1e-2},
+    }
     return Case(name, str(folder), str(folder / family), megatron, train or {}, ref, sections=sections, lag=1)
 
 
