@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HUGGING_FACE = "hf"
-"""What `headrace export` calls the format."""
+PEFT = "peft"
+"""What `headrace export` calls the formats."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100 << 20

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's weights as a Hugging Face folder, or as one that Megatron-core loads.
+"""Writes a checkpoint's weights as a Hugging Face folder, or as one that Megatron-core or peft loads.
 
 `python -m services.trainer.export_checkpoint --config RUN/job.json STEP_FOLDER FOLDER` is one process on CPUs, whatever
 layout wrote the checkpoint. No other part of the run has to live.
@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.errors import HeadraceError
+from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.job.load.resolved import read_job
 from headrace.job.megatron.arguments import megatron
+from headrace.job.model.lora_targets import lora_targets
 from headrace.job.schema.job import Job
-from headrace.models.exported import HUGGING_FACE
+from headrace.models.exported import HUGGING_FACE, PEFT
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist.folder import FORMAT
 from headrace.rpc.log import configure_logging
@@ -24,8 +25,11 @@ from services.trainer.checkpoint.reader import opened
 from services.trainer.hugging_face.export import export
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.torch_dist_export import write_torch_dist
+from services.trainer.hugging_face.weights import weights_of
 from services.trainer.model.build import join_ranks
-from services.trainer.model.saved import POLICY, require_same_model
+from services.trainer.model.lora.adapters import attach
+from services.trainer.model.lora.peft_folder import write_peft
+from services.trainer.model.saved import POLICY, model_facts, require_same_model
 
 _PRECISION = ("bf16", "fp16")
 
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the run's job.json")
     parser.add_argument("checkpoint", type=Path, help="a step-… folder")
     parser.add_argument("folder", type=Path, help="must not exist or be empty")
-    parser.add_argument("--format", choices=(HUGGING_FACE, FORMAT), default=HUGGING_FACE)
+    parser.add_argument("--format", choices=(HUGGING_FACE, FORMAT, PEFT), default=HUGGING_FACE)
     args = parser.parse_args(argv)
     configure_logging("export")
     try:
@@ -53,12 +57,22 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path, into: str = HUGG
     layout = join_ranks(job)
     architecture = read_architecture(job.model.hf_checkpoint)
     reader = opened(checkpoint, layout)
-    require_same_model(reader, architecture)
-    converter = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing).converter
-    ModelState(POLICY, converter.shards(), None).restore_weights(reader)
+    model = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing)
+    converter, lora = model.converter, job.lora.model_copy(update={"lora_load": None})
+    weights = weights_of(model.stages)
+    adapters = attach(model.stages, model.config, architecture, layout, lora, 0) if lora.lora_rank else None
+    require_same_model(reader, model_facts(architecture, adapters))
+    ModelState(POLICY, [*converter.shards(), *(adapters.shards if adapters else [])], None).restore_weights(reader)
+    if into == PEFT:
+        if adapters is None:
+            raise FailedPrecondition("this run has no adapters: it trained without --lora-rank, so leave --format out")
+        targets = lora_targets(architecture, lora.lora_target_modules)
+        write_peft(folder, job.model.hf_checkpoint, lora, targets, adapters.weights())
+        return
+    if adapters is not None:
+        adapters.fold_into(weights)
     if into == FORMAT:
-        weights = {shard.key: shard.parameter for shard in converter.shards()}
-        write_torch_dist(folder, architecture, weights)
+        write_torch_dist(folder, architecture, {shard.key: shard.parameter for shard in converter.shards()})
         return
     export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
 

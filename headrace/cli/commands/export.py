@@ -17,7 +17,7 @@ from headrace.cli.words import count
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.earlier import checkpoints_of, has_ended
-from headrace.models.exported import HUGGING_FACE
+from headrace.models.exported import HUGGING_FACE, PEFT
 from headrace.models.torch_dist.folder import FORMAT
 from headrace.process.one_shot import run_once
 from headrace.run_folder import RunFolder
@@ -33,10 +33,10 @@ def export(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--format",
-        choices=(HUGGING_FACE, FORMAT),
+        choices=(HUGGING_FACE, FORMAT, PEFT),
         default=HUGGING_FACE,
-        help="a Hugging Face folder, or a checkpoint folder of Megatron-core, from a checkpoint of the run "
-        "(default: %(default)s)",
+        help="a Hugging Face folder; or from a checkpoint of the run a checkpoint folder of Megatron-core, or the "
+        "adapters of LoRA as a folder of peft (default: %(default)s)",
     )
     parser.add_argument("--trainer-address", help="host:port of the trainer, instead of a run")
     args = parser.parse_intermixed_args(argv)

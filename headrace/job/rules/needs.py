@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from headrace.errors import ConfigError
 from headrace.job.option import options
 from headrace.job.rules.algorithm_rules import ALGORITHM_NEEDS, uses_reference
+from headrace.job.rules.lora_rules import NEEDS_RANK
 from headrace.job.schema.job import Job
 
 _OF_EVALUATIONS = (
@@ -32,6 +33,7 @@ _OF_EVALUATIONS = (
 
 _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     **ALGORITHM_NEEDS,
+    **{name: ("lora_rank", lambda job: job.lora.lora_rank is not None) for name in NEEDS_RANK},
     **{name: ("eval_prompt_data", lambda job: job.eval.is_asked_for) for name in _OF_EVALUATIONS},
     "custom_eval_rollout_log_function_path": ("eval_prompt_data", lambda job: job.eval.is_asked_for),
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),

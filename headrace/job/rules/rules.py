@@ -18,6 +18,7 @@ from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, c
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
 from headrace.job.rules.image_rules import check_images
+from headrace.job.rules.lora_rules import check_lora, check_lora_targets
 from headrace.job.rules.machines.colocation import check_colocation
 from headrace.job.rules.machines.gpus import check_gpus
 from headrace.job.rules.machines.nodes import check_meeting, check_nodes
@@ -239,6 +240,7 @@ def _architecture(job: Job, scope: Scope) -> None:
     check_layout(found, megatron(job.megatron))
     virtual_stages(found, megatron(job.megatron))
     check_routing_replay(job, found)
+    check_lora_targets(job, found)
     check_images(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)
@@ -265,6 +267,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _ranks,
     check_megatron,
     _frozen_parameters,
+    check_lora,
     _old_actor_is_used,
     check_services,
     check_engines,

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.debug import DebugSection
+from headrace.job.schema.lora import LoraSection
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.reward import RewardSection
@@ -34,6 +35,7 @@ class Job(Section):
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     critic: CriticSection = CriticSection()
     distillation: DistillationSection = DistillationSection()
     hooks: HooksSection = HooksSection()

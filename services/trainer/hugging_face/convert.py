@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Converter:
         self._architecture = architecture
         self._layout = layout
         self._weights = weights_of(chunks)
+        self._deltas: Mapping[str, Callable[[], Tensor]] = {}
         is_tied = not architecture.untie_embeddings_and_output_weights
         self._has_tied_copy = is_tied and chunks[-1].post_process and not chunks[0].pre_process
         self._tied_copy = f"{len(chunks) - 1}.output_layer.weight"
@@ -58,6 +59,10 @@ class Converter:
         if self._has_tied_copy:
             embedding = self._tied_embedding()
             self._fill(self._weights[self._tied_copy], embedding, source.parts(embedding.row))
+
+    def add_deltas(self, deltas: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Weights leave with these added to them from here on: float32 of a shard's shape, by the weight's name."""
+        self._deltas = deltas
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
@@ -147,8 +152,13 @@ class Converter:
 
     def _merged(self, placed: Placed) -> list[Tensor]:
         group = self._layout.tp_group if placed.row.expert is None else self._layout.etp_group
-        shards = _gathered(self._weights[placed.name].detach(), group, self._size(placed))
+        shards = _gathered(self._leaving(placed.name), group, self._size(placed))
         return merge(self._sharding(placed), shards)
+
+    def _leaving(self, name: str) -> Tensor:
+        """This rank's weight as others get it."""
+        weight, delta = self._weights[name].detach(), self._deltas.get(name)
+        return weight if delta is None else (weight.float() + delta()).to(weight.dtype)
 
     def _shared_by_experts(self, placed: Placed) -> Sequence[Tensor]:
         """An expert's whole tensors, from the expert rank that holds them to all."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
@@ -27,7 +26,6 @@ from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened
 from services.trainer.devices.memory import RankMemory, TrainedModel
-from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.vision_tower import image_places
 from services.trainer.hugging_face.weights import weights_of
@@ -39,6 +37,8 @@ from services.trainer.metrics.stopwatch import Stopwatch
 from services.trainer.model.batches import BatchReader
 from services.trainer.model.critic import Critic
 from services.trainer.model.head import TokenHead
+from services.trainer.model.lora.adapters import Adapters, attach
+from services.trainer.model.lora.policy_weights import PolicyWeights
 from services.trainer.model.old_log_probs import OldLogProbs
 from services.trainer.model.old_policies import OldPolicies
 from services.trainer.model.optimizer_steps import OptimizerSteps
@@ -48,7 +48,7 @@ from services.trainer.model.preparation import Preparation, teacher_log_probs
 from services.trainer.model.provider import model_provider
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.runner import Runner
-from services.trainer.model.saved import POLICY, SavedParts
+from services.trainer.model.saved import POLICY, SavedParts, start_from
 from services.trainer.model.trainable import choose_trainable
 from services.trainer.plan.cost import cost_of
 from services.trainer.plan.experts import RolloutChoices
@@ -78,6 +78,7 @@ def alike(job: Job) -> dict[str, str]:
     """Options that all ranks must have alike, by name. Files may have other paths on another machine."""
     sections: Mapping[str, Mapping[str, Any]] = {
         "train": dict(job.train),
+        "lora": dict(job.lora),
         "critic": dict(job.critic),
         "distillation": dict(job.distillation),
         "publish": dict(job.publish),
@@ -101,15 +102,15 @@ def policy_of(job: Job, layout: Layout) -> Policy:
     args, architecture = megatron(job.megatron), read_architecture(job.model.hf_checkpoint)
     if wrong := contradictions(architecture, args):
         raise ConfigError("; ".join(wrong))
-    model = _model(job, architecture, args, layout)
+    model, adapters = _model(job, architecture, args, layout)
     chunks = wrap_for_data_parallel(model.config, args, model.stages)
     optimizer = Optimizer(args, chunks, _policy_steps(job))
     stopwatch = Stopwatch(layout.device)
     pipeline = _pipeline(job, architecture, model, chunks, layout, stopwatch)
     critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
-    weights = weights_of([chunk.module for chunk in chunks])
-    reference = ReferencePolicy(weights, model.converter, job.model.ref_load) if uses_reference(job) else None
-    old_policies = _old_policies(job, weights, model.converter)
+    weights = PolicyWeights(model.converter, adapters, weights_of([chunk.module for chunk in chunks]))
+    reference = ReferencePolicy(weights, job.model.ref_load) if uses_reference(job) else None
+    old_policies = _old_policies(job, weights)
     before_log_prob = before_log_prob_of(job, chunks)
     return Policy(
         layout,
@@ -121,7 +122,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             OldLogProbs(job.train, layout, pipeline, old_policies, before_log_prob),
             advantages_of(job, layout.data_group),
             reference=reference,
-            teacher=_teacher(job, weights, model.converter),
+            teacher=_teacher(job, weights),
             critic=critic,
             data_hook=rollout_data_hook_of(job),
             before_log_prob=before_log_prob,
@@ -138,7 +139,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         ),
         pipeline,
         model.converter,
-        _saved(job, layout, architecture, model.converter, optimizer, critic, reference, old_policies),
+        _saved(job, layout, architecture, weights, optimizer, critic, reference, old_policies),
         stopwatch,
         Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking, layout.device)),
         RankMemory(layout.device, [TrainedModel(chunks, optimizer), *([critic.trained] if critic else [])]),
@@ -170,17 +171,28 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
     )
 
 
-def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
+def _model(
+    job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout
+) -> tuple[RankModel, Adapters | None]:
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""
     provider = model_provider(job.hooks.custom_model_provider_path)
     model = RankModel.of(architecture, args, layout, job.train.packing, provider)
     initial = job.checkpoint.initial_megatron_checkpoint
     of_megatron = [path for path in (initial, job.checkpoint.load) if path is not None and is_torch_dist(path)]
     model.converter.load(of_megatron[0] if of_megatron else job.model.hf_checkpoint)
+    adapters = _adapters(job, architecture, model, layout)
     if initial is not None and not of_megatron:
-        ModelState(POLICY, model.converter.shards(), None).restore_weights(opened(initial, layout))
+        start_from(opened(initial, layout), model.converter.shards(), adapters)
     choose_trainable(model.stages, job.train, layout)
-    return model
+    return model, adapters
+
+
+def _adapters(job: Job, architecture: Architecture, model: RankModel, layout: Layout) -> Adapters | None:
+    if job.lora.lora_rank is None:
+        return None
+    adapters = attach(model.stages, model.config, architecture, layout, job.lora, job.run.seed)
+    model.converter.add_deltas(adapters.deltas())
+    return adapters
 
 
 def _pipeline(
@@ -241,37 +253,38 @@ def _sample_check(job: Job, architecture: Architecture, choices: RolloutChoices 
     return check
 
 
-def _teacher(job: Job, weights: Mapping[str, Tensor], converter: Converter) -> ReferencePolicy | None:
+def _teacher(job: Job, weights: PolicyWeights) -> ReferencePolicy | None:
     if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
         return None
-    return ReferencePolicy(weights, converter, job.distillation.opd_teacher_load)
+    return ReferencePolicy(weights, job.distillation.opd_teacher_load)
 
 
-def _old_policies(job: Job, weights: Mapping[str, Tensor], converter: Converter) -> OldPolicies | None:
+def _old_policies(job: Job, weights: PolicyWeights) -> OldPolicies | None:
     if not job.train.keep_old_actor:
         return None
     interval = job.publish.update_weights_interval
     # The oldest sample that is admitted, in publications, and the newest publication.
     capacity = job.buffer.max_staleness // interval + 2
-    return OldPolicies(weights, converter.shards(), capacity=capacity, publish_interval=interval)
+    return OldPolicies(weights.changing, weights.changing_shards, capacity=capacity, publish_interval=interval)
 
 
 def _saved(
     job: Job,
     layout: Layout,
     architecture: Architecture,
-    converter: Converter,
+    weights: PolicyWeights,
     optimizer: Optimizer,
     critic: Critic | None,
     reference: ReferencePolicy | None,
     old_policies: OldPolicies | None,
 ) -> SavedParts:
-    models = [ModelState(POLICY, converter.shards(), optimizer)]
+    models = [ModelState(POLICY, weights.shards, optimizer)]
     if critic is not None:
         models.append(critic.state)
     if reference is not None and job.train.ref_update_interval is not None:
-        models.append(ModelState("reference", reference.shards(converter.shards()), None))
-    return SavedParts(architecture, models, [RandomState(layout.rank), *([old_policies] if old_policies else [])])
+        models.append(ModelState("reference", reference.shards(), None))
+    others: Sequence[RandomState | OldPolicies] = [RandomState(layout.rank), *([old_policies] if old_policies else [])]
+    return SavedParts(architecture, models, others, weights.adapters)
 
 
 def _policy_steps(job: Job) -> int:

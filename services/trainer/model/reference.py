@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from torch import Tensor
-
-from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.lora.policy_weights import PolicyWeights
 
 
 class ReferencePolicy:
-    """A host copy of a Hugging Face folder's weights, or of the initial ones."""
+    """A host copy of a Hugging Face folder's weights, or of the initial ones; with LoRA of the adapters alone."""
 
-    def __init__(self, weights: Mapping[str, Tensor], converter: Converter, folder: Path | None) -> None:
+    def __init__(self, weights: PolicyWeights, folder: Path | None) -> None:
         if folder is None:
-            self._copy = HostCopy(weights)
+            self._shards = weights.changing_shards
+            self._copy = HostCopy(weights.changing)
             return
-        current = HostCopy(weights)
-        converter.load(folder)
-        self._copy = HostCopy(weights)
+        current = HostCopy(weights.named)
+        weights.become(folder)
+        self._shards = weights.shards
+        self._copy = HostCopy(weights.named)
         current.put()
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -33,6 +32,6 @@ class ReferencePolicy:
         """Makes the current policy the reference from here on."""
         self._copy.take()
 
-    def shards(self, shards: Sequence[ModelShard]) -> list[ModelShard]:
+    def shards(self) -> list[ModelShard]:
         """Its weights in the model's places, for a checkpoint."""
-        return self._copy.shards(shards)
+        return self._copy.shards(self._shards)

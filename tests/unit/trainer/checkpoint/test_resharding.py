@@ -17,6 +17,7 @@ from headrace.models.registry import read_architecture, table
 from headrace.models.rows import Replicated
 from services.trainer.checkpoint.checkpoint import newest
 from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.model.lora.adapter import pair_shardings
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case
 from tests.support.ranks.ranks import run_cases
@@ -50,6 +51,8 @@ BF16 = [*LAYOUTS, "alone"]
 EXPERTS = ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
 CRITIC = ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"]
 PPO = {"train": {"advantage_estimator": "ppo", "use_kl_loss": False}, "sections": {"critic": {"critic_lr": 1e-2}}}
+LORA = ["alone", "tp2", "pp2", "alone"]
+ADAPTED = {"sections": {"lora": {"lora_rank": 4}}}
 VIRTUAL = ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"]
 
 
@@ -66,6 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", EXPERTS, {}),
         ("virtual", VIRTUAL, {}),
         ("critic", CRITIC, {}),
+        ("lora", LORA, {}),
     )
     for name, chain, megatron in chains:
         for place, layout in enumerate(chain):
@@ -113,6 +117,14 @@ def test_a_critic_and_its_optimizer_come_through_every_layout(runs: Path, before
     assert original["critic/model.layers.3.mlp.down_proj.weight/exp_avg_sq"].any()
 
 
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(LORA))))
+def test_adapters_and_their_optimizer_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original = _tensors(runs, f"lora@{before}")
+    _assert_equal(original, _tensors(runs, f"lora@{after}"))
+    assert original["policy/model.layers.1.mlp.down_proj.lora_B.weight/exp_avg_sq"].any()
+    assert {name.split("/")[1][-8] for name in original if name.endswith("/exp_avg")} == {"A", "B"}
+
+
 def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
     assert original.keys() == resaved.keys()
     for name, tensor in original.items():
@@ -126,6 +138,10 @@ def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -
     assert found is not None
     reader = CheckpointReader(*found)
     shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
+    for row in table(read_architecture(runs / model)).rows():
+        for layer in (tensor.name.removesuffix(".weight") for tensor in row.hf):
+            of_a, of_b = pair_shardings(row.sharding)
+            shardings |= {f"{layer}.lora_A.weight": of_a, f"{layer}.lora_B.weight": of_b}
     tensors = {}
     for name in reader.names:
         if name.endswith("/step"):
@@ -141,6 +157,6 @@ def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, 
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
     family = name.split("@")[0]
     model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(family, "model")
-    further: dict[str, Any] = PPO if family == "critic" else {}
+    further: dict[str, Any] = {"critic": PPO, "lora": ADAPTED}.get(family, {})
     source = None if restores is None else str(folder / restores / "checkpoints")
     return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source, **further)

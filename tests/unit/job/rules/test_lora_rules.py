@@ -1,0 +1,85 @@
+"""LoRA's options: what they need, what they exclude, and which layers of which models they may name."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.job.model.lora_targets import lora_targets
+from headrace.models.registry import architecture
+from tests.support.models.tiny_families import tiny_config
+
+DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
+    lora = load_with("--lora-rank", "16", "--lora-target-modules", "q_proj", "v_proj").lora
+    assert (lora.lora_rank, lora.lora_target_modules) == (16, ("q_proj", "v_proj"))
+    lora = load_with("--lora-rank", "16").lora
+    assert (lora.lora_alpha, lora.lora_dropout, lora.lora_init, lora.lora_load) == (8.0, 0.0, "kaiming", None)
+    assert lora.lora_target_modules == ("all-linear",)
+    assert load_with().lora.lora_rank is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--lora-alpha", "16"),
+        ("--lora-dropout", "0.1"),
+        ("--lora-target-modules", "q_proj"),
+        ("--lora-init", "gaussian"),
+        ("--lora-load", "adapters"),
+    ],
+)
+def test_an_option_without_lora_rank_is_refused(load_with, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="has no effect without lora_rank: add --lora-rank"):
+        load_with(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--freeze-params-name-list", "mlp"), "freeze_params_name_list with lora_rank: adapters alone are trained"),
+        (("--only-train-params-name-list", "mlp"), "only_train_params_name_list with lora_rank"),
+        (("--lora-load", "adapters", "--lora-init", "gaussian"), "lora_init gaussian has no effect with lora_load"),
+        (("--lora-target-modules", "all-linear", "q_proj"), "name layers, or all-linear alone"),
+        (("--lora-init", "pissa"), "'kaiming' or 'gaussian'"),
+        (("--lora-dropout", "1"), "--lora-dropout: should be less than 1"),
+        (("--lora-dropout", "0.1", "--true-on-policy-mode"), "true_on_policy_mode with lora_dropout 0.1"),
+    ],
+)
+def test_what_contradicts_lora_is_refused(load_with, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_with("--lora-rank", "4", *words)
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "found"),
+    [
+        ("qwen3", ("all-linear",), DENSE),
+        ("llama", ("q_proj", "up_proj"), {"q_proj", "up_proj"}),
+        ("glm4", ("all-linear",), DENSE - {"gate_proj", "up_proj"} | {"gate_up_proj"}),
+        ("qwen3_moe", ("q_proj", "o_proj"), {"q_proj", "o_proj"}),
+    ],
+)
+def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
+    assert lora_targets(architecture(tiny_config(family)), wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "said"),
+    [
+        (
+            "qwen3",
+            ("lm_head",),
+            "lora_target_modules lm_head is not a linear layer of this model: choose from down_proj",
+        ),
+        ("qwen3", ("q_norm",), "q_norm is not a linear layer"),
+        ("qwen3_moe", ("all-linear",), "down_proj, gate_proj, up_proj: layers of experts have no adapters here"),
+        ("glm4_moe", ("q_proj", "up_proj"), "up_proj: layers of experts"),
+        ("deepseek_v3", ("q_proj",), "lora_rank with latent attention"),
+    ],
+)
+def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        lora_targets(architecture(tiny_config(family)), wanted)

@@ -1,0 +1,147 @@
+"""Adapters without ranks: their initial values, their folder as peft has it, and the order of their outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from headrace.errors import AlreadyExists, ConfigError
+from headrace.job.schema.lora import LoraSection
+from headrace.models.registry import read_architecture, table
+from headrace.models.rows import GateUp, HfTensor, QueryKeyValue, Split
+from services.trainer.hugging_face.shards import cut
+from services.trainer.model.lora.adapter import arranged
+from services.trainer.model.lora.dropout import SlicedDropout
+from services.trainer.model.lora.initial import InitialPairs
+from services.trainer.model.lora.peft_folder import CONFIG, WEIGHTS, PeftFolder, write_peft
+from tests.support.models.tiny_families import make_tiny
+
+LORA = LoraSection(lora_rank=4, lora_alpha=16.0, lora_target_modules=("q_proj", "down_proj"))
+WEIGHT = HfTensor("model.layers.0.self_attn.q_proj.weight", (128, 64))
+
+
+@pytest.mark.parametrize(("init", "deviation"), [("kaiming", 1 / (3 * 64) ** 0.5), ("gaussian", 1 / 256)])
+def test_a_begins_as_in_peft_and_b_at_zero(init: str, deviation: float) -> None:
+    pair = InitialPairs(256, init, seed=1)(WEIGHT)
+    assert (pair.a.shape, pair.b.shape) == ((256, 64), (128, 256))
+    assert not pair.b.any()
+    assert pair.a.std().item() == pytest.approx(deviation, rel=0.02)
+    assert (pair.a.abs().max() <= 1 / 64**0.5) == (init == "kaiming") or init == "gaussian"
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    first, again = (InitialPairs(4, "kaiming", seed=1)(WEIGHT).a for _ in range(2))
+    assert torch.equal(first, again)
+    other = HfTensor("model.layers.1.self_attn.q_proj.weight", WEIGHT.shape)
+    assert not torch.equal(first, InitialPairs(4, "kaiming", seed=1)(other).a)
+    assert not torch.equal(first, InitialPairs(4, "kaiming", seed=2)(WEIGHT).a)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sizes"), [(QueryKeyValue(2, 3, 4), (24, 8, 8)), (GateUp(), (6, 6)), (Split(0), (5,))]
+)
+def test_outputs_are_in_the_order_of_the_weights_rows(sharding: Any, sizes: tuple[int, ...]) -> None:
+    parts = [torch.randn(size, 7) for size in sizes]
+    x = torch.randn(3, 7)
+    expected = x @ cut(sharding, parts, 0, 1).T
+    torch.testing.assert_close(arranged(sharding, [x @ part.T for part in parts]), expected)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_ranks_drop_their_slices_of_one_draw(dim: int) -> None:
+    whole = torch.ones(8, 2, 6)
+    dropped = _dropped(SlicedDropout(0.25, None, 0, 1), whole)
+    slices = [_dropped(SlicedDropout(0.25, dim, rank, 2), whole.chunk(2, dim)[rank]) for rank in range(2)]
+    assert torch.equal(torch.cat(slices, dim), dropped)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
+
+
+def _dropped(dropout: SlicedDropout, values: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)
+    return dropout(values)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny(tmp_path / "model", "qwen3", tied=True)
+
+
+def _targets(model: Path) -> list[HfTensor]:
+    names = [f"{name}.weight" for name in LORA.lora_target_modules]
+    return [t for t in table(read_architecture(model)).tensors() if ".".join(t.name.split(".")[-2:]) in names]
+
+
+def _written(model: Path, folder: Path) -> Path:
+    matrices = {}
+    for tensor in _targets(model):
+        layer = tensor.name.removesuffix(".weight")
+        pair = InitialPairs(4, "gaussian", seed=3)(tensor)
+        matrices |= {f"{layer}.lora_A.weight": pair.a, f"{layer}.lora_B.weight": torch.randn(pair.b.shape)}
+    write_peft(folder, model, LORA, LORA.lora_target_modules, matrices)
+    return folder
+
+
+def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path, tmp_path: Path) -> None:
+    folder = _written(model, tmp_path / "adapters")
+    network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+    source = PeftFolder(folder, LORA, _targets(model))
+    for tensor in _targets(model):
+        layer = network.get_submodule(f"base_model.model.{tensor.name.removesuffix('.weight')}")
+        pair = source(tensor)
+        assert torch.equal(pair.a, layer.lora_A.default.weight)
+        assert torch.equal(pair.b, layer.lora_B.default.weight)
+        assert layer.scaling == {"default": 4.0}
+    with pytest.raises(AlreadyExists, match="export to another folder"):
+        _written(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"r": 8}, "r is 8 there and 4 here: pass --lora-rank"),
+        ({"lora_alpha": 8}, "lora_alpha is 8 there and 16.0 here: pass --lora-alpha"),
+        ({"peft_type": "LOHA"}, "peft_type is LOHA there"),
+        ({"bias": "all"}, "bias is all there and none here"),
+        ({"use_dora": True}, "use_dora is set"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
+    ],
+)
+def test_adapters_of_another_form_are_refused(model: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    folder = _written(model, tmp_path / "adapters")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=said):
+        PeftFolder(folder, LORA, _targets(model))
+
+
+def test_adapters_of_other_layers_or_shapes_are_refused(model: Path, tmp_path: Path) -> None:
+    folder, targets = _written(model, tmp_path / "adapters"), _targets(model)
+    with pytest.raises(ConfigError, match=r"it lacks 0 .* and has 2 more"):
+        PeftFolder(folder, LORA, targets[:-1])
+    with pytest.raises(ConfigError, match="it lacks 2 .*k_proj"):
+        PeftFolder(folder, LORA, [*targets, HfTensor("model.layers.0.self_attn.k_proj.weight", (64, 64))])
+    tensors = load_file(folder / WEIGHTS)
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    for wrong in (torch.zeros(4, 32), torch.full((4, 64), float("nan")), torch.zeros(4, 64, dtype=torch.int32)):
+        save_file(tensors | {name: wrong}, folder / WEIGHTS)
+        with pytest.raises(ConfigError, match="must be finite numbers of shape"):
+            PeftFolder(folder, LORA, targets)(targets[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"[" * 100_000])
+def test_a_folder_that_is_damaged_is_refused(model: Path, tmp_path: Path, content: bytes) -> None:
+    folder = _written(model, tmp_path / "adapters")
+    (folder / CONFIG).write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PeftFolder(folder, LORA, _targets(model))
+    _written(model, tmp_path / "others")
+    (tmp_path / "others" / WEIGHTS).write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PeftFolder(tmp_path / "others", LORA, _targets(model))
