@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import AlreadyExists, ConfigError
@@ -16,6 +15,7 @@ from headrace.job.model.lora_targets import layer_name
 from headrace.job.schema.lora import LoraSection
 from headrace.models.rows import HfTensor
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync_files
+from services.trainer.files.tensor_file import write_tensors
 from services.trainer.model.lora.low_rank import Pair, pair_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,7 +115,7 @@ def write_peft(
     remove(draft)
     make_folder(draft)
     tensors = {_PREFIX + key: tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
-    save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})
+    write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
     (draft / CONFIG).write_text(json.dumps(_peft_config(base, lora, targets), indent=2))
     sync_files(draft)
     if folder.exists():
