@@ -21,7 +21,7 @@ from headrace.cli.main import main
 from headrace.job.schema.run import PublishSection
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
-from tests.chaos.test_rank_kill import MORTAL
+from tests.chaos.ranks.certain_run import MORTAL
 from tests.support.devices.shared_device import SharedDevice
 from tests.support.fakes.certain_rollout import allow, produce
 from tests.support.models.tiny_model import make_tiny_qwen3

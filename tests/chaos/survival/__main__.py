@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.chaos.survival.campaign import Survived, campaign, table
 from tests.chaos.survival.clock import clock_environment
-from tests.chaos.survival.faults import PROCESSES, ClockJump, Fault, FullDisk, Killed, KilledLauncher, kill_9
+from tests.chaos.survival.faults import ENGINE, PROCESSES, ClockJump, Fault, FullDisk, Killed, KilledLauncher, kill_9
 from tests.chaos.survival.phases import PHASES
 from tests.support.faults.out_of_memory import kill_for_memory
 from tests.support.faults.small_disk import SmallDisk
@@ -44,7 +44,7 @@ async def survive(folder: Path, kind: str, phases: Sequence[str]) -> Survived:
     else:
         assert how is not None, kind
         name = {"memory": "out of memory", "kill": "kill -9"}[kind]
-        faults = [Killed(name, process, how) for process in (*PROCESSES, "engine")]
+        faults = [Killed(name, process, how) for process in (*PROCESSES, ENGINE)]
         launcher = KilledLauncher(name, how)
     run = StandInRun(folder, checkpoint, *flags, environment=environment)
     return await campaign(run, [(fault, phase) for phase in phases for fault in faults], launcher)

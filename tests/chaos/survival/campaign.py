@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.cli.commands.audit import audited, described
-from tests.chaos.survival.faults import Fault
+from tests.chaos.survival.faults import Fault, Killed, KilledLauncher
 from tests.chaos.survival.phases import until_phase
 from tests.support.processes.stand_in_run import StandInRun
 
@@ -44,13 +44,15 @@ class Survived:
         file.write_text(json.dumps(asdict(self), indent=1))
 
 
-async def campaign(run: StandInRun, cases: Sequence[tuple[Fault, str]], launcher: Fault | None = None) -> Survived:
+async def campaign(
+    run: StandInRun, cases: Sequence[tuple[Fault, str]], launcher: KilledLauncher | None = None
+) -> Survived:
     """Strikes in each phase, and waits each time for the run to go on by itself. Ends it, continues it, and audits.
 
-    With `launcher`, its end, that strikes last in each phase; everything else ends after it, and the same command
-    continues the run. So no launcher sees more deaths of one service than it puts up with in ten minutes.
+    With `launcher`, its end, that strikes last in each phase; the same command continues the run at once. So no
+    launcher sees more deaths of one service than it puts up with in ten minutes.
 
-    Raises AssertionError with the ends of all logs where it does not go on.
+    Raises AssertionError with the ends of all logs where it does not go on, or something outlives what started it.
     """
     outcomes: list[Outcome] = []
     told, ended_in = "", ""
@@ -59,6 +61,7 @@ async def campaign(run: StandInRun, cases: Sequence[tuple[Fault, str]], launcher
         async with run.started():
             await _more_steps(run)
             if launcher and ended_in:
+                assert not (left := launcher.outlived_by()), left
                 away = asyncio.get_running_loop().time() - began
                 _add(outcomes, Outcome(launcher.name, ended_in, round(away, 1), 0))
             for fault, phase in part:
@@ -97,6 +100,8 @@ async def _one(run: StandInRun, fault: Fault, phase: str) -> Outcome:
     healed = asyncio.get_running_loop().time()
     await _more_steps(run)
     away = asyncio.get_running_loop().time() - healed
+    if isinstance(fault, Killed):
+        assert not (left := fault.outlived_by()), left
     return Outcome(fault.name, phase, round(away, 1), _restarts(run) - before)
 
 

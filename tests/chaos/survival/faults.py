@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.process.linux import descendants
+from headrace.process.linux import descendants, parent_of, runs
 from tests.support.faults.small_disk import SmallDisk
 from tests.support.processes.stand_in_run import StandInRun
 
@@ -68,60 +68,71 @@ class ClockJump:
 
 
 class Killed:
-    """A process of the run is killed, by `how`."""
+    """A process of the run is killed, by `how`; nothing that it had started outlives it."""
 
     def __init__(self, what: str, process: str, how: Callable[[int], None]) -> None:
         self.name = f"{what}: {process}"
         self._process = process
         self._how = how
+        self._below: Sequence[int] = ()
 
     async def strike(self, run: StandInRun) -> None:
-        if self._process == "engine":
-            assert run.engine is not None
-            await asyncio.to_thread(self._how, run.engine.pid)
-        else:
-            await asyncio.to_thread(self._how, pid_of(run, self._process))
+        pid = pid_of(run, self._process)
+        self._below = descendants(pid)
+        await asyncio.to_thread(self._how, pid)
 
     async def heal(self, run: StandInRun) -> None:
-        if self._process == "engine":
+        if self._process == ENGINE:
             await run.kill_engine()
             await run.start_engine()
 
+    def outlived_by(self) -> Sequence[str]:
+        """What the one that was killed had started, and runs."""
+        return [f"{pid}: {_command(pid)}" for pid in self._below if runs(pid)]
 
-class KilledLauncher:
-    """Nothing outlives it: it has healed when all services have ended."""
+
+class KilledLauncher(Killed):
+    """The same command may follow at once: it waits for the end of what the launcher has left."""
 
     def __init__(self, what: str, how: Callable[[int], None]) -> None:
-        self.name = f"{what}: launcher"
-        self._how = how
-
-    async def strike(self, run: StandInRun) -> None:
-        await asyncio.to_thread(self._how, run.run.pid)
+        super().__init__(what, LAUNCHER, how)
 
     async def heal(self, run: StandInRun) -> None:
         async with asyncio.timeout(_END_SECONDS):
-            while run.run.is_running or run.run.folder.running_services():
+            while run.run.is_running:
                 await asyncio.sleep(0.05)
 
 
+ENGINE, LAUNCHER, GUARD = "engine", "launcher", "guard"
 PROCESSES: dict[str, tuple[str, str]] = {
     "buffer": ("buffer", ""),
+    "guard of the buffer": ("buffer", GUARD),
     "reward": ("reward", ""),
     "reward worker": ("reward", "workers.spawner_proc"),
     "rollout": ("rollout", ""),
     "router": ("rollout", "router"),
     "trainer": ("trainer", ""),
     "trainer rank": ("trainer", "services.trainer"),
+    "guard of the trainer": ("trainer", GUARD),
 }
-"""The service, and a word in the command line of the process below it; "" for its own process."""
+"""The service, and a word in the command line of the process below it; "" for its own process, GUARD above it."""
 
 
 def pid_of(run: StandInRun, process: str) -> int:
     """The process as it runs now."""
+    if process == LAUNCHER:
+        return run.run.pid
+    if process == ENGINE:
+        assert run.engine is not None
+        return run.engine.pid
     service, word = PROCESSES[process]
     pid = run.pid(service)
     if not word:
         return pid
+    if word == GUARD:
+        guard = parent_of(pid)
+        assert "headrace.process.guard" in _command(guard), f"{service} has no guard: it has ended"
+        return guard
     below = [each for each in descendants(pid) if word in _command(each)]
     assert below, f"{service} has no {process}: {[_command(each) for each in descendants(pid)]}"
     return below[-1]

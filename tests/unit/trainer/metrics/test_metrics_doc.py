@@ -1,4 +1,4 @@
-"""docs/metrics.md against the names in the trainer's code; tests/chaos/test_rank_kill.py holds it against a run."""
+"""docs/metrics.md against the names in the trainer's code; tests/chaos/ranks/test_rank_kill.py against a run."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.cli.main import main
-from headrace.process.linux import descendants
-from tests.support.fakes.certain_rollout import CertainRollout, allow, certain_rollout, produce
+from tests.chaos.ranks.certain_run import GROUPS_PER_STEP, MORTAL, certain_run, producing, ranks_of, the_starter
+from tests.support.fakes.certain_rollout import CertainRollout, allow
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.modes import closed
@@ -29,11 +29,9 @@ from tests.support.processes.training_run import ROOT, TrainingRun
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "11"))
 STEPS_PER_KILL = 4
-GROUPS_PER_STEP = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
 PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "ranks_met", "built") for rank in (1, 0)]
 """A rank says each of these before it does what is named: looks for the others, builds the model, loads, runs."""
-MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'faults' / 'mortal'}:{ROOT}"}
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200 + 200 * NUM_KILLS)]
 
@@ -105,15 +103,6 @@ async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weigh
         assert all(found[name].equal(expected) for name, expected in weights["local"].items())
 
 
-async def the_starter(run: TrainingRun) -> int:
-    """Waits for the process that starts the ranks, and for the ranks."""
-    await run.address_of("trainer")
-    while (pid := run.folder.services()["trainer"].pid) is None or len(ranks_of(pid)) < 2:
-        assert run.is_running, run.last_words()
-        await asyncio.sleep(0.05)
-    return pid
-
-
 async def until_restarts(run: TrainingRun, number: int) -> None:
     """Waits until the trainer has ended so often."""
     while len(restarts(run)) < number:
@@ -131,47 +120,20 @@ def order_of(run: TrainingRun) -> Path:
     return run.log.with_name("order")
 
 
-def ranks_of(starter: int) -> dict[int, int]:
-    """Process ids by rank."""
-    return {int(rank): pid for pid in descendants(starter) if (rank := environment(pid).get("RANK")) is not None}
-
-
 def kill_a_rank(starter: int, chance: random.Random) -> None:
     """`kill -9`."""
     ranks = ranks_of(starter)
     os.kill(ranks[chance.choice(sorted(ranks))], signal.SIGKILL)
 
 
-def environment(pid: int) -> dict[str, str]:
-    """Of another process; empty when it is gone."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
 @asynccontextmanager
 async def running(
     folder: Path, checkpoint: Path, *flags: str, supply: asyncio.Semaphore | None = None
 ) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
-    """A run that restarts its trainer, beside a rollout service of certain samples."""
-    folder.mkdir()
-    async with certain_rollout() as rollout:
-        run = TrainingRun(
-            folder, checkpoint,
-            "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
-            "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
-            "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
-            "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
-            "--peak-tflops", "0.1",
-            "--use-fault-tolerance", "--max-trainer-restarts", str(2 * NUM_KILLS),
-            *flags,
-            environment=MORTAL | {"MORTAL_ORDER": str(folder / "order")},
-        )  # fmt: skip
-        async with run.started():
-            producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
-            try:
-                yield run, rollout
-            finally:
-                producing.cancel()
+    """Ends when the block is left; ranks die as the run's order says."""
+    environment = MORTAL | {"MORTAL_ORDER": str(folder / "order")}
+    prepared = certain_run(
+        folder, checkpoint, *flags, num_steps=NUM_STEPS, max_restarts=2 * NUM_KILLS, environment=environment
+    )
+    async with prepared as (run, rollout), run.started(), producing(run, supply):
+        yield run, rollout
