@@ -27,6 +27,9 @@ _SWEEP_SECONDS = 3.0
 SWEEP_NOW = signal.SIGUSR1
 """Makes the guard kill the command and its descendants."""
 
+UNDER_RAY = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Variables of an actor that starts a guard: Ray would kill the guard at the actor's end, and the guard does better."""
+
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, SWEEP_NOW}
 
 

@@ -19,20 +19,19 @@ from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.run import ModelSection
 from headrace.launch.ranks.placement import starter
 from headrace.launch.ranks.slurm import first_host, rank_environment
+from headrace.process.linux import runs
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
 from tests.support.processes.listening import open_to_others
 
 ROOT = Path(__file__).parents[2]
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 PLACEMENTS = [
     ("local", 1, 3),
     ("torchrun", 1, 2),
     ("slurm", 1, 2),
     ("slurm", 2, 1),
-    pytest.param(
-        *("ray", 2, 1),
-        marks=pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-    ),
+    pytest.param("ray", 2, 1, marks=needs_ray),
 ]
 EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
 """Other than SIGKILL's. srun says the highest: 143 when it ended rank 0 before that had noticed."""
@@ -76,6 +75,19 @@ def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: i
         assert "rank 1 ended with signal 9" in ended.stderr
         assert "rank 1 says its last words" in ended.stderr
     assert not list(folder.logs.glob(".rendezvous*.part"))
+
+
+@needs_ray
+def test_what_a_rank_has_started_ends_with_its_actor(folder: RunFolder) -> None:
+    """Ray would end an actor's own children, and nothing below those."""
+    program = ["bash", "-c", f"sleep 1000 & echo $! > {folder.path}/child-$RANK; wait"]
+    with subprocess.Popen([*starter(job("ray", 2, 1).placement, folder), *program], cwd=ROOT) as ranks:
+        while len(children := [file.read_text() for file in folder.path.glob("child-*")]) < 2 or "" in children:
+            assert ranks.poll() is None
+            time.sleep(0.05)
+        ranks.kill()
+    while any(runs(int(child)) for child in children):
+        time.sleep(0.05)
 
 
 def test_ranks_that_end_well_end_well(folder: RunFolder) -> None:

@@ -26,7 +26,7 @@ from headrace.devices.ranks import rank_devices
 from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
 from headrace.process.ended import meaning
 from headrace.process.exit_codes import PEER_LOST
-from headrace.process.guard import SWEEP_NOW, guard_command
+from headrace.process.guard import SWEEP_NOW, UNDER_RAY, guard_command
 from headrace.process.log_file import open_log, tail
 
 _PLACE_SECONDS = 300.0
@@ -55,6 +55,7 @@ class Rank:
                 env=os.environ | environment,
                 stdout=output,
                 stderr=output,
+                start_new_session=True,  # Ray may kill the group of an actor that ends
             )
         code = self._process.wait()
         return 128 - code if code < 0 else code
@@ -114,7 +115,8 @@ class RankActors:
         )
         share = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
         # Two at once: a signal while it runs.
-        return ray.remote(Rank).options(scheduling_strategy=strategy, max_concurrency=2, **share).remote(log)
+        options = {"scheduling_strategy": strategy, "max_concurrency": 2, "runtime_env": {"env_vars": UNDER_RAY}}
+        return ray.remote(Rank).options(**options, **share).remote(log)
 
     def _environment(self, rank: int, host: str, rendezvous: Path) -> dict[str, str]:
         world_size = len(self._actors)

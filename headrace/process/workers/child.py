@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import sysconfig
 import time
 import traceback
@@ -53,6 +54,7 @@ def main(channel: socket.socket, secret: bytes) -> NoReturn:
         os._exit(0)
     except BaseException:  # noqa: BLE001  # printed, and the process ends
         traceback.print_exc()
+        sys.stderr.flush()  # `_exit` would lose it
     finally:
         os._exit(70)
 

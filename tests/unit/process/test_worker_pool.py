@@ -126,6 +126,21 @@ async def test_a_crash_is_typed_and_names_the_signal(pool: WorkerPool) -> None:
     assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
 
 
+async def test_a_worker_that_cannot_serve_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = WorkerPool(1)
+    tmp_path.rmdir()
+    try:
+        await pool.start()
+        with pytest.raises(WorkerCrashed, match="exit code 70"):
+            await pool.run(add, 1, 1, timeout_seconds=LIMIT)
+    finally:
+        await pool.close()
+    assert "FileNotFoundError" in capfd.readouterr().err
+
+
 async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool) -> None:
     (before,) = pool.pids
     with pytest.raises(WorkerRaised, match="ZeroDivisionError: division by zero") as caught:

@@ -16,6 +16,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.process.guard import UNDER_RAY
 from headrace.rpc.access.bearer import VARIABLES as TOKENS
 from headrace.rpc.log import log
 from services.rollout.engine.process import EngineProcess
@@ -81,7 +82,8 @@ class RayEngine:
             for name, value in os.environ.items()
             if name.startswith(_PASSED_ON) and name not in TOKENS  # Ray's dashboard shows them, and engines need none
         }
-        options = {**self._share, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": passed_on}}
+        environment = {"env_vars": passed_on | UNDER_RAY}
+        options = {**self._share, "scheduling_strategy": "SPREAD", "runtime_env": environment}
         self._actor = ray.remote(EngineActor).options(**options).remote()
         try:
             started = await asyncio.wait_for(self._actor.start.remote(self._make, seconds), seconds + _ANSWER_SECONDS)
