@@ -60,7 +60,13 @@ class LimitedProtocol(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Ends the connection where a response has begun: uvicorn would begin another inside of it, and fail."""
+        """Ends the connection where a response has begun: uvicorn would begin another inside of it, and fail.
+
+        A request before it that is being answered is over as if its client had left, because this ends the connection.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

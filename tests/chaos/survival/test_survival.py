@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -58,8 +59,9 @@ async def test_a_service_that_the_kernel_killed_for_memory_is_said_to_be_with_wh
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert told[1].startswith("fake ended with signal 9 (killed: out of memory? It had ")
-    assert told[1].endswith(" MiB resident): restart 1 in 0.05 s")
+    # On a busy machine the only look was at a process that had just been made.
+    had = r"It had [\d.e+]+ [KM]iB resident"
+    assert re.fullmatch(rf"fake ended with signal 9 \(killed: out of memory\? {had}\): restart 1 in 0\.05 s", told[1])
 
 
 def judge(mark: str, number: int) -> int:

@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from headrace.errors import HeadraceError
 from headrace.rpc.net import free_port
 from services.trainer.megatron import rendezvous
@@ -24,6 +26,7 @@ def meet(rank: int, world_size: int, options: dict[str, str], wait_seconds: floa
         rendezvous.join(rank, world_size, "gloo", datetime.timedelta(seconds=60), options)
     except HeadraceError as error:
         return f"{type(error).__name__} {error.message}"
+    dist.barrier()  # rank 0 has the store, which the others need until their groups are made
     return "met"
 
 

@@ -79,3 +79,16 @@ async def test_nonsense_after_a_response_has_begun_ends_the_connection_and_nothi
         assert await reader.read() == b""
     writer.close()
     assert not failed
+
+
+async def test_nonsense_in_a_request_that_is_being_answered_is_answered_once(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await connected(port)
+    writer.write(CHUNKED + b"zz\r\n")
+    async with asyncio.timeout(SOON):
+        answers = await reader.read()
+    writer.close()
+    assert answers.startswith(b"HTTP/1.1 400 Bad Request")
+    assert answers.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.exc_info]
