@@ -21,7 +21,7 @@ def run_cases(
     folder: Path,
     world_size: int,
     cases: Sequence[Any],
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = 840.0,
     module: str = "tests.support.ranks.rank_cases",
 ) -> None:
     """Every rank runs the cases (dataclasses of the module) one after the other.

@@ -34,7 +34,7 @@ from tests.support.ranks.rank_results import weights
 from tests.support.ranks.ranks import run_cases
 from tests.support.ranks.trainer_cases import NUM_STEPS, served
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
@@ -88,7 +88,7 @@ ON_EACH_OF_TWO: Sections = IN_TURNS | {
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
-    *("lora@dp2-distributed", "lora@tp2", "lora@vpp2"),
+    "lora@tp2",
     *("disk@dp2", "disk@vpp2", "disk@tp2", "ipc@dp2", "ipc@vpp2"),
     *("fp8@dp2", "fp8@vpp2", "fp8@tp2"),
 ]
@@ -142,7 +142,7 @@ async def _run(folder: Path) -> Mapping[str, Sequence[Mapping[str, Tensor]]]:
                 await stack.enter_async_context(served(run, folder, folder / "qwen3", sections, devices=devices))
             )
         await asyncio.to_thread(
-            run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.ranks.trainer_cases"
+            run_cases, folder, 2, [case for case, _ in cases], 1700.0, "tests.support.ranks.trainer_cases"
         )
         return {case.name: [dict(_served(rollout.engine)) for rollout in rollouts] for case, rollouts in cases}
 
