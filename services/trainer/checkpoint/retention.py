@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.job.schema.run import CheckpointSection
+from services.trainer.metrics.row import fields_of, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,10 @@ class Retention:
         """The metric of each of these steps; a step that was run again counts as it ran last."""
         if not self.metrics_file.is_file():
             return {}
-        scores = {}
-        beginnings = tuple(f'{{"step": {step}, ' for step in steps)  # of a million lines a few are decoded
-        with self.metrics_file.open() as lines:
+        scores, wanted = {}, set(steps)
+        with self.metrics_file.open("rb") as lines:
             for line in lines:
-                if line.startswith(beginnings) and (row := _decoded(line)) and self.metric in row:
+                # Of a million lines a few are decoded.
+                if step_of(line) in wanted and (row := fields_of(line)) and self.metric in row:
                     scores[int(row["step"])] = float(row[self.metric])
         return scores
-
-
-def _decoded(line: str) -> dict[str, Any] | None:
-    """None for a line that is being written."""
-    try:
-        row: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return row

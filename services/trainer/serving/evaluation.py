@@ -38,7 +38,7 @@ class JobEvaluator:
         self._users_log = users_log
 
     async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
-        """Whatever goes wrong is a warning and a metric: the run does not depend on it."""
+        """Evaluates. What goes wrong is a warning and a metric: the run does not depend on it."""
         started = time.monotonic()
         seen: list[sample_pb2.Sample] = []
         try:

@@ -14,9 +14,9 @@ from itertools import islice
 from typing import Protocol
 
 from headrace.rpc.log import log
+from services.trainer.metrics.row import MetricsRow
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.row import MetricsRow
 from services.trainer.state import TrainState
 
 

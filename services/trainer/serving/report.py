@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from services.trainer.metrics.row import MetricsRow
 from services.trainer.serving.metrics_file import MetricsFile
 from services.trainer.serving.pictures import curves, evaluation_curves, timeline
 from services.trainer.serving.pictures.points import Point, Points
-from services.trainer.serving.row import MetricsRow
 from services.trainer.serving.trackers import OpenTrackers, Tracker
 
 _REDRAW_SECONDS = 30.0

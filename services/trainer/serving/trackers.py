@@ -68,7 +68,7 @@ class TensorBoard:
             log.warning("tensorboard_not_written", step=step, error=str(error))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; a full disk raises nothing."""
         if self._maybe_writer:
             with suppress(OSError):
                 self._maybe_writer.close()

@@ -49,7 +49,7 @@ class Point:
 
 
 class Points:
-    """At most `most` points of all rows so far: when there would be more, neighbours are joined.
+    """Keeps at most `most` points of all rows so far: when there would be more, neighbours are joined.
 
     All have the same number of rows, but for the last, which may have fewer.
     """
@@ -62,7 +62,7 @@ class Points:
         self._rows_per_point = 1
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a row."""
+        """Adds a row, or joins it to the last point."""
         found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
         if not found:
             return

@@ -34,10 +34,17 @@ def step_of(line: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
-def row_of(line: bytes) -> MetricsRow | None:
-    """Decodes a line; returns None for one that a kill tore."""
+def fields_of(line: bytes) -> dict[str, Any] | None:
+    """Decodes a line; returns None for one that a kill tore, or that is being written."""
     try:
-        fields = json.loads(line)
+        fields: dict[str, Any] = json.loads(line)
     except ValueError:
+        return None
+    return fields
+
+
+def row_of(line: bytes) -> MetricsRow | None:
+    """Returns a line's row; None for one that a kill tore."""
+    if (fields := fields_of(line)) is None:
         return None
     return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
