@@ -88,11 +88,12 @@ def attach(
             stage.embedding.register_forward_hook(_needs_gradient)
     rows = [placed for placed in placed_rows(architecture, layout, stages) if _is_target(placed, targets)]
     start = _start(lora, targets, architecture, seed)
+    builder = _Builder(config, layout, lora, targets, start)
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
     for placed in rows:
         linear = _module(stages, placed)
-        adapter, own = _Builder(config, layout, lora, targets, start).build(placed, linear)
+        adapter, own = builder.build(placed, linear)
         linear.add_module(_NAME, adapter)
         linear.register_forward_hook(_add)
         by_weight[placed.name] = adapter
