@@ -64,7 +64,7 @@ class ServiceSpec:
 
 
 class ServiceProcess:
-    """A started service."""
+    """A service that was started and can be ended."""
 
     def __init__(self, spec: ServiceSpec, process: GuardedProcess) -> None:
         self.spec = spec

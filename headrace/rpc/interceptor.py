@@ -164,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 def seconds_left(context: Context) -> float:
-    """Until the caller's deadline, or until the limit of a caller that has set none."""
+    """Returns the time until the caller's deadline, or until the limit of a caller that has set none."""
     remaining = context.time_remaining()
     return MAX_CALL_SECONDS if remaining is None else min(remaining, MAX_CALL_SECONDS)
 

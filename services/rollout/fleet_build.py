@@ -141,7 +141,7 @@ def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], Engine
 
 
 def engine_options(job: Job) -> EngineOptions:
-    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
+    """Lets engines use all cores where the trainer waits for them (on-policy), and else leave half of them to it."""
     share = 0.5 if job.buffer.max_staleness else 1.0
     return EngineOptions(
         hf_checkpoint=job.model.hf_checkpoint,

@@ -30,7 +30,7 @@ from services.rollout.rollout_function.build import StepFunction, eval_function,
 
 
 def prompt_encoder(job: Job) -> PromptEncoder:
-    """Reads nothing yet."""
+    """Returns the job's encoder, which reads its files when it is first used."""
     model, data = job.model, job.data
     return PromptEncoder(
         model.hf_checkpoint,

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from tools.sizes import ROOT, sources
 
-DANGLING = {"What", "Whether", "How", "Of", "Which", "Who", "Whose", "Where", "Those", "By", "As", "So"}
+DANGLING = {"What", "Whether", "How", "Of", "Which", "Who", "Whose", "Where", "Those", "By", "As", "So", "At"}
+DANGLING |= {"With", "Without", "Whatever", "When", "For", "Until"}
 KEPT = ("services/trainer/loop.py",)
 """It stays as it reads."""
 ARCHAIC = re.compile(r"\b(whoever|anew|for ever|to be had|so many)\b", re.IGNORECASE)

@@ -74,7 +74,7 @@ def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
 
 
 def _rollout_services(job: Job) -> list[tuple[str, str]]:
-    """Nothing for one."""
+    """Returns nothing where there is one rollout service."""
     count = job.services.num_rollout_services
     if count == 1:
         return []

@@ -34,5 +34,5 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer.extend(samples)
 
     def buffer_filter(self, args: Any, buffer: list[Sample], num_samples: int) -> list[Sample]:
-        """At most `num_samples` samples of the buffer, which leave it; here the oldest."""
+        """Returns at most `num_samples` samples of the buffer, which leave it; here the oldest."""
         return buffer[:num_samples]

@@ -35,7 +35,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class WantedAgain:
-    """At most `count` groups that are to be trained once more, at `step`."""
+    """Asks for at most `count` groups to be trained once more, at `step`."""
 
     step: int
     oldest: int | None

@@ -1,4 +1,4 @@
-"""For users' generate functions: conversations with the policy whose tokens are trained exactly as they were sampled.
+"""The kit of generate functions: conversations with the policy whose tokens are trained exactly as they were sampled.
 
 In: messages, and the call that a function serves (its `args` and sampling parameters). Out: completions, and samples
 with tokens, masks and log-probs. Beside it a reward model, for those who need no function of their own.

@@ -56,7 +56,7 @@ class Steps:
         return self._of.get(group_id)
 
     def before(self, event: pb.LedgerEvent) -> None:
-        """Whatever the event is: its epoch, and the end of the command before it."""
+        """Notes the epoch of any event, and the end of the command before it."""
         if self._giving and (event.kind, event.step) != ("batched", self._giving[0]):
             self._end_giving(*self._giving)
         if self._consuming and (event.kind, event.step) != ("consumed", self._consuming[0]):

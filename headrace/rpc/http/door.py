@@ -60,7 +60,7 @@ class Guest:
         self._visits.leave(self)
 
     def close(self) -> None:
-        """At once, whatever is under way."""
+        """Ends the connection at once, whatever is under way."""
         if isinstance(self._transport, asyncio.WriteTransport):
             self._transport.abort()
         elif self._opening is not None:

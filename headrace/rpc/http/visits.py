@@ -14,12 +14,12 @@ from headrace.wire.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_
 
 
 class Visit(Protocol):
-    """A connection."""
+    """One connection of a port."""
 
     host: str
 
     def close(self) -> None:
-        """At once; it leaves the table by itself."""
+        """Ends the connection at once; it leaves the table by itself."""
 
 
 class Visits:

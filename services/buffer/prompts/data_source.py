@@ -106,7 +106,7 @@ class DataSourceReader:
             log.error("samples_not_added", groups=[group.group_id for group in groups], message=error.message)
 
     async def choose(self, cursor: Cursor, asked: WantedAgain, kept: KeptGroups) -> list[PromptEntry]:
-        """At most as many finished groups. Raises FailedPrecondition when the user's code fails or takes too long."""
+        """Returns at most `asked.count` groups. Raises FailedPrecondition when the user's code fails or is too slow."""
         try:
             await self._wind(cursor.prompts_read)
             groups = await self._chosen(cursor, asked)

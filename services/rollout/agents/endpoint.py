@@ -65,7 +65,7 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "inva
 
 
 class Endpoint:
-    """The routes."""
+    """The routes of the OpenAI endpoint and what answers them."""
 
     def __init__(
         self, sessions: AgentSessions, policy: AgentPolicy, encoder: PromptEncoder, model: str, gate: Gate | None = None
@@ -80,7 +80,7 @@ class Endpoint:
         self.calls = CallsInProgress()
 
     def application(self) -> Starlette:
-        """The ASGI application."""
+        """Returns the routes as an ASGI application."""
         routes = [
             Route(f"{prefix}/v1/{path}", self._guarded(handler, rpc), methods=[method])
             for prefix in ("", "/sessions/{session_id}")

@@ -51,7 +51,7 @@ class LentTask:
 
 
 class AgentHosts:
-    """A `Player`."""
+    """A `Player` whose tasks are played by agent hosts."""
 
     def __init__(
         self,

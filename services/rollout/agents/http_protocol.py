@@ -36,7 +36,7 @@ class OneLength(h11.Connection):
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
+    """One connection of the endpoint, with limits."""
 
     def __init__(self, guest: Guest, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)

@@ -65,7 +65,7 @@ class ExternalEngine:
                 return  # it is away, and its requests with it
 
     def memory_bytes(self) -> int | None:
-        """Unknown here."""
+        """Returns None: its processes are on another machine."""
         return None
 
     @property

@@ -85,7 +85,7 @@ class Producer:
 
     @property
     def max_groups_in_flight(self) -> int:
-        """The limit now."""
+        """The present limit, which may be below the job's."""
         return self._max_groups_in_flight
 
     def limit_groups(self, most: int) -> None:

@@ -51,7 +51,7 @@ class Seam:
 
 
 class ResponseEnd:
-    """Without `texts` it knows the stop tokens of a request alone. They are asked for, and used, by `off_loop`."""
+    """Knows only a request's stop tokens where it has no `texts`. `off_loop` runs what asks for and uses them."""
 
     def __init__(self, texts: Callable[[], Texts] | None = None, off_loop: OffLoop = asyncio.to_thread) -> None:
         self._texts = texts

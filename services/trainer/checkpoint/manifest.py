@@ -35,7 +35,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint's content."""
+    """The description of a checkpoint's content."""
 
     step: int
     policy_version: int

@@ -27,7 +27,7 @@ class TrainedModel:
     optimizer: Optimizer
 
     def tensors(self) -> Iterator[Tensor]:
-        """All but gradients."""
+        """Yields parameters, optimizer states and buffers: all but gradients."""
         for chunk in self.chunks:
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()

@@ -46,7 +46,7 @@ class OptimizerSteps:
         return {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
 
     def _step(self, step: int, step_id: int, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
-        """Without `updates` computes everything, as ranks wait for each other, and changes no weight."""
+        """Computes everything also without `updates`, as ranks wait for each other, but changes no weight then."""
         metrics = self._train_critic(prepared, updates=updates)
         if step < self._critic_only_steps:
             return metrics

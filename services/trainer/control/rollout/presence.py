@@ -32,7 +32,7 @@ class Presence:
     """Asks the services for their fleets."""
 
     def __init__(self, services: Sequence[RolloutClient], *, away_seconds: float) -> None:
-        """When all services are silent for more than `away_seconds` while a batch is awaited, that ends the wait."""
+        """`away_seconds`: a wait for a batch ends when all services are silent for longer."""
         self._services = services
         self._away_seconds = away_seconds
         self._took_part: Collection[int] = range(len(services))

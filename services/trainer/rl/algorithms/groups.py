@@ -30,7 +30,7 @@ class GroupRewards:
 
     @property
     def mean(self) -> float:
-        """Over rollouts."""
+        """The mean over the group's rollouts."""
         return math.fsum(self.by_rollout.values()) / len(self.by_rollout)
 
     @property

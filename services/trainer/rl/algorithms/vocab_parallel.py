@@ -36,7 +36,7 @@ def log_probs_and_entropy(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """With z = logits / temperature: d log π_t / dz_j = [j = t] - π_j; dH / dz_j = -π_j (log π_j + H)."""
+    """Gradients, z = logits / temperature: d log π_t / dz_j = [j = t] - π_j; dH / dz_j = -π_j (log π_j + H)."""
 
     @staticmethod
     def forward(
@@ -120,6 +120,6 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """At least one, so that no position at all is a chunk of nothing."""
+    """Returns at least one chunk, which is empty where there is no position."""
     size = max(1, CHUNK_ELEMENTS // len(weight))
     return (slice(start, start + size) for start in range(0, max(1, len(hidden)), size))
