@@ -38,8 +38,9 @@ SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
 NUM_ATTACKS = 1_000
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}
 NUM_HANDS = 8 if NUM_CALLS < 10_000 else 32
-MOST_HEALTH_SECONDS = 1.0
 MOST_HEALTH_SECONDS_BY_CLOCK = 15.0
+MOST_HEALTH_SECONDS = 1.0 if NUM_CALLS >= 10_000 else MOST_HEALTH_SECONDS_BY_CLOCK
+"""Of computing. A few calls say nothing of a machine whose speed is unknown."""
 MEMORY_FACTOR = 1.1
 MEMORY_SLACK_BYTES = 96 << 20
 """What a ledger may hold of the calls that it accepted, and an allocator of what it gave back."""

@@ -7,6 +7,7 @@ ones the newest are closed, so that nobody loses what it has to a stranger.
 
 from __future__ import annotations
 
+import math
 import resource
 import threading
 import time
@@ -20,9 +21,11 @@ from headrace.rpc.peers import sockets
 from headrace.rpc.peers.sockets import Connection
 from headrace.wire.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER
 
-_LOOK_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
+_MOST_SECONDS_BETWEEN_LOOKS = 5.0
 _FEW = 256
 """With fewer descriptors than this nobody is near a limit, and a check costs one system call."""
+_NEW_PER_LOOK = 64
 _MOST_DESCRIPTORS = 1 << 16
 
 
@@ -54,6 +57,25 @@ def _order(each: Seen) -> tuple[bool, float]:
     return each.is_known, -each.since if each.is_known else each.since
 
 
+class Pace:
+    """When a look is due: it asks about each descriptor, so where they are many it waits until some are new."""
+
+    def __init__(self, most_per_peer: int) -> None:
+        self._few = min(_FEW, most_per_peer)
+        self._new = min(_NEW_PER_LOOK, max(1, most_per_peer // 8))
+        self._least_open = 0
+        self._looked = -math.inf
+
+    def is_due(self, num_open: int, now: float) -> bool:
+        """Whether some address may have too many by now; then it counts as looked at."""
+        self._least_open = min(self._least_open, num_open)
+        is_new = num_open >= self._least_open + self._new
+        if num_open < self._few or not (is_new or now >= self._looked + _MOST_SECONDS_BETWEEN_LOOKS):
+            return False
+        self._least_open, self._looked = num_open, now
+        return True
+
+
 class ConnectionGuard:
     """Looks at a port's connections from a thread of its own. States: built → started → stopped."""
 
@@ -64,6 +86,7 @@ class ConnectionGuard:
         self._known: set[str] = set()
         self._since: dict[str, float] = {}
         self._stopped = threading.Event()
+        self._pace = Pace(most_per_peer)
         self.num_closed = 0
 
     def start(self, port: int) -> None:
@@ -81,9 +104,9 @@ class ConnectionGuard:
             self._known.add(peer)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_LOOK_SECONDS):
+        while not self._stopped.wait(_CHECK_SECONDS):
             try:
-                if max(sockets.num_descriptors(), len(self._known)) >= min(_FEW, self._most_per_peer):
+                if self._pace.is_due(max(sockets.num_descriptors(), len(self._known)), time.monotonic()):
                     self.look()
             except Exception as error:  # noqa: BLE001  # it goes on, whatever one look met
                 log.error("connections_not_counted", exc_info=error)

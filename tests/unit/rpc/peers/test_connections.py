@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rpc.channel import connect
-from headrace.rpc.peers.connections import ConnectionGuard, Seen, surplus
+from headrace.rpc.peers.connections import ConnectionGuard, Pace, Seen, surplus
 from headrace.rpc.peers.sockets import Connection
 from headrace.rpc.server import RpcServer, Service
 
@@ -35,6 +35,16 @@ def test_the_longest_silent_go_first_then_the_newest_and_no_other_addresss() -> 
     assert closed([*strangers, *known, *other], 3) == {1, 2, 3, 4, 5}
     assert closed([*strangers, *known, *other], 2) == {1, 2, 3, 4, 5, 8, 20}, "of those that have called the newest"
     assert closed([*strangers, *known, *other], 100, most=9) == {1, 2}
+
+
+def test_many_connections_that_stay_are_looked_at_seldom_and_a_crowd_at_once() -> None:
+    pace = Pace(most_per_peer=2_048)
+    assert not any(pace.is_due(255, float(now)) for now in range(100)), "nobody is near a limit"
+    assert [now for now in range(100, 112) if pace.is_due(300, float(now))] == [100, 105, 110]
+    assert not pace.is_due(363, 112.0)
+    assert pace.is_due(364, 112.1), "64 more than at the last look"
+    assert not pace.is_due(330, 112.2)
+    assert pace.is_due(394, 112.3), "64 more than the fewest since then: others may have left for them"
 
 
 async def test_a_crowd_of_silent_connections_is_closed_and_a_caller_goes_on() -> None:
