@@ -58,7 +58,7 @@ def _order(each: Seen) -> tuple[bool, float]:
 
 
 class Pace:
-    """When a look is due: it asks about each descriptor, so where they are many it waits until some are new."""
+    """Says when a look is due. It asks about each descriptor: where they are many, it waits until some are new."""
 
     def __init__(self, most_per_peer: int) -> None:
         self._few = min(_FEW, most_per_peer)
@@ -67,7 +67,7 @@ class Pace:
         self._looked = -math.inf
 
     def is_due(self, num_open: int, now: float) -> bool:
-        """Whether some address may have too many by now; then it counts as looked at."""
+        """Returns True when some address may have too many by now; then it counts as looked at."""
         self._least_open = min(self._least_open, num_open)
         is_new = num_open >= self._least_open + self._new
         if num_open < self._few or not (is_new or now >= self._looked + _MOST_SECONDS_BETWEEN_LOOKS):

@@ -14,8 +14,8 @@ can get. Therefore a group is handed out only while
 
 plus over_sampling_groups, which are in production so that a step fills in spite of groups that are dropped: those left
 over are trained later while they are fresh enough, and expire otherwise. What begins now can be trained up to step
-max_staleness + min(step, policy_version): once that step has its batch, none are begun beyond the rule, as they could
-only expire, and producers are told of those that are out.
+max_staleness + min(step, policy_version): once all steps up to that one have their batches, none are begun beyond the
+rule, as they could only expire, and producers are told of those that are out.
 
 Dropped, failed, released and expired groups are in neither state: they give their place back. policy_version is
 behind `step` between the end of a step and the publication of its weights: what began there would be a version older
@@ -43,7 +43,7 @@ def places_left(state: StreamState, num_leased: int, num_ready: int, has_batch: 
     admitted = state.step * config.groups_per_step + num_leased + num_ready
     last_step = config.max_staleness + min(state.step, state.policy_version)
     limit = (last_step + 1) * config.groups_per_step
-    if state.step <= last_step and not has_batch(last_step):
+    if not all(map(has_batch, range(state.step, last_step + 1))):
         limit += config.over_sampling_groups
     return max(limit - admitted, 0)
 

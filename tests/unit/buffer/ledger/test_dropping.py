@@ -248,3 +248,14 @@ def test_a_lost_group_without_a_batch_is_dropped_and_names_of_nobody_are_not_the
             drop(it, name)
     assert drop(it, "train/9") == Dropped(1, 0)
     assert ids(it.batch(epoch, 0).groups) == batch
+
+
+def test_a_step_whose_batch_was_dissolved_is_filled_in_spite_of_drops_though_the_next_step_has_its_batch() -> None:
+    it, epoch = busy(max_staleness=1, groups_per_step=2, over_sampling_groups=3)
+    groups = it.lease(4)
+    it.put(groups)
+    it.batch(epoch, 0)
+    it.batch(epoch, 1)
+    assert it.lease() == [], "all that begins now could only expire"
+    drop(it, groups[0].group_id)
+    assert len(it.lease()) == 1 + 3

@@ -89,8 +89,10 @@ class Counting:
         number = self.asked
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0)
-        self.in_flight -= 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self.in_flight -= 1
         if number in self.failing:
             raise BadAnswer("log_prob", "NaN") if number % 2 else KeyError("a bug")
         (request,) = requests
