@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.errors import InvalidArgument
 from headrace.preflight.report import Scorers, count_scorer, scorer_name
-from headrace.prompt_row import parse_row
+from headrace.prompts.row import parse_row
 from headrace.wire.limits import MAX_EVAL_FILE_BYTES
 
 

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from headrace.errors import InvalidArgument
 from headrace.images.prompts import with_images
-from headrace.label import label_text
-from headrace.prompt_row import content_of, ordered_json, parse_row
+from headrace.prompts.label import label_text
+from headrace.prompts.row import content_of, ordered_json, parse_row
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json

@@ -13,7 +13,7 @@ from headrace.job.rules.paths.weight_folders import check_model, check_starting_
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.prompt_path import PromptPath
-from headrace.prompt_row import parse_row
+from headrace.prompts.row import parse_row
 
 _LINES_LOOKED_AT = 1000
 
