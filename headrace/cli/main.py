@@ -20,6 +20,7 @@ from headrace.whole_file import FULL_DISK
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384
+_LISTED = ": headrace --help lists the commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, arguments = words[0], words[1:]
     try:
         if name not in _COMMANDS:
-            raise InvalidArgument(f"unknown command {name[:80]}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
+            raise InvalidArgument(f"unknown command {name[:80]}{did_you_mean(name, _COMMANDS) or _LISTED}")
         return _COMMANDS[name].run(arguments)
     except HeadraceError as error:
         _say(error.message)

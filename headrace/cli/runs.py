@@ -16,6 +16,7 @@ from headrace.run_folder import ROLLOUT, RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0
+_SOON = "; one that was started just now is there once its job is checked"
 _HELP = "a run's folder, or its name in runs/ (default: the live run, else the newest)"
 
 
@@ -68,7 +69,7 @@ def _found(text: str | None) -> RunFolder:
         if (path / "services.json").is_file():
             return RunFolder(path)
     there = sorted(file.parent.name for file in RUNS.glob("*/services.json"))
-    raise NotFound(f"no run {text}; runs here: {', '.join(there) or 'none'}")
+    raise NotFound(f"no run {text}; runs here: {', '.join(there) or 'none'}{_SOON}")
 
 
 def _default_run() -> RunFolder:

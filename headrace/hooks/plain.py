@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.hooks.sample import Sample
-from headrace.label import label_text
+from headrace.prompts.label import label_text
 
 
 def plain(sample: Sample) -> Sample:

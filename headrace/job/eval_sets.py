@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError
 
 from headrace.errors import ConfigError, InvalidArgument
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import EvalSection
 from headrace.job.schema.section import NonNegative, Positive, Score, Section, Share, Temperature
 from headrace.suggest import did_you_mean
@@ -55,6 +56,11 @@ class EvalSet(Section):
     metadata_overrides: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = None
     custom_generate_function_path: str | None = None
     pass_reward: Score | None = None
+
+    @property
+    def prompts(self) -> PromptPath:
+        """The path's file, and its slice. Raises ConfigError."""
+        return PromptPath.parse(str(self.path), "eval_prompt_data")
 
 
 def eval_sets(evaluation: EvalSection) -> Sequence[EvalSet]:

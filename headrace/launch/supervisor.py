@@ -193,10 +193,9 @@ class Supervisor:
                 f"{self._running[spec.name].why}"
             )
         pause = self._policy.longest_backoff_seconds
-        said = self._running[spec.name].last_error
-        reason = f" ({said.splitlines()[0]})" if said else ""
         self._tell(
-            f"{spec.name} ended because a service that it needs did not answer{reason}: it starts again in {pause:g} s"
+            f"{spec.name} ended because a service that it needs did not answer{self._reason(spec)}: it starts again in "
+            f"{pause:g} s"
         )
         await asyncio.sleep(pause)
 
@@ -212,8 +211,12 @@ class Supervisor:
                 f"{ended}; {self._running[spec.name].why}"
             )
         pause = self._policy.backoff_seconds(max(restarts - 1, 0))
-        self._tell(f"{spec.name} ended with {ended}: restart {restarts} in {pause:g} s")
+        self._tell(f"{spec.name} ended with {ended}{self._reason(spec)}: restart {restarts} in {pause:g} s")
         await asyncio.sleep(pause)
+
+    def _reason(self, spec: ServiceSpec) -> str:
+        said = self._running[spec.name].last_error
+        return f" ({said.splitlines()[0]})" if said else ""
 
     async def _stop_all(self) -> None:
         """Stops the trainer first and the buffer last, so that no service loses the one that it talks to."""

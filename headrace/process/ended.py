@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from headrace.process.exit_codes import PEER_AWAY, PEER_LOST
 from headrace.process.memory import resident_of_tree
 
 LOOK_SECONDS = 5.0
@@ -20,6 +21,7 @@ LOOK_SECONDS = 5.0
 NUM_LOOKS = 6
 """Half a minute: a service that lost a process has ended by then."""
 
+_OF_PEERS = {PEER_AWAY: " (a service that it needs does not answer)", PEER_LOST: " (other ranks are gone)"}
 _KILLED = 128 + signal.SIGKILL
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -27,7 +29,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def meaning(code: int, resident_bytes: int | None = None) -> str:
     """Describes an exit code, where 128 + n is signal n. `resident_bytes`: what the process had before it."""
     if code <= 128:
-        return f"exit code {code}"
+        return f"exit code {code}{_OF_PEERS.get(code, '')}"
     if code != _KILLED:
         return f"signal {code - 128}"
     had = "" if resident_bytes is None else f" It had {in_words(resident_bytes)} resident"

@@ -58,7 +58,7 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     for each in eval_sets(job.eval):
         if each.custom_rm_path is not None:
             continue
-        rm_types = await asyncio.to_thread(scorers_of, each.path, each.metadata_key or job.data.metadata_key)
+        rm_types = await asyncio.to_thread(scorers_of, each.prompts, each.metadata_key or job.data.metadata_key)
         if each.rm_type and "" in rm_types:
             rm_types[each.rm_type] = rm_types.pop("")
         _everyone_has_a_scorer(job, registry, rm_types, sum(found.count for found in rm_types.values()), report)

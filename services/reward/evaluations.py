@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import islice
 
 from headrace.errors import InvalidArgument
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.preflight.report import Scorers, count_scorer, scorer_name
-from headrace.prompt_row import parse_row
+from headrace.prompts.row import parse_row
 from headrace.wire.limits import MAX_EVAL_FILE_BYTES
 
 
-def scorers_of(path: Path, metadata_key: str | None) -> dict[str, Scorers]:
+def scorers_of(prompts: PromptPath, metadata_key: str | None) -> dict[str, Scorers]:
     """Counts the scorers by rm_type ("" where a row names none). Bad rows are left to the rollout service's check."""
-    found: dict[str, Scorers] = {}
+    path, found = prompts.path, dict[str, Scorers]()
     if not path.is_file() or path.stat().st_size > MAX_EVAL_FILE_BYTES:
         return found
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in islice(enumerate(lines, 1), prompts.first_row, prompts.end_row):
             if line.strip():
                 count_scorer(found, _named(line, metadata_key), f"{path.name}, line {number}")
     return found

@@ -111,7 +111,7 @@ def _evaluations(job: Job, report: Report) -> None:
     sets = eval_sets(job.eval)
     files = EvalFiles([each.path for each in sets], job.buffer.prompt_root)
     for each in sets:
-        if not each.path.is_file():
+        if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)
         functions = [asked.generate_function_path] if asked.generate_function_path else []

@@ -15,8 +15,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
-from headrace.label import label_text
-from headrace.prompt_row import chat_message, content_of, parse_row
+from headrace.prompts.label import label_text
+from headrace.prompts.row import chat_message, content_of, parse_row
 from headrace.trajectory import to_json
 
 _AT_ONCE = 500

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+
+from headrace.metrics_row import fields_in
 
 _LOSSES = ("loss/policy", "loss/sft", "loss/custom")
 _SHOWN = ("grad_norm", "entropy")
@@ -56,15 +58,9 @@ def _different(before: Mapping[str, float], now: Mapping[str, float]) -> Iterato
 
 
 def _steps(file: Path) -> dict[int, Mapping[str, float]]:
-    """Rows of steps, not of evaluations; a line that a kill has cut is left out."""
-    found: dict[int, Mapping[str, float]] = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "grad_norm" in row:
-            found[int(row.pop("step"))] = {
-                name: value for name, value in row.items() if isinstance(value, float | int) and name != "time"
-            }
-    return found
+    """Rows of steps, not of evaluations."""
+    return {row["step"]: _figures(row) for row in fields_in(file) if "grad_norm" in row}
+
+
+def _figures(row: Mapping[str, Any]) -> Mapping[str, float]:
+    return {name: each for name, each in row.items() if name not in ("step", "time") and isinstance(each, float | int)}

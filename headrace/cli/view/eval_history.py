@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.cli.words import printable
+from headrace.metrics_row import fields_in
 
 _MEAN = "eval/"
 
 
 def history(file: Path) -> Table | None:
     """Returns None where no evaluation has ended. Of a step that was evaluated twice, the later row counts."""
-    rows = {row["step"]: row for row in _evaluations(file)}
+    rows = {row["step"]: row for row in fields_in(file) if "eval_error" in row}
     if not rows:
         return None
     names = sorted({name.removeprefix(_MEAN) for row in rows.values() for name in row if name.startswith(_MEAN)})
@@ -32,18 +32,6 @@ def history(file: Path) -> Table | None:
         for warning in row.get("warnings", ()):
             table.add_row("", *("" for _ in names), f"[dim]{escape(printable(str(warning)))}[/]")
     return table
-
-
-def _evaluations(file: Path) -> Iterator[Mapping[str, Any]]:
-    if not file.is_file():
-        return
-    for line in file.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written
-        if isinstance(row, dict) and "eval_error" in row:
-            yield row
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -12,6 +11,7 @@ from headrace.cli.view.awaited import Patience, awaited
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
+from headrace.metrics_row import fields_in
 from headrace.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -27,8 +27,9 @@ async def overdue(folder: RunFolder, deadline_seconds: float) -> str | None:
     if status is None or status.phase != trainer_pb2.PHASE_WAITING:
         return None
     patience = Patience(folder.job().run.first_batch_seconds)
-    for seconds in _waits(folder):
-        patience.waited(seconds)
+    for fields in fields_in(folder.metrics):
+        if "time/wait_seconds" in fields:
+            patience.waited(fields["time/wait_seconds"])
     if not patience.is_over(status.step, status.waiting_seconds):
         return None
     fleet = None
@@ -46,15 +47,3 @@ async def _answer(asked: Awaitable[T]) -> T | None:
     with suppress(HeadraceError):
         return await asked
     return None
-
-
-def _waits(folder: RunFolder) -> Iterator[float]:
-    """Yields how long each step waited for its batch; nothing when the trainer's files are on another machine."""
-    path = folder.path / "metrics.jsonl"
-    if not path.is_file():
-        return
-    for line in path.read_text().splitlines():
-        with suppress(json.JSONDecodeError):  # the last line may be half written
-            row = json.loads(line)
-            if "time/wait_seconds" in row:
-                yield row["time/wait_seconds"]

@@ -12,8 +12,8 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
 from headrace.images.prompts import with_images
-from headrace.label import label_text
-from headrace.prompt_row import content_of, parse_row, required
+from headrace.prompts.label import label_text
+from headrace.prompts.row import content_of, parse_row, required
 
 
 class Dataset:

@@ -229,7 +229,9 @@ class RolloutSection(Section):
 
 
 class EvalSection(Section):
-    eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH of an evaluation; repeatable.")
+    eval_prompt_data: tuple[tuple[str, Path], ...] = Field(
+        (), description="NAME and PATH or PATH@[a:b] of an evaluation; repeatable."
+    )
     eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = Field(
         None,
         description="TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in "

@@ -9,8 +9,8 @@ from typing import Any
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.images.prompts import with_images
-from headrace.label import label_text
-from headrace.prompt_row import chat_message, content_of, ordered_json, parse_row, required
+from headrace.prompts.label import label_text
+from headrace.prompts.row import chat_message, content_of, ordered_json, parse_row, required
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.buffer.ledger.group import Prompt

@@ -7,7 +7,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.reward import Reward, checked_reward
 from headrace.job.schema.secrets import without_secrets
-from headrace.prompt_row import chat_message, ordered_json
+from headrace.prompts.row import chat_message, ordered_json
 from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name
 from headrace.wire.limits import MAX_TASK_WAIT_SECONDS, MAX_TASKS_PER_CALL
 from services.rollout.agents.hosts import AgentHosts, LentTask

@@ -159,7 +159,7 @@ def image_reader(
         return None
     files = [
         *(PromptPath.parse(text).path for text in data.prompt_data),
-        *(each.path for each in eval_sets(evaluation)),
+        *(each.prompts.path for each in eval_sets(evaluation)),
     ]
     folders = [file.absolute().parent for file in files]
     return ImageReader(hf_checkpoint, vision, [*folders, *([prompt_root] if prompt_root else [])])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headrace.errors import InvalidArgument
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.images.prompts import with_images
-from headrace.label import label_text
-from headrace.prompt_row import content_of, ordered_json, parse_row
+from headrace.job.schema.parts.prompt_path import PromptPath
+from headrace.prompts.label import label_text
+from headrace.prompts.row import content_of, ordered_json, parse_row
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
@@ -55,19 +56,26 @@ class EvalFiles:
     root: Path | None
 
     def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:
-        """Returns all rows, checked. Blocks; raises InvalidArgument with file and line for a bad row."""
-        allowed = self._allowed(path)
-        with _opened(allowed) as file:
-            rows = [_row(where, line, keys) for where, line in _lines(allowed, file, max_prompts)]
+        """Returns all rows of the file, or of its slice `path@[a:b]`, checked.
+
+        Blocks; raises InvalidArgument with file and line for a bad row.
+        """
+        try:
+            part = PromptPath.parse(path, _FIELD)
+        except ConfigError as error:
+            raise InvalidArgument(error.message, field=_FIELD) from error
+        part = replace(part, path=self._allowed(str(part.path)))
+        with _opened(part.path) as file:
+            rows = [_row(where, line, keys) for where, line in _lines(part, file, max_prompts)]
         if not rows:
-            raise InvalidArgument(f"{allowed} has no prompts", field=_FIELD)
+            raise InvalidArgument(f"{part.absolute()} has no prompts", field=_FIELD)
         return rows
 
     def _allowed(self, path: str) -> Path:
         """Follows links, so that none leads out of the root."""
         try:
             real = ((self.root or Path()) / path).resolve()
-            if any(real == file.resolve() for file in self.files):
+            if any(real == PromptPath.parse(str(file)).path.resolve() for file in self.files):
                 return real
             if self.root is not None and real.is_relative_to(self.root.resolve()):
                 return real
@@ -94,14 +102,14 @@ def _opened(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _lines(path: Path, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, bytes]]:
+def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, bytes]]:
     """Yields (file:line, line) of each line used."""
-    used, number = 0, 0
-    while line := file.readline(MAX_PROMPT_LINE_BYTES + 1):
+    path, used, number = part.path, 0, 0
+    while (part.end_row is None or number < part.end_row) and (line := file.readline(MAX_PROMPT_LINE_BYTES + 1)):
         number += 1
         if len(line) > MAX_PROMPT_LINE_BYTES:
             raise InvalidArgument(f"{path}:{number}: longer than {MAX_PROMPT_LINE_BYTES} bytes", field=_FIELD)
-        if not line.strip():
+        if number <= part.first_row or not line.strip():
             continue
         if max_prompts is not None and used >= max_prompts:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.job.schema.run import CheckpointSection
-from services.trainer.metrics.row import fields_of, step_of
+from headrace.metrics_row import fields_of, step_of
 
 
 @dataclass(frozen=True, slots=True)

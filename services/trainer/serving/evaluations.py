@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+from headrace.metrics_row import MetricsRow
 from headrace.rpc.log import log
-from services.trainer.metrics.row import MetricsRow
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState

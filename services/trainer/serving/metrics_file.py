@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headrace.metrics_row import MetricsRow, row_of, step_of
 from headrace.rpc.log import log
 from headrace.whole_file import replacing
 from services.trainer.files.durable_rows import append_rows
-from services.trainer.metrics.row import MetricsRow, row_of, step_of
 
 MOST_WAITING = 10_000
 """Rows that wait for the disk; beyond that the oldest are lost."""

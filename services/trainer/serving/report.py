@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from services.trainer.metrics.row import MetricsRow
+from headrace.metrics_row import MetricsRow
 from services.trainer.serving.metrics_file import MetricsFile
 from services.trainer.serving.pictures import curves, evaluation_curves, timeline
 from services.trainer.serving.pictures.points import Point, Points

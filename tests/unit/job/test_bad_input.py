@@ -147,7 +147,7 @@ ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
         ("--keep-old-actor --loss-type custom_loss", "keep_old_actor has no effect with max_staleness 0"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
         ("--ref-update-interval 2 --use-kl-loss", "ref_update_interval has no effect without kl_loss_coef or kl_coef"),
-        ("--eval-prompt-data aime /a.jsonl@[0:9]", "a file of evaluations is read whole, without a slice"),
+        ("--eval-prompt-data aime /a.jsonl@[9:0]", "eval_prompt_data /a.jsonl@.*: the slice holds no lines"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )

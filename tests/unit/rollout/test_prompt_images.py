@@ -20,7 +20,7 @@ from headrace.images.columns import IMAGE_GRIDS, MAX_IMAGE_BYTES, PIXEL_VALUES, 
 from headrace.images.prompts import with_images
 from headrace.job.schema.production import DataSection, EvalSection
 from headrace.models.registry import read_architecture
-from headrace.prompt_row import chat_message
+from headrace.prompts.row import chat_message
 from services.rollout.chat.images import image_reader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient

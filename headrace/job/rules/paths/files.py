@@ -13,7 +13,7 @@ from headrace.job.rules.paths.weight_folders import check_model, check_starting_
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.prompt_path import PromptPath
-from headrace.prompt_row import parse_row
+from headrace.prompts.row import parse_row
 
 _LINES_LOOKED_AT = 1000
 
@@ -76,13 +76,7 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
         keys = job.model_copy(
             update={"data": job.data.model_copy(update={"input_key": input_key, "label_key": label_key})}
         )
-        if "@[" in each.path.name:
-            raise ConfigError(
-                f"eval_prompt_data {each.name} {each.path}: a file of evaluations is read whole, without a slice: "
-                "write its rows to a file of their own",
-                field="eval_prompt_data",
-            )
-        _prompts(f"eval_prompt_data {each.name}", PromptPath(each.path), keys, scope)
+        _prompts(f"eval_prompt_data {each.name}", each.prompts, keys, scope)
         _hook("custom_generate_function_path", each.custom_generate_function_path, scope)
 
 

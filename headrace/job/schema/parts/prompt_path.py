@@ -20,20 +20,20 @@ class PromptPath:
     end_row: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> PromptPath:
-        """Raises ConfigError for a slice that does not parse, or that is empty."""
+    def parse(cls, text: str, option: str = "prompt_data") -> PromptPath:
+        """Raises ConfigError, which names the option, for a slice that does not parse, or that is empty."""
         match = _SLICE.fullmatch(text)
         if match is None:
             if "@[" in text:
                 raise ConfigError(
-                    f"prompt_data {text}: write a slice as path@[a:b], with lines a to b counted from 0; "
+                    f"{option} {text}: write a slice as path@[a:b], with lines a to b counted from 0; "
                     "both are optional, and neither may be negative",
-                    field="prompt_data",
+                    field=option,
                 )
             return cls(Path(text))
         first, end = int(match["first"] or 0), int(match["end"]) if match["end"] else None
         if end is not None and end <= first:
-            raise ConfigError(f"prompt_data {text}: the slice holds no lines", field="prompt_data")
+            raise ConfigError(f"{option} {text}: the slice holds no lines", field=option)
         return cls(Path(match["path"]), first, end)
 
     def absolute(self) -> str:

@@ -18,7 +18,7 @@ from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
@@ -118,6 +118,23 @@ def fifty(folder: Path) -> Path:
     data = folder / "fifty.jsonl"
     data.write_text("".join(f'{{"q": "{number}"}}\n' for number in range(50)))
     return data
+
+
+@pytest.mark.parametrize(("part", "numbers"), [("@[:3]", range(3)), ("@[2:5]", range(2, 5)), ("@[48:]", (48, 49))])
+def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[int]) -> None:
+    data = fifty(tmp_path)
+    for files in (EvalFiles([data], None), EvalFiles([Path(f"{data}@[1:2]")], None), EvalFiles([], tmp_path)):
+        rows = files.read(f"{data}{part}", EvalKeys("q", None, None), None)
+        assert [(row.where, row.prompt) for row in rows] == [(f"{data}:{each + 1}", str(each)) for each in numbers]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("@[3:3]", "the slice holds no lines"), ("@[-1:]", "write a slice as"), ("@[50:]", r"@\[50:\] has no prompts")],
+)
+def test_a_slice_without_rows_is_refused(tmp_path: Path, part: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        EvalFiles([], tmp_path).read(f"{fifty(tmp_path)}{part}", EvalKeys("q", None, None), None)
 
 
 def dataset(path: Path | str, n_samples: int = 1) -> pb.EvalDataset:

@@ -1,15 +1,17 @@
-"""The metrics of a step, or of an evaluation, as one row of the report and one line of metrics.jsonl."""
+"""The metrics of a step, or of an evaluation, as one line of a run's metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 """Every line begins so: a reader that looks for some steps need not decode the others."""
+_TAIL_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ def step_of(line: bytes) -> int | None:
 def fields_of(line: bytes) -> dict[str, Any] | None:
     """Decodes a line; returns None for one that a kill tore, or that is being written."""
     try:
-        fields: dict[str, Any] = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
         return None
-    return fields
+    return fields if isinstance(fields, dict) else None
 
 
 def row_of(line: bytes) -> MetricsRow | None:
@@ -48,3 +50,19 @@ def row_of(line: bytes) -> MetricsRow | None:
     if (fields := fields_of(line)) is None:
         return None
     return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
+
+
+def fields_in(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the fields of each whole line; none where there is no file: it may be on the trainer's machine."""
+    if file.is_file():
+        with file.open("rb") as lines:
+            yield from filter(None, map(fields_of, lines))
+
+
+def last_fields_in(file: Path) -> list[dict[str, Any]]:
+    """The fields of the last lines, as `fields_in`: of a file of any size 64 KiB are read."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        return list(filter(None, map(fields_of, lines)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.prompt_row import chat_message
+from headrace.prompts.row import chat_message
 
 
 def test_a_message_keeps_the_order_of_its_keys_for_the_chat_template() -> None:
