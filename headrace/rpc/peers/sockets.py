@@ -24,7 +24,7 @@ class Connection:
 
 def num_descriptors() -> int:
     """Returns the number of files that this process has open: there are no more connections than that."""
-    return len(os.listdir(_DESCRIPTORS))
+    return os.stat(_DESCRIPTORS).st_size or len(os.listdir(_DESCRIPTORS))  # the size is their number from Linux 6.2 on
 
 
 def connections_to(port: int) -> Iterator[Connection]:

@@ -1,20 +1,18 @@
-"""Starting a few trainer ranks as torchrun would, without its own start-up time."""
+"""Starting a few trainer ranks as torchrun would, without their start-up time."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from services.trainer.megatron.rendezvous import RENDEZVOUS
+from tests.support.ranks.rank_host import Launch, RankHosts
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+_HOSTS = RankHosts()
 
 
 def run_cases(
@@ -30,15 +28,13 @@ def run_cases(
     """
     script = folder / f"cases-{world_size}.json"
     script.write_text(json.dumps([asdict(case) for case in cases]))
-    logs = [folder / f"rank-{world_size}-{rank}.log" for rank in range(world_size)]
-    processes = [_start(module, rank, world_size, script, log) for rank, log in enumerate(logs)]
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        codes = _wait(processes, deadline)
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+    logs = {str(rank): str(folder / f"rank-{world_size}-{rank}.log") for rank in range(world_size)}
+    failed = folder / f"a-rank-of-{world_size}-failed"
+    environment = os.environ | {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    codes = _HOSTS.run(Launch(module, str(script), logs, str(failed), timeout_seconds, environment))
+    assert set(codes.values()) == {0}, "\n".join(
+        f"rank {rank}: {codes[rank]}: {Path(log).read_text()[-3000:]}" for rank, log in logs.items()
+    )
 
 
 def entries(script: Path) -> Iterator[dict[str, Any]]:
@@ -46,32 +42,3 @@ def entries(script: Path) -> Iterator[dict[str, Any]]:
     for number, entry in enumerate(json.loads(script.read_text())):
         os.environ[RENDEZVOUS] = str(script.with_name(f"{script.stem}-meets-{number}"))
         yield entry
-
-
-def _start(module: str, rank: int, world_size: int, script: Path, log: Path) -> subprocess.Popen[bytes]:
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", module, str(script)]
-        return subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
-    """Exit codes; a rank that failed ends the wait for the others, who would wait for it in a collective."""
-    codes: list[int | None] = []
-    for process in processes:
-        if any(codes):
-            codes.append(process.poll())
-            continue
-        try:
-            codes.append(process.wait(max(0.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-    return codes

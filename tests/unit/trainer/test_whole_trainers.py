@@ -2,6 +2,7 @@
 
 Only the samples are made without a model; weights go over the wire into an engine that computes with what it got, so
 every publication's checksums and probe say that it is the trainer's model. One launch of two ranks for all of it.
+`HEADRACE_FAMILY_LAYOUTS=all` adds runs of which each half is in another.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -73,6 +75,7 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "fp8": ("qwen3-fp8", {"publish": {"update_weight_probe_tolerance": 1.0}}),
     "kimi_k2": ("kimi_k2", {}),
 }
+ALL = os.environ.get("HEADRACE_FAMILY_LAYOUTS") == "all"
 COLOCATED = "colocated@dp2"
 IN_TURNS: Sections = {
     "placement": {"colocate": True, "offload_train": True, "offload_rollout": True},
@@ -87,10 +90,11 @@ ON_EACH_OF_TWO: Sections = IN_TURNS | {
 """Each machine has a rank, a device, and a rollout service with an engine."""
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
-    *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
+    *("moonlight@dp2-distributed", "moonlight@ep2", "kimi_k2@dp2", "kimi_k2@cp2-ep2"),
     "lora@tp2",
-    *("disk@dp2", "disk@vpp2", "disk@tp2", "ipc@dp2", "ipc@vpp2"),
-    *("fp8@dp2", "fp8@vpp2", "fp8@tp2"),
+    *("disk@dp2", "disk@vpp2", "ipc@dp2", "ipc@vpp2"),
+    *("fp8@dp2", "fp8@tp2"),
+    *(("moonlight@vpp2", "kimi_k2@pp2", "disk@tp2", "fp8@vpp2") if ALL else ()),
 ]
 BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
 MOVED = [run for run in RUNS if run not in BASELINES.values()]

@@ -64,12 +64,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "smollm3@pp2": (2, PP2),
     "qwen2_moe@sp2": (2, SP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
-    "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
     "glm4@sp2-vpp2": (4, SP2 | VPP2),
-    "qwen3_moe@ep4": (4, {"expert_model_parallel_size": 4}),
     "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
-    "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
-    "glm4@tp2-pp2": (4, TP2 | PP2),
     "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -79,6 +75,10 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "glm4_32b@tp2": (2, TP2),
     "glm4_moe_lite@ep2": (2, EP2),
     "glm4_moe_lite@pp2": (2, PP2),
+    "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+    "qwen3_moe@ep4": (4, {"expert_model_parallel_size": 4}),
+    "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
+    "glm4@tp2-pp2": (4, TP2 | PP2),
 }
 if ALL:
     RUNS |= MORE
