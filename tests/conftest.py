@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+_TESTS = Path(__file__).parent
+_LONG = ("e2e", "chaos", "hosts", "hostile", "clusters", "upgrade", "soak", "gpu", "images")
 
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")
 
 _SWITCHES = [name for name in os.environ if name.startswith("HEADRACE_")]
 """Long forms and their sizes, which modules of tests read when they are imported."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, those that compute among those that wait; files of many short tests fill the end."""
+    items.sort(key=lambda item: (not _is_long(item), _shuffled(item)))
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ranks") is not None or item.path.relative_to(_TESTS).parts[0] in _LONG
+
+
+def _shuffled(item: pytest.Item) -> bytes:
+    """The same for the tests of a file, and for every run."""
+    return hashlib.sha256(str(item.path.relative_to(_TESTS)).encode()).digest()
 
 
 @pytest.fixture(autouse=True, scope="session")

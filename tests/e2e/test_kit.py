@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def compute_reward(sample):
 TURNS = 3
 
 
+@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
 async def test_each_turns_log_probs_are_those_of_the_model_for_the_whole_conversation(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model")
     (tmp_path / "custom_generate.py").write_text(FUNCTION)

@@ -136,6 +136,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
 
 
+@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
 async def test_two_tensor_ranks_survive_kill_9_of_every_service(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     (tmp_path / "vowels.py").write_text(VOWELS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -181,15 +180,9 @@ async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Sta
     assert "step 7: out of memory soon" in error.value.message
 
 
-async def test_a_restart_says_why(stage: Stage) -> None:
-    with pytest.raises(ServiceFailed):
-        await stage.supervisor(replace(stage.dying(PEER_LOST), max_restarts=1)).run()
-    assert "fake ended with exit code 76 (other ranks are gone): restart 1 in 0.05 s" in stage.told
-
-
 async def test_a_service_may_have_a_limit_of_its_own(stage: Stage) -> None:
-    spec = replace(stage.dying(7), max_restarts=1)
-    with pytest.raises(ServiceFailed, match="fake ended 2 times"):
+    spec = replace(stage.dying(PEER_LOST), max_restarts=1)
+    with pytest.raises(ServiceFailed, match=r"fake ended 2 times .* last with exit code 76 \(other ranks are gone\)"):
         await stage.supervisor(spec).run()
 
 
@@ -310,7 +303,7 @@ async def test_a_service_that_has_not_said_a_word_is_said_to_load(stage: Stage) 
     policy = replace(QUICK, progress_seconds=0.2)
     with pytest.raises(ServiceFailed, match="fake does not serve"):
         await Supervisor([spec], None, stage.hear, policy, stage.pids.update).run()
-    assert any(re.match("fake is starting, [0-9]+ s so far: loading SGLang", line) for line in stage.told), stage.told
+    assert any(" s so far: loading SGLang" in line for line in stage.told), stage.told
 
 
 async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: Stage) -> None:

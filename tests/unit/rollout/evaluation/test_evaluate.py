@@ -128,10 +128,7 @@ def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[
         assert [(row.where, row.prompt) for row in rows] == [(f"{data}:{each + 1}", str(each)) for each in numbers]
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [("@[3:3]", "the slice holds no lines"), ("@[-1:]", "write a slice as"), ("@[50:]", r"@\[50:\] has no prompts")],
-)
+@pytest.mark.parametrize(("part", "message"), [("@[3:3]", "holds no lines"), ("@[50:]", r"@\[50:\] has no prompts")])
 def test_a_slice_without_rows_is_refused(tmp_path: Path, part: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         EvalFiles([], tmp_path).read(f"{fifty(tmp_path)}{part}", EvalKeys("q", None, None), None)
