@@ -7,10 +7,12 @@ gives back the whole pages in between. Memory that is taken and freed again all 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.rpc.log import log
 
@@ -30,9 +32,10 @@ class _MallInfo2(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """The C heap of this process."""
+    """The C heap of this process, and what of the whole process is in memory."""
 
     free_bytes: Callable[[], int]
+    resident_bytes: Callable[[], int]
     trim: Callable[[], None]
 
 
@@ -49,7 +52,11 @@ def glibc_heap() -> Heap | None:
     def trim() -> None:
         malloc_trim(0)
 
-    return Heap(lambda: int(mallinfo2().fordblks), trim)
+    return Heap(lambda: int(mallinfo2().fordblks), _resident_bytes, trim)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 class SpareMemory:
@@ -58,7 +65,10 @@ class SpareMemory:
     def __init__(self, heap: Heap | None = None) -> None:
         self._heap = heap or glibc_heap()
         self._kept = 0
-        self._looks = deque[int](maxlen=_NUM_LOOKS)
+        """What was free after the last trim, or less: those pages are the machine's."""
+        self._resident = 0
+        """After the last trim. What has come since may be pages that were taken again and freed between two looks."""
+        self._looks = deque[tuple[int, int]](maxlen=_NUM_LOOKS)
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -76,12 +86,13 @@ class SpareMemory:
 
     def look(self, heap: Heap) -> None:
         """Trims where much has been free for several looks, and was not when it was trimmed last."""
-        self._looks.append(heap.free_bytes())
-        self._kept = min(self._kept, self._looks[-1])
-        unused = min(self._looks) - self._kept
+        self._looks.append((heap.free_bytes(), heap.resident_bytes()))
+        free, resident = map(min, zip(*self._looks, strict=True))
+        self._kept = min(self._kept, free)
+        unused = max(free - self._kept, min(free, resident - self._resident))
         if len(self._looks) < _NUM_LOOKS or unused < _WORTH_BYTES:
             return
         heap.trim()
         log.debug("memory_trimmed", free_bytes=unused)  # a start shows its last event of a higher level
-        self._kept = heap.free_bytes()
+        self._kept, self._resident = heap.free_bytes(), heap.resident_bytes()
         self._looks.clear()

@@ -46,12 +46,12 @@ class Looked:
         self.free_bytes = 0
         self.num_trims = 0
 
-    def looks(self, memory: SpareMemory, *sizes_mib: int) -> int:
+    def looks(self, memory: SpareMemory, *sizes_mib: int, resident_mib: int = 0) -> int:
         """How often it was trimmed after these looks."""
         before = self.num_trims
         for size in sizes_mib:
             self.free_bytes = size * MIB
-            memory.look(Heap(lambda: self.free_bytes, self._trim))
+            memory.look(Heap(lambda: self.free_bytes, lambda: resident_mib * MIB, self._trim))
         return self.num_trims - before
 
     def _trim(self) -> None:
@@ -64,6 +64,15 @@ def test_what_is_free_for_several_looks_is_trimmed_once_and_again_after_the_next
     assert looked.looks(memory, 900) == 1
     assert looked.looks(memory, *[900] * 20) == 0, "what was trimmed counts as free, and is gone"
     assert looked.looks(memory, 10, *[900] * 10) == 1
+
+
+def test_pages_that_were_taken_again_between_two_looks_are_trimmed_too() -> None:
+    looked, memory = Looked(), SpareMemory()
+    assert looked.looks(memory, *[900] * 5, resident_mib=100) == 1
+    assert looked.looks(memory, *[900] * 20, resident_mib=110) == 0, "little is not worth it"
+    assert looked.looks(memory, *[900] * 5, resident_mib=160) == 1
+    assert looked.looks(memory, *[900] * 20, resident_mib=160) == 0, "that is in use"
+    assert looked.looks(memory, *[900, 900, 3] * 5, resident_mib=300) == 0, "the heap needs it"
 
 
 def test_a_trim_is_logged_below_what_a_person_reads_of_a_start() -> None:
