@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headrace.wire.json_text import object_of_line
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 """Every line begins so: a reader that looks for some steps need not decode the others."""
@@ -36,18 +37,9 @@ def step_of(line: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
-def fields_of(line: bytes) -> dict[str, Any] | None:
-    """Decodes a line; returns None for one that a kill tore, or that is being written."""
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
 def row_of(line: bytes) -> MetricsRow | None:
     """Returns a line's row; None for one that a kill tore."""
-    if (fields := fields_of(line)) is None:
+    if (fields := object_of_line(line)) is None:
         return None
     return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
 
@@ -56,7 +48,7 @@ def fields_in(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the fields of each whole line; none where there is no file: it may be on the trainer's machine."""
     if file.is_file():
         with file.open("rb") as lines:
-            yield from filter(None, map(fields_of, lines))
+            yield from filter(None, map(object_of_line, lines))
 
 
 def last_fields_in(file: Path) -> list[dict[str, Any]]:
@@ -65,4 +57,4 @@ def last_fields_in(file: Path) -> list[dict[str, Any]]:
         return []
     with file.open("rb") as lines:
         lines.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        return list(filter(None, map(fields_of, lines)))
+        return list(filter(None, map(object_of_line, lines)))

@@ -16,6 +16,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from headrace.wire.json_text import object_of_line
+
 MAX_BYTES = 64 << 20
 _TAIL_BYTES = 65_536
 _NOISE = re.compile(r"\b(User|Future|Deprecation)Warning: |^\s*(warnings\.)?warn\($")
@@ -82,7 +84,7 @@ def doing(file: Path, start: int) -> str:
 
 
 def _unfolded(line: str) -> list[str]:
-    event = _event(line)
+    event = object_of_line(line)
     texts = {key: value for key, value in (event or {}).items() if isinstance(value, str) and "\n" in value}
     if event is None or not texts:
         return [line]
@@ -96,16 +98,8 @@ def _said(event: Mapping[str, Any]) -> str:
 
 def _events(file: Path, start: int) -> Iterator[Mapping[str, Any]]:
     for line in _lines(file, start) if file.is_file() else ():
-        if (event := _event(line)) is not None:
+        if (event := object_of_line(line)) is not None:
             yield event
-
-
-def _event(line: str) -> Mapping[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def _lines(file: Path, start: int) -> list[str]:

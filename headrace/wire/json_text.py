@@ -48,6 +48,15 @@ def from_json(text: str) -> dict[str, Any]:
     return value
 
 
+def object_of_line(line: str | bytes) -> dict[str, Any] | None:
+    """Decodes a line of a file that grows: None for one that a kill tore or that is being written, or for no object."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_json(text: str) -> Any:
     """Parses like `json.loads`, but refuses NaN, Infinity, and numbers that a float holds as infinite."""
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)

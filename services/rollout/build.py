@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
-from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
@@ -229,7 +228,7 @@ class _Build:
         return Evaluator(
             *(samplers.encoder, samplers.sampler, self.scorer, self.params),
             seed=job.data.rollout_seed,
-            files=EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root),
+            files=EvalFiles.of(job),
             slots=self.slots,
             scores_groups=job.reward.group_rm,
             samplers={path: samplers.hooked(each) for path, each in samplers.of_data_sets.items()},

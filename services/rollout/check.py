@@ -108,9 +108,8 @@ async def _of_steps(job: Job, pool: WorkerPool, report: Report) -> None:
 
 
 def _evaluations(job: Job, report: Report) -> None:
-    sets = eval_sets(job.eval)
-    files = EvalFiles([each.path for each in sets], job.buffer.prompt_root)
-    for each in sets:
+    files = EvalFiles.of(job)
+    for each in eval_sets(job.eval):
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)

@@ -17,7 +17,6 @@ from pathlib import Path
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError
-from headrace.job.eval_sets import eval_sets
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.rpc.log import configure_logging
@@ -72,7 +71,7 @@ async def evaluate_url(
     evaluator = Evaluator(
         *(encoder, sampler, scorer, job_params(job.rollout)),
         seed=job.data.rollout_seed,
-        files=EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root),
+        files=EvalFiles.of(job),
         slots=EngineSlots(Shares({Kind.EVALUATION: at_once}), max_waiting=0),
         scores_groups=job.reward.group_rm,
     )

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.images.prompts import with_images
+from headrace.job.eval_sets import eval_sets
+from headrace.job.schema.job import Job
 from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.prompts.label import label_text
 from headrace.prompts.row import content_of, ordered_json, parse_row
@@ -55,6 +57,11 @@ class EvalFiles:
     files: Sequence[Path]
     root: Path | None
 
+    @classmethod
+    def of(cls, job: Job) -> EvalFiles:
+        """Those of the job's evaluations, and everything under its prompt_root."""
+        return cls([each.prompts.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
+
     def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:
         """Returns all rows of the file, or of its slice `path@[a:b]`, checked.
 
@@ -75,7 +82,7 @@ class EvalFiles:
         """Follows links, so that none leads out of the root."""
         try:
             real = ((self.root or Path()) / path).resolve()
-            if any(real == PromptPath.parse(str(file)).path.resolve() for file in self.files):
+            if any(real == file.resolve() for file in self.files):
                 return real
             if self.root is not None and real.is_relative_to(self.root.resolve()):
                 return real

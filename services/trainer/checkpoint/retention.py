@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.job.schema.run import CheckpointSection
-from headrace.metrics_row import fields_of, step_of
+from headrace.metrics_row import step_of
+from headrace.wire.json_text import object_of_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,6 @@ class Retention:
         with self.metrics_file.open("rb") as lines:
             for line in lines:
                 # Of a million lines a few are decoded.
-                if step_of(line) in wanted and (row := fields_of(line)) and self.metric in row:
+                if step_of(line) in wanted and (row := object_of_line(line)) and self.metric in row:
                     scores[int(row["step"])] = float(row[self.metric])
         return scores

@@ -88,11 +88,12 @@ async def besiege(
         harm += await _harm(server, of_server, before[server], slack_bytes)
         harm += _held_up(server, health, *limits)
     for polite in polites:
-        print(f"  {polite.address}{polite.path}: {polite.num_answers} answers, {polite.worst_seconds:.3f} s at worst")
+        said = f"{polite.address}{polite.path}: {polite.num_answers} answers, {polite.worst_seconds:.3f} s at worst"
+        print(f"  {said}")
         if polite.failures or not polite.num_answers or polite.worst_seconds >= MOST_SECONDS_BY_CLOCK:
-            harm.append(f"{polite.address}{polite.path}: {polite.failures[:5]}")
+            harm.append(f"{said}, failures: {polite.failures[:5]}")
     statuses = [status for stranger in strangers.values() for status in stranger.statuses]
-    harm += [status for status in statuses if status in _BUG_STATUSES]
+    harm += [f"HTTP {status}" for status in statuses if status in _BUG_STATUSES]
     assert not harm, "\n".join(harm)
 
 
@@ -130,13 +131,12 @@ async def _harm(server: ServerProcess, strangers: Collection[Stranger], before: 
         f"{before >> 20} MiB before, {at_end >> 20} MiB at the end, {after >> 20} MiB {time.monotonic() - ended:.0f} s "
         "later"
     )
-    log = server.log
-    return [
-        *(["it has ended:\n" + log[-3000:]] if not server.is_alive else []),
-        *("\n".join(each)[:6000] for each in [tracebacks(log)[:5]] if each),
-        *bugs,
-        *([f"{server.module} holds {after} bytes, {most} at most"] if after > most else []),
-    ]
+    harm = [f"{server.module}: {each}" for each in (*tracebacks(server.log)[:5], *bugs)]
+    if not server.is_alive:
+        harm.append(f"{server.module} has ended:\n{server.log[-3000:]}")
+    if after > most:
+        harm.append(f"{server.module} holds {after} bytes, {most} at most")
+    return harm
 
 
 def _held_up(server: ServerProcess, health: HealthProbe, most_busy_seconds: float, most_seconds: float) -> list[str]:

@@ -2,7 +2,7 @@
 
 Only the samples are made without a model; weights go over the wire into an engine that computes with what it got, so
 every publication's checksums and probe say that it is the trainer's model. One launch of two ranks for all of it.
-`HEADRACE_FAMILY_LAYOUTS=all` adds runs of which each half is in another.
+`HEADRACE_FAMILY_LAYOUTS=all` adds runs whose set-up and whose layout other runs have already.
 """
 
 from __future__ import annotations
