@@ -116,17 +116,17 @@ def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | N
 
 
 def fifty(folder: Path) -> Path:
-    data = folder / "fifty.jsonl"
-    data.write_text("".join(f'{{"q": "{number}"}}\n' for number in range(50)))
+    (data := folder / "fifty.jsonl").write_text("".join(f'{{"q": "{number}"}}\n' for number in range(50)))
     return data
 
 
 @pytest.mark.parametrize(("part", "numbers"), [("@[:3]", range(3)), ("@[2:5]", range(2, 5)), ("@[48:]", (48, 49))])
 def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[int]) -> None:
-    job = Job.model_validate({"eval": {"eval_prompt_data": [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]}})
-    for files in (EvalFiles([data], None), EvalFiles.of(job), EvalFiles([], tmp_path)):
-        rows = files.read(f"{data}{part}", EvalKeys("q", None, None), None)
-        assert [(row.where, row.prompt) for row in rows] == [(f"{data}:{each + 1}", str(each)) for each in numbers]
+    named = {"eval_prompt_data": [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]}
+    of_job = EvalFiles.of(Job.model_validate({"model": {"hf_checkpoint": "m"}, "eval": named}))
+    for files in (EvalFiles([data], None), of_job, EvalFiles([], tmp_path)):
+        rows = [(row.where, row.prompt) for row in files.read(f"{data}{part}", EvalKeys("q", None, None), None)]
+        assert rows == [(f"{data}:{each + 1}", str(each)) for each in numbers]
 
 
 @pytest.mark.parametrize(("part", "message"), [("@[3:3]", "holds no lines"), ("@[50:]", r"@\[50:\] has no prompts")])
