@@ -19,6 +19,7 @@ from pathlib import Path
 
 from headrace.job.megatron.arguments import DESCRIBED
 from headrace.job.option import ALIASES, Arity, Option, options
+from headrace.syntax import syntax_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
@@ -102,7 +103,7 @@ def _wrong(name: str, test: str, root: Path) -> str | None:
 @cache
 def _functions(file: Path) -> frozenset[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = ast.walk(ast.parse(file.read_text()))
+    nodes = ast.walk(syntax_tree(file.read_text()))
     return frozenset(node.name for node in nodes if isinstance(node, kinds) and node.name.startswith("test_"))
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.syntax import syntax_tree
+
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig", "TransformerConfig"),
     ("transformer/transformer_config.py", "TransformerConfig", "TransformerConfig"),
@@ -118,7 +120,7 @@ def _fields(core: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _class(file: Path, name: str) -> ast.ClassDef:
-    return next(n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return next(n for n in syntax_tree(file.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
 
 
 def _default(value: ast.expr | None) -> str:

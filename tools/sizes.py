@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headrace.syntax import syntax_tree
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"modules": 16, "lines": 300, "classes": 1}
 """`modules` of a folder without its __init__.py, `lines` of a file, `classes` of one name in the product."""
@@ -41,7 +43,7 @@ def sizes(root: Path = ROOT) -> Sizes:
         modules[str(name.parent)] += file.name != "__init__.py"
         lines[str(name)] = text.count("\n")
         if name.parts[0] in _PRODUCT:
-            for node in ast.parse(text).body:
+            for node in syntax_tree(text).body:
                 classes[node.name if isinstance(node, ast.ClassDef) else "_"] += 1
     found = {"modules": modules, "lines": lines, "classes": classes}
     return {kind: _larger(found[kind], limit) for kind, limit in LIMITS.items()}

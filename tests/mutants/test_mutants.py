@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from headrace.job.option import options
+from headrace.syntax import syntax_tree
 from tests.mutants import flags
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 from tests.mutants.run import TreeUnderTest, explained, tree_under_test
@@ -38,7 +39,7 @@ def test_every_mutant_has_exactly_one_place_and_is_python(file: str) -> None:
     source = (ROOT / file).read_text()
     for mutant in (m for m in MUTANTS if m.file == file):
         changed = mutant.applied(source)
-        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
+        assert ast.dump(syntax_tree(changed)) != ast.dump(syntax_tree(source)), mutant
         assert all((ROOT / test.partition("::")[0]).exists() for test in mutant.killed_by), mutant
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from headrace.syntax import syntax_tree
 from tools.sizes import ROOT, sources
 
 DANGLING = {"What", "Whether", "How", "Of", "Which", "Who", "Whose", "Where", "Those", "By", "As", "So", "At"}
@@ -27,7 +28,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
     for path in sources(ROOT):
         name = path.relative_to(ROOT).as_posix()
         if name.startswith(("headrace/", "services/")) and name not in KEPT:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(syntax_tree(path.read_text())):
                 if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
                     yield f"{name}:{node.body[0].lineno}", text
 

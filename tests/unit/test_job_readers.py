@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from headrace.syntax import syntax_tree
 from tools.sizes import ROOT, sources
 
 READERS = {
@@ -38,6 +39,7 @@ READERS = {
     "services/rollout/check.py": "checks",
     "services/rollout/rollout_function/build.py": "builds",
     "services/rollout/evaluate_url.py": "builds",
+    "services/rollout/evaluation/eval_file.py": "the files that it names are spread over its sections",
     "services/rollout/one_of_several.py": "it derives the job of one of several services",
     "services/rollout/fleet_build.py": "builds",
     "services/rollout/sampler_build.py": "builds",
@@ -52,7 +54,7 @@ READERS = {
 
 def reads_a_job(source: str) -> bool:
     """Whether the module imports the class, by whatever form of import."""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in ast.walk(syntax_tree(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     return any(
         alias.name in ("Job", "headrace.job.schema.job")
         or (getattr(node, "module", None) == "headrace.job.schema" and alias.name == "job")

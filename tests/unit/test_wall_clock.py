@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.syntax import syntax_tree
+
 ROOT = Path(__file__).parents[2]
 _CALLS = frozenset(
     {
@@ -38,7 +40,7 @@ ALLOWED = {
 
 def readings(source: str) -> Iterator[str]:
     """Every place that reads the wall clock, or the time of a file."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax_tree(source)):
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node)
             if node.attr in _FIELDS or any(name == call or name.endswith(f".{call}") for call in _CALLS):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.suggest import did_you_mean
+from headrace.syntax import syntax_tree
 
 
 @cache
@@ -34,7 +35,7 @@ def require_known(name: str, origin: str) -> None:
 def _fields(file: Path) -> list[str]:
     return [
         statement.target.id
-        for node in ast.parse(file.read_text()).body
+        for node in syntax_tree(file.read_text()).body
         if isinstance(node, ast.ClassDef)
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)

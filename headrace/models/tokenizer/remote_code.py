@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.syntax import syntax_tree
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -114,6 +115,6 @@ def parsed(path: Path) -> ast.Module:
     if path.stat().st_size > _FILE_BYTES:
         raise ConfigError(f"{path} is longer than {_FILE_BYTES:,} bytes: no published tokenizer is", field=_FIELD)
     try:
-        return ast.parse(path.read_bytes())
+        return syntax_tree(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is not Python: {error}", field=_FIELD) from error

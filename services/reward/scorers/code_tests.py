@@ -20,6 +20,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
+from headrace.syntax import syntax_tree
 
 MOST_TESTS = 64
 _KEYS = ("tests", "verification_info", "input_output", "test_list")
@@ -146,7 +147,7 @@ def _json(text: str) -> Any:
 
 def _assertions(text: Any) -> list[Test]:
     try:
-        body = ast.parse(text).body
+        body = syntax_tree(text).body
         return [_assertion(node) for node in body]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise InvalidArgument(f"scorer code: a test cannot be read: {text!r:.80}: {error}") from error

@@ -59,7 +59,7 @@ class EvalFiles:
 
     @classmethod
     def of(cls, job: Job) -> EvalFiles:
-        """Those of the job's evaluations, and everything under its prompt_root."""
+        """Allows the files of the job's evaluations, and everything under its prompt_root."""
         return cls([each.prompts.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
 
     def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:

@@ -29,9 +29,13 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
     if was_sent:  # and is something else
         unwell |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
-    await asyncio.gather(
-        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines)
+    ended = await asyncio.gather(
+        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines),
+        return_exceptions=True,
     )
+    for engine, error in zip(engines, ended, strict=True):
+        if isinstance(error, Exception):  # it is DOWN, and the others are cleaned up all the same
+            log.error("engine_not_stopped", engine=engine.engine_id, exc_info=error)
 
 
 async def _clean_up_engine(

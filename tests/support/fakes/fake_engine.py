@@ -98,8 +98,9 @@ class FakeEngine:
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Ends it."""
         self.die(0)
-        if self._runner:
-            await self._runner.cleanup()
+        runner, self._runner = self._runner, None
+        if runner:
+            await runner.cleanup()
 
     def die(self, code: int = -9) -> None:
         """Ends it as a signal would: connections break."""

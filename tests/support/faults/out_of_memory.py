@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 _LIMIT_BYTES = 8 << 20
 _ASKS_FOR = 64 << 20
+_SECONDS_TO_END = 30.0
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 _HELPER = "import sys; sys.stdin.readline(); bytearray(int(sys.argv[1]))"
 
@@ -43,8 +45,13 @@ def kill_for_memory(pid: int) -> None:
             helper.wait()
         if not _num_kills(cgroup / kills):
             raise RuntimeError(f"the kernel killed nothing in {cgroup}")
-        if _is_there(pid):
-            raise RuntimeError(f"the kernel killed the helper and not {pid}")
+        until = time.monotonic() + _SECONDS_TO_END
+        while _is_there(
+            pid
+        ):  # its memory is charged elsewhere: the helper is killed before it is gone
+            if time.monotonic() > until:
+                raise RuntimeError(f"the kernel killed the helper and not {pid}")
+            time.sleep(0.01)
 
 
 @contextmanager

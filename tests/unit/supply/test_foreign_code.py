@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.process.workers import WorkerBroken, WorkerPool, WorkerRaised
+from headrace.syntax import syntax_tree
 
 ROOT = Path(__file__).parents[3]
 MODULES = frozenset(
@@ -91,7 +92,7 @@ ALLOWED = {
 
 
 def found_in(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(syntax_tree(file.read_text())):
         match node:
             case ast.Import(names):
                 yield from _imported(alias.name for alias in names)

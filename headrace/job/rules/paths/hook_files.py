@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.syntax import syntax_tree
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -98,7 +99,7 @@ def _form(option: str, group_rm: bool) -> HookForm:
 def definitions(option: str, file: Path) -> list[Definition]:
     """Functions and classes of the file. Raises ConfigError when it is not valid Python."""
     try:
-        body = ast.parse(file.read_text()).body
+        body = syntax_tree(file.read_text()).body
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
         message = error.msg if isinstance(error, SyntaxError) else str(error)

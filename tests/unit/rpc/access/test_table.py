@@ -17,6 +17,7 @@ from headrace.rpc.access.table import ALLOWED, roles_of
 from headrace.rpc.access.tokens import Tokens
 from headrace.rpc.channel import connect
 from headrace.rpc.tls import VARIABLE, TlsFolder
+from headrace.syntax import syntax_tree
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
 from tools import roles
 
@@ -105,7 +106,7 @@ async def test_without_a_token_nothing_is_reached_but_health(tmp_path: Path) -> 
 def test_each_service_gives_its_server_what_callers_are_known_by() -> None:
     found = {}
     for path in (roles.PAGE.parents[1] / "services").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "RpcServer":
                 found[path.parts[-3:]] = {each.arg for each in node.keywords}
     assert len(found) == 4

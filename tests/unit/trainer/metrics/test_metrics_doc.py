@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from headrace.syntax import syntax_tree
 from tests.support.metric_docs import documented_metrics, undocumented
 
 TRAINER = Path(__file__).parents[4] / "services" / "trainer"
@@ -37,7 +38,7 @@ def names_in_code() -> set[str]:
     """String literals with the form of a metric's name; X is what an f-string fills in."""
     literals: set[str] = set()
     for path in TRAINER.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(syntax_tree(path.read_text())))
         filled_in = [node for node in nodes if isinstance(node, ast.JoinedStr)]
         parts_of = {id(part) for node in filled_in for part in node.values}
         for node in filled_in:
