@@ -2,3 +2,7 @@
 
 In: the job's Megatron arguments. Out: process groups (`parallel`), configs, the optimizer, and models (`gpt/`).
 """
+
+from services.trainer.megatron.loading import load_megatron
+
+load_megatron()

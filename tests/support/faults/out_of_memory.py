@@ -46,9 +46,7 @@ def kill_for_memory(pid: int) -> None:
         if not _num_kills(cgroup / kills):
             raise RuntimeError(f"the kernel killed nothing in {cgroup}")
         until = time.monotonic() + _SECONDS_TO_END
-        while _is_there(
-            pid
-        ):  # its memory is charged elsewhere: the helper is killed before it is gone
+        while _is_there(pid):  # its memory is charged elsewhere: the helper is killed before it is gone
             if time.monotonic() > until:
                 raise RuntimeError(f"the kernel killed the helper and not {pid}")
             time.sleep(0.01)
