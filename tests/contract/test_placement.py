@@ -22,6 +22,7 @@ from headrace.launch.ranks.slurm import first_host, rank_environment
 from headrace.process.linux import runs
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
+from tests.long_forms import ALL, whole_run
 from tests.support.processes.listening import open_to_others
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ PLACEMENTS = [
     ("torchrun", 1, 2),
     ("slurm", 1, 2),
     ("slurm", 2, 1),
-    pytest.param("ray", 2, 1, marks=needs_ray),
+    *([pytest.param("ray", 2, 1, marks=needs_ray)] if ALL else []),
 ]
 EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
 """Other than SIGKILL's. srun says the highest: 143 when it ended rank 0 before that had noticed."""
@@ -78,6 +79,7 @@ def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: i
 
 
 @needs_ray
+@whole_run
 def test_what_a_rank_has_started_ends_with_its_actor(folder: RunFolder) -> None:
     """Ray would end an actor's own children, and nothing below those."""
     program = ["bash", "-c", f"sleep 1000 & echo $! > {folder.path}/child-$RANK; wait"]

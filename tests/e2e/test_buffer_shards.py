@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from pathlib import Path
 
@@ -15,14 +14,11 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.client.open import open_buffer
+from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.postgres import cluster, needs_postgres
 from tests.support.processes.training_run import TrainingRun
-
-long = pytest.mark.skipif(
-    os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="HEADRACE_WHOLE_RUNS=all runs it in PostgreSQL, too"
-)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -45,7 +41,7 @@ def stored_in(kind: str) -> list[str]:
     return ["--buffer-store", kind, *(("--buffer-postgres", cluster()) if kind == "postgres" else ())]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=[needs_postgres, long])])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=[needs_postgres, whole_run])])
 async def test_a_run_whose_shard_is_killed_and_that_is_interrupted_loses_nothing(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

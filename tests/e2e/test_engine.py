@@ -29,6 +29,7 @@ from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
+from tests.long_forms import whole_run
 from tests.support.engine_stack import (
     PROMPT,
     Stack,
@@ -209,7 +210,7 @@ async def test_engines_outlive_their_router_and_their_requests_are_answered(stac
     ]
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(stack: Stack) -> None:
     version = stack.fleet.policy_version
     survivor, victim = stack.fleet.engines
@@ -260,7 +261,7 @@ async def test_an_engine_leaves_the_fleet_while_it_generates_and_its_group_is_go
     assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_an_engine_comes_to_the_fleet_while_another_generates(stack: Stack) -> None:
     version = stack.fleet.policy_version
     async with always_in_flight(stack, "through-the-coming") as finished:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.sample_log import SampleLog
 from tests.e2e.test_whole_runs import started
+from tests.long_forms import whole_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -69,7 +69,7 @@ async def test_a_run_is_evaluated_beside_its_training_and_its_checkpoint_afterwa
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 16 + 6
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_an_evaluation_that_kill_9_of_the_trainer_cuts_off_is_told_and_done_again(tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{number} + 1 =", "label": "x"}) + "\n" for number in range(32)))

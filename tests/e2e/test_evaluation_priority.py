@@ -18,9 +18,10 @@ from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.routing.router import Router
 from services.rollout.fleet_build import sglang_factory
+from tests.long_forms import whole_run
 from tests.support.models.tiny_model import make_tiny_qwen3
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 SGLANG = {"enable_priority_scheduling": True, "max_running_requests": 1}
 

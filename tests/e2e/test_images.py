@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_whole_runs import ENGINE_BOUND, rows_of, started
+from tests.long_forms import whole_run
 from tests.support.models.tiny_vision import make_tiny_vision
 from tests.support.pictures import png
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: HEADRACE_WHOLE_RUNS=all runs it"),
+    whole_run,
 ]
 
 

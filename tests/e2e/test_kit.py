@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
+from tests.long_forms import whole_run
 from tests.support.documents import snippet
 from tests.support.models.tiny_model import make_tiny_qwen3
 
@@ -42,7 +42,7 @@ def compute_reward(sample):
 TURNS = 3
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_each_turns_log_probs_are_those_of_the_model_for_the_whole_conversation(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model")
     (tmp_path / "custom_generate.py").write_text(FUNCTION)

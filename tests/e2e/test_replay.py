@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.recorded_steps import RecordedSteps
 from services.trainer.checkpoint.manifest import FileFacts, Manifest
+from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
@@ -85,7 +85,7 @@ async def test_a_recorded_run_is_trained_again_bit_for_bit_from_any_step(tmp_pat
     assert {file: file.stat().st_mtime_ns for file in recorded.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_generation_alone_survives_a_kill_and_what_it_kept_can_be_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,13 +1,11 @@
 """A run over two rollout services that `--rollout-services 2` starts: one is killed, the run goes on, nothing is lost.
 
-Real launcher, buffer, routers, producers and Megatron rank; only the engines have no model. HEADRACE_WHOLE_RUNS does
-the same with real ones.
+Real launcher, buffer, routers, producers and Megatron rank; only the engines have no model. `make chaos` runs them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from headrace.cli.main import main
 from headrace.client.open import open_rollout
 from headrace.client.rollout import RolloutClient
 from headrace.errors import HeadraceError
+from tests.long_forms import whole_run
 from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -59,6 +58,7 @@ class Engine:
         await self._engine.stop()
 
 
+@whole_run
 async def test_a_run_goes_on_without_a_rollout_service_that_is_killed_and_takes_it_in_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +86,7 @@ async def test_a_run_goes_on_without_a_rollout_service_that_is_killed_and_takes_
     await nothing_is_lost(run, capsys)
 
 
-@pytest.mark.skipif("HEADRACE_WHOLE_RUNS" not in os.environ, reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_a_run_goes_on_without_a_rollout_service_whose_engines_are_killed_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

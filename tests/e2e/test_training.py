@@ -20,6 +20,7 @@ from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
+from tests.long_forms import whole_run
 from tests.support.faults.malformed import MALFORMED, call_raw, methods
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.listening import listening_of_tree, open_to_others
@@ -136,7 +137,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
 
 
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_two_tensor_ranks_survive_kill_9_of_every_service(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     (tmp_path / "vowels.py").write_text(VOWELS)

@@ -1,6 +1,6 @@
 """Short runs of what a job can be, each whole: real services, a real SGLang engine, a real Megatron rank.
 
-`HEADRACE_WHOLE_RUNS=all` runs every one; by default the two that hold most together.
+`HEADRACE_WHOLE_RUNS=all` runs every one; by default the one that holds most together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,15 +26,13 @@ from headrace.trajectory import ROUTED_EXPERTS
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.fleet_build import engine_options
+from tests.long_forms import whole_run
 from tests.support.models.chosen_experts import ChosenExperts
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import STREAM, SUMS, TrainingRun, unpacked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-ALL = os.environ.get("HEADRACE_WHOLE_RUNS") == "all"
-long = pytest.mark.skipif(not ALL, reason="HEADRACE_WHOLE_RUNS=all runs it")
 
 VOWELS = '''
 async def vowels(args, sample, **kwargs):
@@ -84,6 +81,7 @@ async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine
     assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
 
 
+@whole_run
 async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_path: Path) -> None:
     flags = (
         "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--update-weight-pause-mode", "abort",
@@ -122,7 +120,7 @@ async def trained_as_the_engine_chose(
     return rows, compared
 
 
-@long
+@whole_run
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: Path, family: str) -> None:
     checkpoint = make_tiny(tmp_path / "model", family, **EXPERTS)
@@ -131,7 +129,7 @@ async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: P
     assert compared > 100
 
 
-@long
+@whole_run
 async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
     conversations = [
         row | {"prompt": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["label"]}]}
@@ -143,7 +141,7 @@ async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
     assert rows[-1]["loss/sft"] < rows[0]["loss/sft"] - 0.5
 
 
-@long
+@whole_run
 async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
     student, teacher = (make_tiny(tmp_path / name, "qwen3", tied=True, seed=n) for n, name in enumerate(("s", "t")))
     served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
@@ -160,7 +158,7 @@ async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> Non
     assert sum(kls[-2:]) < sum(kls[:2]), "the policy comes nearer to its teacher"
 
 
-@long
+@whole_run
 async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path) -> None:
     flags = ("--true-on-policy-mode", "--true-on-policy-bound", "1e-4")
     async with started(tmp_path, "--num-rollout", "5", *flags) as run:
@@ -169,7 +167,7 @@ async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path) 
     assert [row["clip_fraction"] for row in rows] == [0.0] * 5
 
 
-@long
+@whole_run
 async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_service_that_dies_loses_nothing(
     tmp_path: Path,
 ) -> None:
@@ -190,7 +188,7 @@ async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_
     assert released.count(["engine-0"]) >= 5
 
 
-@long
+@whole_run
 async def test_two_buffer_shards_behind_one_run(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ("--num-rollout", "5", "--buffer-addresses", *addresses)
@@ -218,7 +216,7 @@ async def shards(folder: Path, addresses: Sequence[str]) -> AsyncIterator[None]:
         yield
 
 
-@long
+@whole_run
 @pytest.mark.parametrize(
     ("family", "shape"),
     [

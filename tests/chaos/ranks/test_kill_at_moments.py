@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from headrace.cli.main import main
 from headrace.process.linux import runs
 from tests.chaos.ranks.certain_run import certain_run, producing, ranks_of
+from tests.long_forms import whole_run
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
 
@@ -30,6 +31,7 @@ STEPS_PER_KILL = 4
 HELD = ROOT / "tests" / "support" / "faults" / "held"
 
 
+@whole_run
 @pytest.mark.ranks
 @pytest.mark.timeout(1200)
 async def test_a_kill_while_a_step_becomes_safe_changes_nothing_of_the_run(tmp_path: Path) -> None:

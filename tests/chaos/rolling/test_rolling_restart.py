@@ -1,7 +1,7 @@
 """`headrace restart all`: services end and start again, one after the other, and no call of any client fails.
 
 Real launcher, services and rank, which train meanwhile; the engine, which nobody restarts, has no model.
-HEADRACE_ROLLING_ROUNDS says how often.
+HEADRACE_ROLLING_ROUNDS says how often; `make chaos` does it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.rolling.clients import Clients
 from tests.support.rolling.stubs import Stubs
 from tests.support.rolling.tally import Tally
 
-ROUNDS = int(os.environ.get("HEADRACE_ROLLING_ROUNDS", "1"))
+ROUNDS = int(os.environ.get("HEADRACE_ROLLING_ROUNDS", "0"))
 
 
 def documented_config() -> Mapping[str, Any]:
@@ -62,6 +62,7 @@ async def clients_of(addresses: Mapping[str, str], folder: Path, openai_url: str
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900 + 300 * ROUNDS)
+@pytest.mark.skipif(not ROUNDS, reason="long: HEADRACE_ROLLING_ROUNDS says how often")
 async def test_all_services_of_a_run_are_restarted_in_turn_and_no_call_fails(tmp_path: Path) -> None:
     engine, port = Engine(token_seconds=0.02), free_port()
     run = TrainingRun(

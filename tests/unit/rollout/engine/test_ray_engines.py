@@ -17,6 +17,7 @@ from headrace.job.schema.job import Job
 from headrace.process.linux import runs
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.fleet_build import capacity
+from tests.long_forms import whole_run
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.gloo_engine_process import GlooEngineProcess
 from tests.support.processes.training_run import ROOT
@@ -55,7 +56,7 @@ def pid_in(log_dir: Path, known: set[str]) -> int:
 
 
 @pytest.mark.skipif(not has_ray, reason="ray is not installed")
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fleet(
     cluster: object, tmp_path: Path
 ) -> None:
@@ -86,7 +87,7 @@ async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fle
 
 
 @pytest.mark.skipif(not has_ray, reason="ray is not installed")
-@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+@whole_run
 async def test_an_engine_without_a_machine_says_what_the_cluster_has(
     cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

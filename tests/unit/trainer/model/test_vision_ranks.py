@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.trajectory import Sample
+from tests.long_forms import ALL
 from tests.support.models.tiny_vision import make_tiny_vision
 from tests.support.ranks.rank_results import weights
 from tests.support.ranks.ranks import run_cases
@@ -30,7 +30,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
     "cp2": (2, {"context_parallel_size": 2}, {}),
 }
-if os.environ.get("HEADRACE_WHOLE_RUNS") == "all":
+if ALL:
     RUNS["packed"] = (1, {}, {"packing": "packed"})
     RUNS["sp2"] = (2, TP2 | {"sequence_parallel": True}, {})
 

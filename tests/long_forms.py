@@ -1,0 +1,10 @@
+"""Tests that `make chaos` runs and `make test` leaves out: slow ones, of what shorter ones hold in parts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+ALL = os.environ.get("HEADRACE_WHOLE_RUNS") == "all"
+whole_run = pytest.mark.skipif(not ALL, reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
