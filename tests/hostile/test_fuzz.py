@@ -1,6 +1,6 @@
 """Every RPC of all four services under generated calls: no bug reaches a caller or a log, and whoever asks is answered.
 
-500 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
+1,000 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
 Before them a thousand attacks below the level of calls, on each port that the service has (`test_surfaces.py`).
 """
 
@@ -33,9 +33,9 @@ from tests.hostile.surfaces.siege import besiege, ports_of
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
 from tests.support.processes.health_probe import HealthProbe
 
-NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "500"))
+NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "1000"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
-NUM_ATTACKS = 500
+NUM_ATTACKS = 1_000
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}
 NUM_HANDS = 8 if NUM_CALLS < 10_000 else 32
 MOST_HEALTH_SECONDS_BY_CLOCK = 15.0
@@ -190,7 +190,7 @@ async def _history(wire: Wire, end: int) -> None:
     method, position = BUFFER.methods_by_name["Watch"], 0
     while position < end:
         request = pb.WatchRequest(from_position=position + 1).SerializeToString()
-        reply = await wire.send(method, request, seconds=30, most_messages=50)
+        reply = await wire.send(method, request, seconds=30, most_messages=1)
         for message in reply.messages:
             for event in message.events:
                 assert event.position == position + 1
