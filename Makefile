@@ -27,13 +27,13 @@ examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/tr
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
-# Two files of tests at a time: most of them wait for processes that they have started.
+# Three files of tests at a time, on two cores: most of them wait for processes that they have started.
 ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
 test: lint $(STAMPS)/node $(STAMPS)/extras
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 endif
 
 # For the loop of work: the unit tests but those that start ranks or engines.
@@ -101,6 +101,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_engine_death.py tests/e2e/test_evaluation.py tests/e2e/test_evaluation_priority.py tests/e2e/test_kit.py tests/e2e/test_replay.py \
 		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py \
+		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py \
 		tests/contract/test_placement.py tests/unit/rollout/engine/test_ray_engines.py
 	@HEADRACE_PLACEMENTS=1 $(BIN)/python -m pytest tests/e2e/test_nothing_to_learn.py
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade

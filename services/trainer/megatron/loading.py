@@ -30,7 +30,7 @@ def load_megatron() -> None:
 
 @contextmanager
 def _left_out() -> Iterator[None]:
-    """Until the block ends: a hook of the job's may import each of them for itself."""
+    """Gives them back when the block ends: a hook of the job's may import each of them for itself."""
     extensions: Any = ModuleType(_EXTENSIONS)
     extensions.CUDA_HOME = extensions.load_inline = None  # names that Megatron imports from it
     placeholders: dict[str, Any] = {_EXTENSIONS: extensions, "wandb": None}  # None: it cannot be imported

@@ -80,8 +80,7 @@ async def test_nothing_outlives_a_starter_that_was_killed(starter: str, tmp_path
 async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_path: Path) -> None:
     process = GuardedProcess([sys.executable, "-c", IGNORES + ELSEWHERE], tmp_path / "log", {})
     await process.start()
-    await until_said(process, "grandchild")
-    (grandchild,) = grandchildren_in(tmp_path / "log")
+    grandchild = await grandchild_in(tmp_path / "log")
     await process.stop(grace_seconds=0.1)
     assert process.exit_code == 128 + signal.SIGKILL
     assert not is_running(grandchild)
@@ -101,8 +100,7 @@ async def test_a_stop_without_grace_ends_a_process_that_is_stopped(tmp_path: Pat
 async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
     process = GuardedProcess([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
     await process.start()
-    await until_said(process, "grandchild")
-    (grandchild,) = grandchildren_in(tmp_path / "log")
+    grandchild = await grandchild_in(tmp_path / "log")
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == 128 + signal.SIGKILL
     assert not is_running(grandchild)
@@ -126,6 +124,13 @@ async def until_said(process: GuardedProcess, word: str) -> None:
     async with asyncio.timeout(50):
         while word not in process.last_lines():  # another party's state
             await asyncio.sleep(0.01)
+
+
+async def grandchild_in(log: Path) -> int:
+    async with asyncio.timeout(50):
+        while not (found := grandchildren_in(log)):  # another party's state
+            await asyncio.sleep(0.01)
+    return found[0]
 
 
 def grandchildren_in(log: Path) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.invariance_cases import LayoutCase, ways_of
 from tests.support.ranks.rank_results import weights
@@ -28,14 +29,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3@tp2": (2, TP2),
     "qwen3@pp2": (2, {"pipeline_model_parallel_size": 2}),
     "qwen3@cp2": (2, CP2),
-    "qwen3@dp2-tp2": (4, TP2),
     "qwen3@cp2-tp2": (4, CP2 | TP2),
-    "qwen3@dp2-cp2": (4, CP2),
     "qwen3_moe@alone": (1, {}),
     "qwen3_moe@ep2": (2, {"expert_model_parallel_size": 2}),
     "qwen3_moe@cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
     "deepseek_v3@alone": (1, {}),
     "deepseek_v3@cp2": (2, CP2),
+    **({"qwen3@dp2-tp2": (4, TP2), "qwen3@dp2-cp2": (4, CP2)} if ALL else {}),
 }
 """Dense, with experts, and with experts and latent attention."""
 RUNS = [f"{layout}/{way}" for layout, (_, megatron) in LAYOUTS.items() for way in ways_of(megatron)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.trajectory import Sample
+from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case, samples
 from tests.support.ranks.rank_results import (
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2-pp2": (4, TP2 | PP2),
-    "tp2-dp2": (4, TP2 | {"use_distributed_optimizer": True}),
+    **({"tp2-dp2": (4, TP2 | {"use_distributed_optimizer": True})} if ALL else {}),
 }
 PARALLEL_MODELS = ("qwen3-tied", "llama-untied")
 EXACT = {"num_steps_per_rollout": 1, "use_rollout_logprobs": True, "use_tis": False, "kl_loss_type": "k3"}
