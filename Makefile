@@ -27,13 +27,13 @@ examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/tr
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
-# Three files of tests at a time, on two cores: most of them wait for processes that they have started.
+# Two files of tests at a time: most of them wait for processes that they have started.
 ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
 test: lint $(STAMPS)/node $(STAMPS)/extras
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 
 # For the loop of work: the unit tests but those that start ranks or engines.

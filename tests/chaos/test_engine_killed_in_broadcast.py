@@ -24,6 +24,7 @@ from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.weights.weight_group import WeightGroup
+from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.fake_fleet import RememberedRouting
@@ -102,7 +103,7 @@ async def test_a_version_is_not_served_by_half_and_the_others_go_on(
         assert both.engine_ids == (survivor.engine_id, victim.engine_id)
 
 
-@pytest.mark.parametrize("call", ["pause_generation", "begin_weight_update"])
+@pytest.mark.parametrize("call", ["pause_generation", pytest.param("begin_weight_update", marks=whole_run)])
 async def test_one_that_is_killed_before_the_bucket_does_not_take_the_others_with_it(tmp_path: Path, call: str) -> None:
     """The sender sees it first, while the survivor is only about to receive from a sender that is gone."""
     processes = Processes(tmp_path, f"{call}:kill:2")

@@ -33,6 +33,7 @@ n_samples_per_eval_prompt = 2
 """
 
 
+@whole_run
 async def test_a_run_is_evaluated_beside_its_training_and_its_checkpoint_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def figures(folder: Path) -> Mapping[int, Mapping[str, float]]:
     }
 
 
+@whole_run
 async def test_a_recorded_run_is_trained_again_bit_for_bit_from_any_step(tmp_path: Path) -> None:
     checkpoint, steps = make_tiny_qwen3(tmp_path / "model"), str(tmp_path / "steps" / "{rollout_id}.samples")
     async with certain_rollout() as rollout:
