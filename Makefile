@@ -101,6 +101,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_engine_death.py tests/e2e/test_evaluation.py tests/e2e/test_evaluation_priority.py tests/e2e/test_kit.py tests/e2e/test_replay.py \
 		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py \
+		tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py \
 		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py \
 		tests/contract/test_placement.py tests/unit/rollout/engine/test_ray_engines.py
 	@HEADRACE_PLACEMENTS=1 $(BIN)/python -m pytest tests/e2e/test_nothing_to_learn.py
@@ -108,7 +109,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
-	@HEADRACE_FAMILY_LAYOUTS=all $(BIN)/python -m pytest tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
 
 # A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5; the lines are drawn into SOAK_FOLDER.

@@ -228,7 +228,7 @@ class _Build:
         return Evaluator(
             *(samplers.encoder, samplers.sampler, self.scorer, self.params),
             seed=job.data.rollout_seed,
-            files=EvalFiles.of(job),
+            files=EvalFiles.of(job.eval, job.buffer.prompt_root),
             slots=self.slots,
             scores_groups=job.reward.group_rm,
             samplers={path: samplers.hooked(each) for path, each in samplers.of_data_sets.items()},

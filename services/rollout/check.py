@@ -108,7 +108,7 @@ async def _of_steps(job: Job, pool: WorkerPool, report: Report) -> None:
 
 
 def _evaluations(job: Job, report: Report) -> None:
-    files = EvalFiles.of(job)
+    files = EvalFiles.of(job.eval, job.buffer.prompt_root)
     for each in eval_sets(job.eval):
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so

@@ -71,7 +71,7 @@ async def evaluate_url(
     evaluator = Evaluator(
         *(encoder, sampler, scorer, job_params(job.rollout)),
         seed=job.data.rollout_seed,
-        files=EvalFiles.of(job),
+        files=EvalFiles.of(job.eval, job.buffer.prompt_root),
         slots=EngineSlots(Shares({Kind.EVALUATION: at_once}), max_waiting=0),
         scores_groups=job.reward.group_rm,
     )

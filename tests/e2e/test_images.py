@@ -13,11 +13,7 @@ from tests.long_forms import whole_run
 from tests.support.models.tiny_vision import make_tiny_vision
 from tests.support.pictures import png
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(900),
-    whole_run,
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), whole_run]
 
 
 async def test_images_go_from_the_prompt_file_to_the_trained_step(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ READERS = {
     "services/rollout/check.py": "checks",
     "services/rollout/rollout_function/build.py": "builds",
     "services/rollout/evaluate_url.py": "builds",
-    "services/rollout/evaluation/eval_file.py": "the files that it names are spread over its sections",
     "services/rollout/one_of_several.py": "it derives the job of one of several services",
     "services/rollout/fleet_build.py": "builds",
     "services/rollout/sampler_build.py": "builds",

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.images.prompts import with_images
 from headrace.job.eval_sets import eval_sets
-from headrace.job.schema.job import Job
 from headrace.job.schema.parts.prompt_path import PromptPath
+from headrace.job.schema.production import EvalSection
 from headrace.prompts.label import label_text
 from headrace.prompts.row import content_of, ordered_json, parse_row
 from headrace.sample_checks import check_text
@@ -58,9 +58,9 @@ class EvalFiles:
     root: Path | None
 
     @classmethod
-    def of(cls, job: Job) -> EvalFiles:
-        """Allows the files of the job's evaluations, and everything under its prompt_root."""
-        return cls([each.prompts.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
+    def of(cls, section: EvalSection, prompt_root: Path | None) -> EvalFiles:
+        """Allows the files of a job's evaluations, and everything under its prompt_root."""
+        return cls([each.prompts.path for each in eval_sets(section)], prompt_root)
 
     def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:
         """Returns all rows of the file, or of its slice `path@[a:b]`, checked.

@@ -2,7 +2,7 @@
 
 Only the samples are made without a model; weights go over the wire into an engine that computes with what it got, so
 every publication's checksums and probe say that it is the trainer's model. One launch of two ranks for all of it.
-`HEADRACE_FAMILY_LAYOUTS=all` adds runs whose set-up and whose layout other runs have already.
+`HEADRACE_WHOLE_RUNS=all` adds runs whose set-up and whose layout other runs have already.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_whole
 from headrace.process.shared_memory import memory_folder
 from services.trainer.weights.block_fp8 import quantized
+from tests.long_forms import ALL
 from tests.support.devices.shared_device import SharedDevice
 from tests.support.devices.weights_engine import WeightsEngine
 from tests.support.fakes.gloo_engine import GlooEngine
@@ -75,7 +75,6 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "fp8": ("qwen3-fp8", {"publish": {"update_weight_probe_tolerance": 1.0}}),
     "kimi_k2": ("kimi_k2", {}),
 }
-ALL = os.environ.get("HEADRACE_FAMILY_LAYOUTS") == "all"
 COLOCATED = "colocated@dp2"
 IN_TURNS: Sections = {
     "placement": {"colocate": True, "offload_train": True, "offload_rollout": True},

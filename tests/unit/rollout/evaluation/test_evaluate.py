@@ -12,7 +12,7 @@ import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from headrace.job.schema.job import Job
+from headrace.job.schema.production import EvalSection
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.admission.engine_slots import EngineSlots
@@ -122,8 +122,8 @@ def fifty(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("part", "numbers"), [("@[:3]", range(3)), ("@[2:5]", range(2, 5)), ("@[48:]", (48, 49))])
 def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[int]) -> None:
-    named = {"eval_prompt_data": [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]}
-    of_job = EvalFiles.of(Job.model_validate({"model": {"hf_checkpoint": "m"}, "eval": named}))
+    named = [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]
+    of_job = EvalFiles.of(EvalSection.model_validate({"eval_prompt_data": named}), None)
     for files in (EvalFiles([data], None), of_job, EvalFiles([], tmp_path)):
         rows = [(row.where, row.prompt) for row in files.read(f"{data}{part}", EvalKeys("q", None, None), None)]
         assert rows == [(f"{data}:{each + 1}", str(each)) for each in numbers]

@@ -1,19 +1,19 @@
 """Families with experts, latent attention or norms behind the layers, in real ranks over gloo.
 
 They equal transformers, go through every layout and back bit for bit, and are trained alike.
-`HEADRACE_FAMILY_LAYOUTS=all` adds families and layouts that have no code of their own.
+`HEADRACE_WHOLE_RUNS=all` adds families and layouts that have no code of their own.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_variants import add_mtp_layer, make_fp8
 from tests.support.ranks.rank_cases import Case
@@ -28,7 +28,6 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-ALL = os.environ.get("HEADRACE_FAMILY_LAYOUTS") == "all"
 FAMILIES = (
     *("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2"),
     *("llama3_2", "smollm3", "qwen2_moe", "glm4_moe_lite"),
