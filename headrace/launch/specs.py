@@ -15,6 +15,7 @@ from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
+from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
 
@@ -206,9 +207,9 @@ def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
 def _environment(job: Job, service: str) -> Mapping[str, str]:
     """Ranks share the cores; other services need one. The rollout service decides about its engines."""
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
-    if service == "rollout":
-        return unbuffered
-    return {**unbuffered, **openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)}
+    if service == "trainer":
+        return {**unbuffered, **openmp(threads_of_each(_ranks_here(job)))}
+    return {**unbuffered, **without_thread_caches(), **({} if service == "rollout" else openmp(1))}
 
 
 def _ranks_here(job: Job) -> int:

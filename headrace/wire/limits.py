@@ -67,6 +67,10 @@ MAX_HTTP_HEADER_SECONDS: Final = 10.0
 """The time from a connection's start, or its last answer, to the end of the head."""
 MAX_HTTP_BODY_BYTES: Final = 16 << 20
 """The body of an HTTP request."""
+MAX_SMALL_HTTP_CHUNKS: Final = 1_024
+"""Chunks of fewer bytes than `SMALL_HTTP_CHUNK_BYTES` in the body of a request to the OpenAI endpoint."""
+SMALL_HTTP_CHUNK_BYTES: Final = 64
+"""What a chunk has at least that does not count as small."""
 MAX_HTTP_BODY_SECONDS: Final = 60.0
 """The time from the head to the end of the body."""
 MAX_HTTP_STALL_SECONDS: Final = 60.0

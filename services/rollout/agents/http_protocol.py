@@ -15,23 +15,39 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.rpc.http.certificates import peer_of
 from headrace.rpc.http.door import Guest
-from headrace.wire.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_STALL_SECONDS
+from headrace.wire.limits import (
+    MAX_HTTP_HEADER_BYTES,
+    MAX_HTTP_STALL_SECONDS,
+    MAX_SMALL_HTTP_CHUNKS,
+    SMALL_HTTP_CHUNK_BYTES,
+)
 from services.rollout.agents.gate import PEER
 
 
-class OneLength(h11.Connection):
-    """Refuses a request with both Content-Length and Transfer-Encoding, and its connection (RFC 9112, 6.1).
+class StrictConnection(h11.Connection):
+    """Refuses two kinds of request that h11 takes, and their connections.
 
-    h11 ignores the first. A proxy in front that ignores the second would take the end of the body for another request.
+    Both Content-Length and Transfer-Encoding (RFC 9112, 6.1): h11 ignores the first. A proxy in front that ignores the
+    second would take the end of the body for another request. A body of too many small chunks: each costs h11 as much
+    as a large one, so that its bytes would hold up everybody else.
     """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HTTP_HEADER_BYTES)
+        self._small_chunks = 0
 
     def next_event(self) -> Any:
         """Raises h11.RemoteProtocolError, as for every request that means nothing."""
         event = super().next_event()
         if isinstance(event, h11.Request):
+            self._small_chunks = 0
             names = {name for name, _ in event.headers}
             if b"content-length" in names and b"transfer-encoding" in names:
                 raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
+        elif isinstance(event, h11.Data) and event.chunk_start and len(event.data) < SMALL_HTTP_CHUNK_BYTES:
+            self._small_chunks += 1
+            if self._small_chunks > MAX_SMALL_HTTP_CHUNKS:
+                raise h11.RemoteProtocolError(f"more than {MAX_SMALL_HTTP_CHUNKS} small chunks")
         return event
 
 
@@ -40,7 +56,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, guest: Guest, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self.conn = OneLength(h11.SERVER, MAX_HTTP_HEADER_BYTES)
+        self.conn = StrictConnection()
         self._guest = guest
         self._stalled: asyncio.TimerHandle | None = None
 

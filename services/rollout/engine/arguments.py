@@ -13,6 +13,7 @@ from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import OURS
 from headrace.process.gloo import gloo_at
 from headrace.process.openmp import openmp
+from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address
 from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
@@ -114,7 +115,11 @@ def _schedules_by_priority(sglang: Mapping[str, Any]) -> bool:
 
 def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, str]:
     """Returns the variables to add to an engine's environment. Those of SGLang's dumps are a person's to set."""
-    ours = {**_ENVIRONMENT, **{name: value for name, value in _DUMPS.items() if name not in os.environ}}
+    ours = {
+        **_ENVIRONMENT,
+        **with_thread_caches(),
+        **{name: value for name, value in _DUMPS.items() if name not in os.environ},
+    }
     if has_accelerator:
         return ours
     return {**ours, **_CPU_ENVIRONMENT, **openmp(options.threads)}

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,8 +45,8 @@ class FakeEngine:
         self._port = port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.faults: dict[str, Fault] = {}
-        self.calls: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
+        self.calls: MutableSequence[str] = []
+        self.bodies: MutableSequence[dict[str, Any]] = []
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.num_tokens = 0

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from headrace.wire.limits import MAX_SMALL_HTTP_CHUNKS, SMALL_HTTP_CHUNK_BYTES
 from services.rollout.agents.server import EndpointServer
 
 SOON = 30.0
@@ -66,6 +67,32 @@ async def test_a_request_of_two_lengths_hides_no_other(port: int, request_bytes:
     writer.close()
     assert b"HTTP/1.1 400 Bad Request" in answers
     assert b"answer of /hidden" not in answers
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"1;a=b\r\nx\r\n", b"3f\r\n%b\r\n" % (b"x" * 63)])
+async def test_a_body_of_small_chunks_ends_with_its_connection(port: int, chunk: bytes) -> None:
+    reader, writer = await connected(port)
+    writer.write(CHUNKED + chunk * (MAX_SMALL_HTTP_CHUNKS + 1))
+    async with asyncio.timeout(SOON):
+        answers = await reader.read()
+    writer.close()
+    assert answers.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"1\r\nx\r\n" * MAX_SMALL_HTTP_CHUNKS,
+        b"40\r\n%b\r\n" % (b"x" * SMALL_HTTP_CHUNK_BYTES) * 4 * MAX_SMALL_HTTP_CHUNKS,
+    ],
+)
+async def test_a_connection_takes_bodies_of_chunks_one_after_another(port: int, body: bytes) -> None:
+    reader, writer = await connected(port)
+    async with asyncio.timeout(SOON):
+        for _ in range(3):
+            writer.write(CHUNKED + body + b"0\r\n\r\n")
+            await reader.readuntil(b"answer of /")
+    writer.close()
 
 
 async def test_nonsense_after_a_response_has_begun_ends_the_connection_and_nothing_fails(port: int) -> None:
