@@ -180,7 +180,9 @@ MAX_PROMPT_BYTES: Final = 8 << 20
 MAX_PROMPT_LINE_BYTES: Final = 16 << 20
 """A line of a prompt file."""
 MAX_MESSAGES: Final = 4_096
-"""Chat messages of a prompt."""
+"""Chat messages of a prompt; and tool calls in all messages of one request."""
+MAX_TOOLS: Final = 1_024
+"""The tools that a request to the OpenAI endpoint offers."""
 MAX_FILE_ROWS: Final = 20_000_000
 """Rows of a prompt file that is not streamed."""
 MAX_ENVELOPE_BYTES: Final = 64 << 10

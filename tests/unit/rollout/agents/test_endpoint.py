@@ -29,6 +29,7 @@ from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.models.chat_templates import make_chat_tokenizer
 
 QUESTION: Any = [{"role": "user", "content": "2 + 2?"}]
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 3000}
 
 
 @dataclass
@@ -273,6 +274,8 @@ async def test_clients_wait_for_slots_and_are_refused_with_429_when_too_many_do(
         (_with(response_format={"type": "json_object"}, regex="a+"), 400, "leave one of them out"),
         (_with(regex="a" * 5000), 400, "may have 4096"),
         (json.dumps({"messages": [{"role": "nobody", "content": "x"}] * 5000}).encode(), 400, "messages"),
+        (_with(tools=[{"type": "function"}] * 1025), 400, "tools is 1025, must be 0 to 1024"),
+        (json.dumps({"messages": [CALLS] * 2}).encode(), 400, "tool_calls is 6000, must be 0 to 4096"),
     ],
 )
 async def test_a_bad_request_is_refused_with_its_reason(served: Served, body: bytes, status: int, said: str) -> None:
