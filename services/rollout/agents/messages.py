@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import InvalidArgument
+from headrace.wire.checks import require_between
+from headrace.wire.limits import MAX_MESSAGES, MAX_TOOLS
 
 _ROLES = {"developer": "system"}
 
@@ -80,6 +82,13 @@ class Message(msgspec.Struct):
         calls = [(call.function.name, _arguments(call)) for call in self.tool_calls or ()]
         said = [self.role, self.text, self.name, self.reasoning_content, calls]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+
+
+def require_few(messages: Sequence[Message], tools: Sequence[Any]) -> None:
+    """Raises InvalidArgument, which names what a template would take too long to write."""
+    require_between(len(messages), 1, MAX_MESSAGES, "messages")
+    require_between(sum(len(message.tool_calls or ()) for message in messages), 0, MAX_MESSAGES, "tool_calls")
+    require_between(len(tools), 0, MAX_TOOLS, "tools")
 
 
 def prefix_keys(messages: Sequence[Message]) -> Iterator[bytes]:

@@ -15,15 +15,8 @@ import msgspec
 
 from headrace.errors import InvalidArgument
 from headrace.wire.checks import require_between, require_finite
-from headrace.wire.limits import (
-    MAX_MESSAGES,
-    MAX_NEW_TOKENS,
-    MAX_SAMPLES_PER_GROUP,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
-    MAX_TOOLS,
-)
-from services.rollout.agents.messages import Message
+from headrace.wire.limits import MAX_NEW_TOKENS, MAX_SAMPLES_PER_GROUP, MAX_STOPS, MAX_TEMPERATURE
+from services.rollout.agents.messages import Message, require_few
 from services.rollout.agents.record import RecordedAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
@@ -158,9 +151,7 @@ class ChatRequest(_Request, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        require_between(len(self.messages), 1, MAX_MESSAGES, "messages")
-        require_between(sum(len(each.tool_calls or ()) for each in self.messages), 0, MAX_MESSAGES, "tool_calls")
-        require_between(len(self.tools or ()), 0, MAX_TOOLS, "tools")
+        require_few(self.messages, self.tools or ())
         if self.top_logprobs:
             raise InvalidArgument(
                 "top_logprobs is not supported: logprobs are those of sampled tokens", field="top_logprobs"
