@@ -26,7 +26,11 @@ def length_delimited(number: int, data: bytes) -> bytes:
 
 
 def fields(data: Payload, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(number, where the field starts, where its contents do, where both end)."""
+    """Yields (tag, where the field starts, where its contents do, where both end).
+
+    A tag is number and wire type: a field of another type than its own is an unknown one. Raises ValueError or
+    IndexError for what is not protobuf.
+    """
     while at < end:
         start = at
         tag, at = (data[at], at + 1) if data[at] < 0x80 else read_varint(data, at)
@@ -45,7 +49,9 @@ def fields(data: Payload, at: int, end: int) -> Iterator[tuple[int, int, int, in
                 raise ValueError(f"wire type {kind}")
         if at > end:
             raise ValueError("cut off")
-        yield tag >> 3, start, contents, at
+        if not 8 <= tag < 1 << 32:
+            raise ValueError(f"tag {tag}")
+        yield tag, start, contents, at
 
 
 def read_varint(data: Payload, at: int) -> tuple[int, int]:

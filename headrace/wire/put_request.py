@@ -29,13 +29,11 @@ _REST_BYTES = 4 << 20
 """All puts of a request without their samples: two ids and a failure each."""
 _MOST_FIELDS = 64
 """Fields of a put without its samples, and of a sample, unknown fields included."""
-_GROUPS = 1  # of PutGroupsRequest
-_SAMPLES = 4  # of GroupPut
-_ENVELOPE, _PAYLOAD = 1, 2  # of Sample
-_GROUPS_TAG = b"\x0a"
-_SAMPLES_TAG = b"\x22"
-_ENVELOPE_TAG = b"\x0a"
-_PAYLOAD_TAG = b"\x12"
+_GROUPS_TAG = b"\x0a"  # field 1 of PutGroupsRequest, length-delimited as all of these
+_SAMPLES_TAG = b"\x22"  # field 4 of GroupPut
+_ENVELOPE_TAG = b"\x0a"  # field 1 of Sample
+_PAYLOAD_TAG = b"\x12"  # field 2 of it
+_GROUPS, _SAMPLES, _ENVELOPE, _PAYLOAD = _GROUPS_TAG[0], _SAMPLES_TAG[0], _ENVELOPE_TAG[0], _PAYLOAD_TAG[0]
 _LARGE_BYTES = 128 << 10
 """A put whose first payload has this size or more is not serialized as a whole."""
 
@@ -98,9 +96,9 @@ def parse_puts(data: bytes) -> list[RawPut]:
 def _puts(data: bytes) -> list[RawPut]:
     puts: list[RawPut] = []
     num_samples = envelope_bytes = rest_bytes = 0
-    for count, (number, _, start, end) in enumerate(fields(data, 0, len(data)), 1):
+    for count, (tag, _, start, end) in enumerate(fields(data, 0, len(data)), 1):
         require_at_most(count, MAX_PUTS_PER_CALL, "groups")
-        if number == _GROUPS:
+        if tag == _GROUPS:
             put, num_bytes = _put(data, start, end, MAX_PUT_SAMPLES_PER_CALL - num_samples, _REST_BYTES - rest_bytes)
             num_samples += len(put.samples)
             envelope_bytes += sum([len(sample.envelope) for sample in put.samples])
@@ -124,8 +122,8 @@ def _put(data: bytes, start: int, end: int, most_samples: int, most_bytes: int) 
     rest: list[bytes] = []
     num_bytes = 0
     view = memoryview(data)
-    for number, field, contents, stop in fields(data, start, end):
-        if number == _SAMPLES:
+    for tag, field, contents, stop in fields(data, start, end):
+        if tag == _SAMPLES:
             require_at_most(len(samples) + 1, most_samples, "groups.samples")
             samples.append(_sample(data, view, contents, stop))
         else:
@@ -138,10 +136,10 @@ def _put(data: bytes, start: int, end: int, most_samples: int, most_bytes: int) 
 
 def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     """Most are an envelope and a payload, in this order; any other order of fields is read one by one."""
-    if start < end and data[start] == _ENVELOPE_TAG[0]:
+    if start < end and data[start] == _ENVELOPE:
         length, envelope_at = read_varint(data, start + 1)
         envelope_end = envelope_at + length
-        if envelope_end < end and data[envelope_end] == _PAYLOAD_TAG[0]:
+        if envelope_end < end and data[envelope_end] == _PAYLOAD:
             length, payload_at = read_varint(data, envelope_end + 1)
             if payload_at + length == end:
                 require_bytes(envelope_end - envelope_at, MAX_ENVELOPE_BYTES, "groups.samples.envelope")
@@ -152,13 +150,13 @@ def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
 def _sample_of_fields(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     envelope: bytes | None = None
     payload: Payload | None = None
-    for count, (number, _, contents, stop) in enumerate(fields(data, start, end)):
+    for count, (tag, _, contents, stop) in enumerate(fields(data, start, end)):
         require_at_most(count, _MOST_FIELDS, "groups.samples")
-        if number == _ENVELOPE and envelope is None:
+        if tag == _ENVELOPE and envelope is None:
             require_bytes(stop - contents, MAX_ENVELOPE_BYTES, "groups.samples.envelope")
             envelope = data[contents:stop]
-        elif number == _PAYLOAD and payload is None:
+        elif tag == _PAYLOAD and payload is None:
             payload = view[contents:stop]
-        elif number in (_ENVELOPE, _PAYLOAD):
-            raise ValueError(f"field {number} comes twice: the generated class knows how to merge them")
+        elif tag in (_ENVELOPE, _PAYLOAD):
+            raise ValueError(f"field {tag >> 3} comes twice: the generated class knows how to merge them")
     return RawSample(envelope or b"", b"" if payload is None else payload)
