@@ -121,6 +121,7 @@ async def test_one_that_is_killed_before_the_bucket_does_not_take_the_others_wit
         assert again.engine_ids == (survivor.engine_id,)
 
 
+@whole_run
 @pytest.mark.ranks
 async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) -> None:
     processes = Processes(tmp_path, "bytes:kill:3")  # the first bucket is version 0's

@@ -30,9 +30,8 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 PLACEMENTS = [
     ("local", 1, 3),
     ("torchrun", 1, 2),
-    ("slurm", 1, 2),
     ("slurm", 2, 1),
-    *([pytest.param("ray", 2, 1, marks=needs_ray)] if ALL else []),
+    *([("slurm", 1, 2), pytest.param("ray", 2, 1, marks=needs_ray)] if ALL else []),
 ]
 EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
 """Other than SIGKILL's. srun says the highest: 143 when it ended rank 0 before that had noticed."""

@@ -17,6 +17,7 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.hooks.custom import HookSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
+from tests.long_forms import ALL
 from tests.support.documents import snippet
 from tests.support.fakes.scripted_engine import ScriptedEngine
 from tests.support.models.chat_templates import make_chat_tokenizer
@@ -38,6 +39,7 @@ QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 ANSWER = "The answer is 7."
 FORMS = {"Custom Generate Function": "async ", "Step 1: Define Custom Generate Function": ""}
+ASYNC, PLAIN = FORMS
 
 
 @pytest.fixture
@@ -46,8 +48,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("heading", FORMS)
+@pytest.mark.parametrize(
+    ("heading", "per_sample"),
+    [(ASYNC, False), (PLAIN, True), *([(ASYNC, True), (PLAIN, False)] if ALL else [])],
+)
 async def test_a_printed_generate_function_trains_the_tokens_that_were_sampled(
     model: Path, heading: str, per_sample: bool
 ) -> None:
@@ -73,7 +77,7 @@ async def test_a_printed_generate_function_trains_the_tokens_that_were_sampled(
         assert [(r.policy_version, r.start, r.end) for r in sample.policy_ranges] == [(0, 0, len(response))]
 
 
-@pytest.mark.parametrize("heading", FORMS)
+@pytest.mark.parametrize("heading", FORMS if ALL else [ASYNC])
 async def test_a_conversation_that_reaches_max_turns_is_truncated_and_has_its_tokens(model: Path, heading: str) -> None:
     samples, engine = await generated(model, heading, [CALL, CALL], max_turns=2)
     for sample in samples:
