@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from headrace.wire.checks import require_at_most
+from headrace.wire.protobuf import read_varint
 
 _FIELDS_AT_ONCE = 10_000
 """A few milliseconds: others have their turn then."""
@@ -61,20 +62,20 @@ def _counts(data: bytes, layout: FieldLayout) -> Iterator[int]:
     """Messages to be read on: (layout, from where, to where)."""
     while inside:
         layout, at, end = inside.pop()
-        with suppress(IndexError):  # cut off
+        with suppress(IndexError, ValueError):  # cut off, or a number without end
             while at < end:
                 count += 1
                 if count > pause:
                     yield count
                     pause = count + _FIELDS_AT_ONCE
-                tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+                tag, at = (data[at], at + 1) if data[at] < 0x80 else read_varint(data, at)
                 kind = tag & 7
                 if kind == 0:
-                    _, at = _varint(data, at)
+                    _, at = read_varint(data, at)
                 elif kind != 2:
                     at += _FIXED_BYTES.get(kind, end)  # to the end where there is no such type
                 else:
-                    length, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+                    length, at = (data[at], at + 1) if data[at] < 0x80 else read_varint(data, at)
                     if tag >> 3 in layout.packed:
                         count += length // _PACKED_BYTES
                     elif length and tag >> 3 in layout.nested:
@@ -82,11 +83,3 @@ def _counts(data: bytes, layout: FieldLayout) -> Iterator[int]:
                         break
                     at += length
     yield count
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while data[at] > 0x7F:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
@@ -64,6 +64,15 @@ def count(message: Any) -> int:
         for field, values in message.ListFields()
         for value in (values if field.is_repeated else [values])
     )
+
+
+@pytest.mark.parametrize("front", [b"", b"\x08", b"\x0a", b"\x12\xff\xff\xff\x07"])
+async def test_a_number_without_end_is_left_to_the_parser_at_once(front: bytes) -> None:
+    """As one whole number it would take hours."""
+    data = front + b"\xff" * (16 << 20)
+    await require_few_fields(data, layout_of(buffer_pb2.SubmitPromptsRequest.DESCRIPTOR), MOST)
+    with pytest.raises(DecodeError):
+        buffer_pb2.SubmitPromptsRequest.FromString(data)
 
 
 async def test_the_count_is_what_the_parser_finds() -> None:
