@@ -207,9 +207,9 @@ def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
 def _environment(job: Job, service: str) -> Mapping[str, str]:
     """Ranks share the cores; other services need one. The rollout service decides about its engines."""
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
-    if service == "trainer":
-        return {**unbuffered, **openmp(threads_of_each(_ranks_here(job)))}
-    return {**unbuffered, **without_thread_caches(), **({} if service == "rollout" else openmp(1))}
+    threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
+    caches = {} if service == "trainer" else without_thread_caches()
+    return {**unbuffered, **threads, **caches}
 
 
 def _ranks_here(job: Job) -> int:

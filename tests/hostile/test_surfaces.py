@@ -20,8 +20,8 @@ from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER
 
 NUM_ATTACKS = int(os.environ.get("HEADRACE_HOSTILE", "0"))
 MOST_FRAGMENTS = 96 << 20
-"""What a heap may hold besides the factor after all that was in it at once: 15 bytes for each of the requests in
-100,000 attacks. A service's small objects lie in pages with others that stay (docs/security.md has what they held)."""
+"""What a heap may hold besides the factor after all that was in it at once: 70 bytes for each request that a service
+gets in 100,000 attacks. Small objects lie in pages with others that stay (docs/security.md has what they held)."""
 SEED = os.environ.get("HEADRACE_HOSTILE_SEED", "7")
 
 pytestmark = [
