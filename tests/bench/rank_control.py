@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from headrace.process.memory import resident_bytes
 from services.trainer.control.channel import Channel
 from services.trainer.control.messages import Command, Result
 from services.trainer.control.rank_group import RankGroup, follow
@@ -140,7 +141,7 @@ def started(target: object, port: int) -> list[BaseProcess]:
 
 def rss_mib() -> float:
     """Of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident_bytes(os.getpid()) / 2**20
 
 
 def cpu_seconds(processes: list[BaseProcess]) -> float:

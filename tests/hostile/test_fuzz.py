@@ -44,6 +44,7 @@ MOST_HEALTH_SECONDS = 1.0 if NUM_CALLS >= 10_000 else MOST_HEALTH_SECONDS_BY_CLO
 MEMORY_FACTOR = 1.1
 MEMORY_SLACK_BYTES = 96 << 20
 """What a ledger may hold of the calls that it accepted, and an allocator of what it gave back."""
+SETTLING_SECONDS = 5.0
 
 pytestmark = pytest.mark.timeout(600 + NUM_CALLS // 5)
 
@@ -99,7 +100,7 @@ async def _attack(
             await asyncio.gather(*(hand.run(share) for hand in hands))
             before = server.rss_bytes
             await asyncio.gather(*(hand.run(share) for hand in hands))
-            after = await _settled_rss(server, before)
+            after = await server.settled_rss(before, SETTLING_SECONDS)
     counts = sum((hand.counts for hand in hands), Counter[tuple[str, str]]())
     findings = [finding for hand in hands for finding in hand.findings]
     print(f"\n{service.name}: seed {SEED}, {counts.total()} calls in {time.monotonic() - started:.0f} s")
@@ -113,15 +114,6 @@ async def _attack(
     assert health.worst_busy_seconds < MOST_HEALTH_SECONDS
     assert health.worst_seconds < MOST_HEALTH_SECONDS_BY_CLOCK
     assert after < before * MEMORY_FACTOR + MEMORY_SLACK_BYTES
-
-
-async def _settled_rss(server: ServerProcess, goal: int) -> int:
-    """The memory once what was asked last is over."""
-    for _ in range(50):
-        if server.rss_bytes <= goal:
-            break
-        await asyncio.sleep(0.1)
-    return server.rss_bytes
 
 
 async def test_the_buffer_answers_every_call_and_what_it_took_can_be_read(folder: Path) -> None:

@@ -23,6 +23,8 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
+_NAMES_CUDA = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
+"""What may be asked for CUDA without keyword arguments."""
 
 
 class _Stream:
@@ -58,6 +60,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _NAMES_CUDA:
+            return func(*args)  # a small model's step makes thousands of such calls
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

@@ -21,6 +21,7 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
+from headrace.process.memory import resident_bytes
 from tests.bench.cpu import cpu_seconds_of
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.processes.buffer_server import BufferProcess
@@ -64,7 +65,7 @@ async def measured(num_waiters: int, folder: Path, *, shared: bool, idle_seconds
             await clients[0].create_stream(pb.StreamConfig(name="own", n_samples_per_prompt=1, groups_per_step=2))
             for client in clients:
                 await client.stats("own")
-            before = _resident_bytes(process.pid)
+            before = resident_bytes(process.pid)
             woken: list[float] = []
             all_woken, num_prompts = asyncio.Event(), min(NUM_PROMPTS, num_waiters)
 
@@ -96,14 +97,9 @@ async def measured(num_waiters: int, folder: Path, *, shared: bool, idle_seconds
         await process.kill()
 
 
-def _resident_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
-
-
 async def _settled_bytes(pid: int) -> int:
     last = 0
-    while (now := _resident_bytes(pid)) > last + _SETTLED_BYTES:
+    while (now := resident_bytes(pid)) > last + _SETTLED_BYTES:
         last = now
         await asyncio.sleep(1.0)
     return now

@@ -19,6 +19,8 @@ _BYTES_SHARE = 0.06
 _SEALED_SHARE = 0.8
 _UNKNOWN_TAG = b"\x82\xfa\x01"
 """Field 4,000, of bytes."""
+_ENDLESS = (11, 1_000, 1 << 20, 1 << 23)
+"""Bytes of a number that does not end."""
 
 
 class Spoiler:
@@ -38,7 +40,12 @@ class Spoiler:
     def _damaged(self, data: bytes) -> bytes:
         chance = self._random
         spoiled = bytearray(data or b"\x0a")
-        kind = chance.randrange(6)
+        kind = chance.randrange(8)
+        if kind == 6:
+            return bytes(spoiled) + b"\x08" + b"\xff" * chance.choice(_ENDLESS)
+        if kind == 7:
+            spoiled[0] ^= chance.randrange(1, 8)  # the first field has another wire type than its own
+            return bytes(spoiled)
         if kind == 4:
             return bytes(spoiled) + _unknown(chance.choice((0, 100, 1 << 20)), chance.choice((1, 1, 1_000)))
         if kind == 5:

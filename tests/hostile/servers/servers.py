@@ -8,12 +8,14 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.process.memory import resident_bytes
 from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import free_port
 
@@ -91,8 +93,14 @@ class ServerProcess:
     @property
     def rss_bytes(self) -> int:
         assert self.is_alive, f"{self.module} ended: {self.log[-3000:]}"
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
+        return resident_bytes(self.pid)
+
+    async def settled_rss(self, goal: int, most_seconds: float) -> int:
+        """The memory once it had the time to give back what it no longer needs."""
+        end = time.monotonic() + most_seconds
+        while self.rss_bytes > goal and time.monotonic() < end:
+            await asyncio.sleep(0.2)
+        return self.rss_bytes
 
 
 def tracebacks(log: str) -> list[str]:

@@ -123,7 +123,7 @@ async def _harm(server: ServerProcess, strangers: Collection[Stranger], before: 
     """What does not hold of a server after the attacks on its ports; its figures are printed either way."""
     at_end, ended = server.rss_bytes, time.monotonic()
     most = round(before * MEMORY_FACTOR) + slack_bytes
-    after = await _settled_rss(server, most)
+    after = await server.settled_rss(most, MOST_SETTLING_SECONDS)
     bugs = await asyncio.to_thread(_bugs_counted, server)
     print(
         f"  {server.module}: {sum(each.counts.total() for each in strangers)} attacks of "
@@ -148,14 +148,6 @@ def _held_up(server: ServerProcess, health: HealthProbe, most_busy_seconds: floa
     is_well = health.num_answers > 0 and not health.num_refused
     is_quick = health.worst_busy_seconds < most_busy_seconds and health.worst_seconds < most_seconds
     return [] if is_well and is_quick else [f"{figures}; {most_busy_seconds} and {most_seconds} s at most"]
-
-
-async def _settled_rss(server: ServerProcess, goal: int) -> int:
-    """The memory once a server had the time to give back what it no longer needs."""
-    end = time.monotonic() + MOST_SETTLING_SECONDS
-    while server.rss_bytes > goal and time.monotonic() < end:
-        await asyncio.sleep(0.2)
-    return server.rss_bytes
 
 
 def _bugs_counted(server: ServerProcess) -> list[str]:

@@ -11,6 +11,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
+from headrace.process.memory import resident_bytes
 from headrace.rpc.spare_memory import Heap, SpareMemory, glibc_heap
 from tests.hostile.surfaces import http2
 
@@ -109,10 +110,10 @@ async def test_calls_that_are_reset_at_once_leave_no_memory_behind() -> None:
     assert process.stdout
     try:
         port = next(int(line.split()[1]) for line in process.stdout if line.startswith("port"))
-        before, most = _rss(process.pid), 0
+        before, most = resident_bytes(process.pid), 0
         await asyncio.gather(*(_flood(port) for _ in range(8)))
         end = time.monotonic() + SOON
-        while (now := _rss(process.pid)) > before * 1.3 or most <= before * 1.5:
+        while (now := resident_bytes(process.pid)) > before * 1.3 or most <= before * 1.5:
             most = max(most, now)
             assert time.monotonic() < end, (before >> 20, most >> 20, now >> 20)
             await asyncio.sleep(0.1)
@@ -129,8 +130,3 @@ async def _flood(port: int) -> None:
     await writer.drain()
     await asyncio.sleep(0.2)
     writer.transport.abort()
-
-
-def _rss(pid: int) -> int:
-    with open(f"/proc/{pid}/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) * 1024
