@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.wire.json_text import object_of_line
 
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 """Every line begins so: a reader that looks for some steps need not decode the others."""
 _TAIL_BYTES = 65_536
 

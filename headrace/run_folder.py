@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from headrace import __version__
+from headrace.digits import whole_number
 from headrace.errors import DataLoss, NotFound
 from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
@@ -21,7 +22,7 @@ from headrace.whole_file import replacing
 BUFFER = "buffer"
 ROLLOUT = "rollout"
 _OF_SEVERAL = (BUFFER, ROLLOUT)
-_MAX_DIGITS = 4
+_MOST_PROCESSES = 9_999
 
 
 def process_name(service: str, number: int) -> str:
@@ -32,7 +33,7 @@ def process_name(service: str, number: int) -> str:
 def number_of(process: str) -> int | None:
     """The number of the process among those of its service; None for one that is the whole service."""
     service, _, number = process.partition("-")
-    return int(number) if service in _OF_SEVERAL and number.isdecimal() and len(number) <= _MAX_DIGITS else None
+    return whole_number(number, _MOST_PROCESSES) if service in _OF_SEVERAL else None
 
 
 def service_of(process: str) -> str:

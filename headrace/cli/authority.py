@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from headrace.errors import ConfigError
 from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
+from headrace.rpc.access.one_at_a_time import one_at_a_time
 from headrace.rpc.access.role import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 from headrace.whole_file import replacing
@@ -106,22 +107,24 @@ def _issue(
     extensions: Sequence[x509.ExtensionType],
     days: int,
 ) -> Issued:
-    authority, signing_key = _authority(folder)
-    key, ends = ec.generate_private_key(ec.SECP256R1()), _now() + datetime.timedelta(days=days)
-    builder = (
-        _builder(name, key.public_key(), authority.subject, min(ends, authority.not_valid_after_utc))
-        .not_valid_before(_start(folder, name))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
-    )
-    for extension in extensions:
-        builder = builder.add_extension(extension, critical=False)
-    signed = builder.sign(signing_key, hashes.SHA256())
-    of.path.mkdir(parents=True, exist_ok=True)
-    _write(of.key, _pem_of(key), secret=True)
-    _write(of.certificate, signed.public_bytes(serialization.Encoding.PEM), secret=False)
-    return Issued(of.path, name, signed.not_valid_after_utc)
+    folder.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(TlsFolder(folder).authority):
+        authority, signing_key = _authority(folder)
+        key, ends = ec.generate_private_key(ec.SECP256R1()), _now() + datetime.timedelta(days=days)
+        builder = (
+            _builder(name, key.public_key(), authority.subject, min(ends, authority.not_valid_after_utc))
+            .not_valid_before(_start(folder, name))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=False)
+        signed = builder.sign(signing_key, hashes.SHA256())
+        of.path.mkdir(parents=True, exist_ok=True)
+        _write(of.key, _pem_of(key), secret=True)
+        _write(of.certificate, signed.public_bytes(serialization.Encoding.PEM), secret=False)
+        return Issued(of.path, name, signed.not_valid_after_utc)
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -157,7 +160,6 @@ def _make_authority(folder: Path, certificate: Path, key_file: Path) -> None:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    folder.mkdir(parents=True, exist_ok=True)
     _write(key_file, _pem_of(key), secret=True)
     _write(certificate, signed.public_bytes(serialization.Encoding.PEM), secret=False)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 
+from headrace.digits import whole_number
+
 _MAX_COUNT = (1 << 31) - 1
 
 
 def count(word: str) -> int:
     """Parses an integer of 1 or more."""
-    if not word.isascii() or not word.isdigit() or len(word) > 10 or not 1 <= int(word) <= _MAX_COUNT:
+    number = whole_number(word, _MAX_COUNT)
+    if not number:
         raise argparse.ArgumentTypeError(f"{word[:80]!r} is not a number from 1 to {_MAX_COUNT}")
-    return int(word)
+    return number
 
 
 def count_from_zero(word: str) -> int:

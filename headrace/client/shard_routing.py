@@ -8,17 +8,19 @@ from typing import TypeVar
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.digits import whole_number
 from headrace.errors import DeadlineExceeded, NotFound, Unavailable
+from headrace.wire.limits import MAX_COUNTER
 
 _Answer = TypeVar("_Answer")
 
 
 def shard_of_group(group_id: str, num_shards: int) -> int:
     """The group's number modulo `num_shards`. Raises NotFound when the id has no number."""
-    number = group_id.rpartition("/")[2]
-    if not number.isdecimal():
+    number = whole_number(group_id.rpartition("/")[2], MAX_COUNTER)
+    if number is None:
         raise NotFound(f"there is no group {group_id}: a group's id ends with /NUMBER")
-    return int(number) % num_shards
+    return number % num_shards
 
 
 def grouped(shards: Iterable[int]) -> dict[int, list[int]]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.digits import whole_number
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.job.schema.job import Job
 from headrace.models.exported import is_whole
 from headrace.run_folder import RunFolder
+from headrace.wire.limits import MAX_COUNTER
 
 _CHECKPOINT = "step-"
 _OF_THE_LEDGER: Mapping[str, Any] = {
@@ -62,7 +64,8 @@ def checkpoints_of(run: RunFolder, job: Job) -> dict[int, Path]:
     """Maps steps to their checkpoints. A folder with this name is complete."""
     folder = job.checkpoint.save or run.path / "checkpoints"
     names = {path.name.removeprefix(_CHECKPOINT): path for path in folder.glob(f"{_CHECKPOINT}*")}
-    return {int(name): path for name, path in names.items() if name.isdigit()}
+    numbers = {path: whole_number(name, MAX_COUNTER) for name, path in names.items()}
+    return {number: path for path, number in numbers.items() if number is not None}
 
 
 def is_finished(run: RunFolder, job: Job) -> bool:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.digits import whole_number
 from headrace.errors import ConfigError, Unavailable
+from headrace.wire.checks import shown
 from headrace.wire.limits import LAST_PORT
 
 _NAMED_PORTS = range(15_000, 32_000)
@@ -34,9 +36,10 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Raises ConfigError unless it is host:port with a port of 0 to 65535."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > LAST_PORT:
-            raise ConfigError(f"address {text!r} is not host:port, e.g. 127.0.0.1:9000")
-        return cls(host.strip("[]"), int(port))
+        number = whole_number(port, LAST_PORT)
+        if not colon or not host or number is None:
+            raise ConfigError(f"address {shown(text)} is not host:port, e.g. 127.0.0.1:9000")
+        return cls(host.strip("[]"), number)
 
     @property
     def is_loopback(self) -> bool:

@@ -17,6 +17,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from headrace.errors import ConfigError
 from headrace.rpc.access.caller import Peer
 from headrace.rpc.access.certificate import valid_from
+from headrace.rpc.access.one_at_a_time import one_at_a_time
 from headrace.rpc.access.watched_file import WatchedFile
 from headrace.rpc.log import log
 from headrace.whole_file import replacing
@@ -88,7 +89,8 @@ def read(path: Path) -> _Names | None:
 
 def add(folder: Path, name: str, until: datetime.datetime) -> None:
     """Refuses certificates of that name that are valid from `until` or earlier. Raises ConfigError for a bad file."""
-    names = read(folder / FILE) or {}
-    names = {**names, name: max(until, names.get(name, until))}
-    with replacing(folder / FILE) as draft:
-        draft.write_text(_File(revoked=names).model_dump_json(indent=2) + "\n")
+    with one_at_a_time(folder / FILE):
+        names = read(folder / FILE) or {}
+        names = {**names, name: max(until, names.get(name, until))}
+        with replacing(folder / FILE) as draft:
+            draft.write_text(_File(revoked=names).model_dump_json(indent=2) + "\n")

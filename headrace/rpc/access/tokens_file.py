@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.errors import ConfigError
+from headrace.rpc.access.one_at_a_time import one_at_a_time
 from headrace.rpc.access.role import Role
 from headrace.whole_file import replacing
 
@@ -72,24 +73,26 @@ def add(path: Path, name: str, role: Role) -> str:
     """Returns the new token, which is not kept. Raises ConfigError for a name that is taken or cannot be one."""
     if not re.fullmatch(_NAME, name):
         raise ConfigError(f"a token cannot be named {name[:80]!r}: use up to 64 letters, digits, '.', '_', '-' and '@'")
-    entries = dict(entries_in(path)) if path.exists() else {}
-    if name in entries:
-        raise ConfigError(
-            f"{path} has a token {name}: revoke it first, or add the next one under another name and revoke {name} "
-            "when its users have the next"
-        )
     token = _PREFIX + secrets.token_urlsafe(32)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    _write(path, {**entries, name: Entry(role=role, sha256=digest_of(token), added=now)})
+    with one_at_a_time(path):
+        entries = dict(entries_in(path)) if path.exists() else {}
+        if name in entries:
+            raise ConfigError(
+                f"{path} has a token {name}: revoke it first, or add the next one under another name and revoke {name} "
+                "when its users have the next"
+            )
+        _write(path, {**entries, name: Entry(role=role, sha256=digest_of(token), added=now)})
     return token
 
 
 def revoke(path: Path, name: str) -> None:
     """Raises ConfigError for a name that is not there."""
-    entries = dict(entries_in(path))
-    if entries.pop(name, None) is None:
-        raise ConfigError(f"{path} has no token {name[:80]}: its tokens are {', '.join(entries) or 'none'}")
-    _write(path, entries)
+    with one_at_a_time(path):
+        entries = dict(entries_in(path))
+        if entries.pop(name, None) is None:
+            raise ConfigError(f"{path} has no token {name[:80]}: its tokens are {', '.join(entries) or 'none'}")
+        _write(path, entries)
 
 
 def _write(path: Path, entries: Mapping[str, Entry]) -> None:

@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
 from headrace.trajectory import Failure
 from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
@@ -36,7 +37,6 @@ _OUTCOMES = {
 }
 _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
 _STATE_NUMBERS = {state: number for number, state in _STATES.items()}
-_TOKEN_DIGITS = len(str(MAX_COUNTER))
 _CONVERTED_AT_ONCE = 8
 """Samples before other work runs: their envelopes have half a MiB at most."""
 _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
@@ -290,9 +290,9 @@ def page_token_from_proto(token: str) -> int | None:
     """Returns a position, or None for the first page."""
     if not token:
         return None
-    if not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS):
+    if (position := whole_number(token, MAX_COUNTER)) is None:
         raise InvalidArgument(f"page_token {shown(token)} was not returned by ListGroups", field="page_token")
-    return int(token)
+    return position
 
 
 def _failure_to_proto(failure: Failure | None) -> sample_pb2.Failure | None:

@@ -11,6 +11,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
@@ -88,8 +89,8 @@ def _right(named: object, letters: str, texts: Mapping[str, str]) -> str:
     for letter, text in texts.items():
         if name and _plain(text) == _plain(name):
             return letter
-    if name.isdecimal() and int(name) < len(letters):
-        return letters[int(name)]
+    if (number := whole_number(name, len(letters) - 1)) is not None:
+        return letters[number]
     raise InvalidArgument(
         f"scorer gpqa: {name!r:.80} is none of the choices {', '.join(letters)}: set --label-key to the letter, the "
         "choice's number from 0 or its text, or give metadata.correct_letter"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.digits import whole_number
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.hooks.failure import call_failure
@@ -19,7 +20,7 @@ from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
 from headrace.wire.checks import require_name
-from headrace.wire.limits import MAX_ID_CHARACTERS
+from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_plan import EvalPlan
@@ -139,8 +140,8 @@ class EvalFunction:
     def _oldest(self, each: EvalSample) -> int:
         """The policy version of a sample; names of weights begin with it."""
         numbers = [name.partition(".")[0] for name in each.weight_versions]
-        known = [int(number) for number in numbers if number.isascii() and number.isdigit() and len(number) <= 16]
-        return min([*known, self._weights.policy_version])
+        known = [whole_number(number, MAX_COUNTER) for number in numbers]
+        return min(number for number in (*known, self._weights.policy_version) if number is not None)
 
 
 def _tokens(each: EvalSample) -> NDArray[np.int32]:

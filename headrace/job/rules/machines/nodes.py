@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headrace.digits import whole_number
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.rpc.net import Address
-from headrace.wire.limits import LAST_PORT
+from headrace.wire.limits import LAST_PORT, MAX_COUNTER
 
 _DEFAULT_PORT = 29500  # torchrun's
 _OPTIONS = ("node_rank", "master_addr", "master_port")
@@ -114,6 +115,6 @@ def check_meeting(job: Job, scope: Scope) -> None:
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"{name} {text!r} in the environment is no number: correct it, or unset it")
-    return int(text)
+    if (number := whole_number(text, MAX_COUNTER)) is None:
+        raise ConfigError(f"{name} {text[:80]!r} in the environment is no number: correct it, or unset it")
+    return number

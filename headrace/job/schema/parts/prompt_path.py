@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 
-_SLICE = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
+_SLICE = re.compile(r"(?P<path>.+)@\[(?P<first>[0-9]{0,18}):(?P<end>[0-9]{0,18})\]")
 
 
 @dataclass(frozen=True, slots=True)

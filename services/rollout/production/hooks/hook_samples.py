@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from headrace.digits import whole_number
 from headrace.errors import HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, to_hook
 from headrace.hooks import Sample as HookSample
@@ -16,11 +17,9 @@ from headrace.hooks.finished import require_finished
 from headrace.images.columns import processed_of, raw_of
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.limits import MAX_ID_CHARACTERS
+from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.sampling import SampleRequest, failed_sample
-
-_MOST_DIGITS = 16  # of 2^53
 
 
 class WeightsRefused(Unavailable):
@@ -120,8 +119,8 @@ class HookSamples:
 
     async def _version(self, name: object) -> str:
         """Returns the policy version behind a name that an engine gave, or behind a version's own number."""
-        if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS:
-            if int(name) > self._weights.policy_version:
+        if isinstance(name, str) and (number := whole_number(name, MAX_COUNTER)) is not None:
+            if number > self._weights.policy_version:
                 raise InvalidArgument(f"weight_versions hold {name}, {self._weights.policy_version} is served")
             return name
         version = await self._weights.version_of(name) if isinstance(name, str) else None

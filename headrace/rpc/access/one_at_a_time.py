@@ -1,0 +1,62 @@
+"""Changes of who may call, made by people's commands: each reads a file, changes it and writes it whole.
+
+Two at once would undo one another's: a token that was revoked would be back with the next one that is added.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+_WAIT_SECONDS = 10.0
+"""A change takes milliseconds."""
+_ASK_AGAIN_SECONDS = 0.02
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+"""Errors of a file system that has none: commands are then as alone as their users make them."""
+
+
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Keeps other commands from changing the file meanwhile; a lock that a killed command held is free.
+
+    Raises ConfigError where its folder cannot be written, and when another command goes on for ten seconds.
+    """
+    lock = file.with_name(f".{file.name}.lock")
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be changed: {file.parent}: {error.strerror}: name a folder that is there and that you can "
+            "write to"
+        ) from error
+    try:
+        _wait_for(descriptor, file)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for(descriptor: int, file: Path) -> None:
+    until = time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another command has been changing {file} for {_WAIT_SECONDS:.0f} s: end it, and try again"
+                ) from None
+            time.sleep(_ASK_AGAIN_SECONDS)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return
+        else:
+            return

@@ -1,0 +1,74 @@
+"""Commands that change who may call, at once: none undoes what another has said that it did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.authority import issue_client, issue_service, revoke_client
+from headrace.errors import ConfigError
+from headrace.rpc.access import one_at_a_time as module
+from headrace.rpc.access import revoked, tokens_file
+from headrace.rpc.access.one_at_a_time import one_at_a_time
+from headrace.rpc.access.role import Role
+from headrace.rpc.tls import TlsFolder
+
+NAMES = [f"client-{number}" for number in range(24)]
+
+
+def at_once(change: Callable[[str], Any], names: Iterable[str] = NAMES) -> None:
+    with ThreadPoolExecutor(8) as hands:
+        list(hands.map(change, names))
+
+
+def test_every_token_that_was_added_is_there_and_none_that_was_revoked(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    for name in NAMES:
+        tokens_file.add(file, f"old-{name}", Role.VIEWER)
+
+    def replace(name: str) -> None:
+        tokens_file.revoke(file, f"old-{name}")
+        tokens_file.add(file, name, Role.VIEWER)
+
+    at_once(replace)
+    assert set(tokens_file.entries_in(file)) == set(NAMES)
+
+
+def test_every_client_that_was_revoked_stays_revoked(tmp_path: Path) -> None:
+    issue_service(tmp_path, [], 1)
+    at_once(lambda name: revoke_client(tmp_path, name))
+    assert set(revoked.read(tmp_path / revoked.FILE) or ()) == set(NAMES)
+
+
+def test_a_folder_gets_one_authority_and_whole_pairs_of_certificate_and_key(tmp_path: Path) -> None:
+    at_once(lambda _: issue_service(tmp_path, [], 1), NAMES[:8])
+    TlsFolder(tmp_path).read()
+    at_once(lambda name: issue_client(tmp_path, name, Role.VIEWER, 1), ["eve", "eve", "eve", *NAMES[:4]])
+    authority = (tmp_path / "ca.pem").read_bytes()
+    for folder in (tmp_path / "clients").iterdir():
+        TlsFolder(folder).read()
+        assert (folder / "ca.pem").read_bytes() == authority
+
+
+def test_who_waits_too_long_is_told_and_a_command_that_was_killed_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tokens.json"
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.1)
+    if (pid := os.fork()) == 0:
+        with one_at_a_time(file):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    with one_at_a_time(file), pytest.raises(ConfigError, match=r"another command has been changing .*tokens\.json"):
+        tokens_file.add(file, "eve", Role.VIEWER)
+    tokens_file.add(file, "eve", Role.VIEWER)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/tokens\.json cannot be changed: .*nowhere: No such file"):
+        tokens_file.add(tmp_path / "nowhere" / "tokens.json", "eve", Role.VIEWER)
