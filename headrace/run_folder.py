@@ -173,11 +173,16 @@ class RunFolder:
             raise DataLoss(f"{self.services_file} is damaged ({error}): start the run again to rewrite it") from error
 
     def running_services(self) -> dict[str, ServiceEntry]:
-        """Services that a launcher of this folder started and whose process exists."""
-        if not self.services_file.is_file():
-            return {}
-        services = self.services().items()
+        """Services that a launcher of this folder started and whose process exists; none where the file is damaged."""
+        services = self.services_before().items()
         return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+
+    def services_before(self) -> dict[str, ServiceEntry]:
+        """The entries as a start takes them over, which writes the file anew: none where it is absent or damaged."""
+        try:
+            return self.services()
+        except (NotFound, DataLoss):
+            return {}
 
     def running_addresses(self) -> dict[str, str]:
         """Maps services that run to their addresses; those of all its processes, also of one that restarts."""

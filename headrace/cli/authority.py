@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.errors import ConfigError
+from headrace.one_at_a_time import one_at_a_time
 from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
-from headrace.rpc.access.one_at_a_time import one_at_a_time
 from headrace.rpc.access.role import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 from headrace.whole_file import replacing

@@ -6,11 +6,12 @@ import asyncio
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from headrace.errors import FailedPrecondition
+from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.gpus import gpu_environments
 from headrace.launch.grace import grace_seconds
@@ -19,12 +20,16 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, specs
 from headrace.launch.supervisor import RestartPolicy, Supervisor
+from headrace.one_at_a_time import one_at_a_time
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
 from headrace.whole_file import FULL_DISK
 
 _AGAIN_SECONDS = 1.0
+_LOCK_SECONDS = 1.0
+"""Of waiting for another launcher of the folder; the run goes on all the same."""
+_AT_ONCE_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,7 +61,6 @@ class Launcher:
         ]
         self._tell = tell
         self._policy = policy
-        self._entries: Mapping[str, ServiceEntry] = {}
         self._again: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -90,6 +94,25 @@ class Launcher:
         return address_of(self.job, service)
 
     def _write_services(self, pids: dict[str, int]) -> None:
+        """Tries again, once a second, on a disk that is full: services go on meanwhile."""
+        if self._again:
+            self._again.cancel()
+        try:
+            with ExitStack() as held:
+                with suppress(ConfigError):  # no room for the lock, or a launcher that was stopped while it held it
+                    held.enter_context(one_at_a_time(self.folder.services_file, _LOCK_SECONDS))
+                self.folder.write_services(self._entries(pids))
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            if self._again is None:
+                self._tell(f"{self.folder.services_file} cannot be written: the disk is full. Free some space there")
+            self._again = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._write_services, pids)
+        else:
+            self._again = None
+
+    def _entries(self, pids: Mapping[str, int]) -> Mapping[str, ServiceEntry]:
+        """Those of this launcher's services, and of those that run by another one of this folder."""
         entries = self.folder.running_services()
         for name in SERVICES:
             address = address_in(self.job, name)
@@ -97,24 +120,7 @@ class Launcher:
                 entries[name] = ServiceEntry(address, None, None)
         for each in self._specs:
             entries[each.name] = ServiceEntry(each.address, each.metrics_address, pids.get(each.name))
-        in_order = sorted(entries.items(), key=lambda entry: _rank(entry[0]))
-        self._entries = dict(in_order)
-        self._save_entries()
-
-    def _save_entries(self) -> None:
-        """Tries again, once a second, on a disk that is full: services go on meanwhile."""
-        if self._again:
-            self._again.cancel()
-        try:
-            self.folder.write_services(self._entries)
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-            if self._again is None:
-                self._tell(f"{self.folder.services_file} cannot be written: the disk is full. Free some space there")
-            self._again = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._save_entries)
-        else:
-            self._again = None
+        return dict(sorted(entries.items(), key=lambda entry: _rank(entry[0])))
 
 
 def _rank(process: str) -> tuple[int, int]:
@@ -171,23 +177,32 @@ async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None], gr
 
 
 class _Stopping:
-    """Reacts to signals: the first asks services to end, the second kills everything."""
+    """Reacts to signals: the first asks services to end, a later one kills everything.
+
+    Two at once are one: `timeout` sends its signal to a command and to the group that it is in, and so do schedulers.
+    """
 
     def __init__(self, work: asyncio.Task[None], tell: Callable[[str], None], grace: Callable[[], float]) -> None:
         self._work = work
         self._grace = grace
         self._tell = tell
-        self.asked = False
+        self._asked_at: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        """True once a signal has come."""
+        return self._asked_at is not None
 
     def signalled(self) -> None:
-        if not self.asked:
-            self.asked = True
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
             self._tell(
                 f"stopping after this step, {self._grace():.0f} s at most (a step that takes longer is trained "
                 f"again by "
                 "the next start); Ctrl-C again ends everything at once"
             )
             self._work.cancel()
-        else:
+        elif now - self._asked_at > _AT_ONCE_SECONDS:
             self._tell("ending everything now")
             kill_descendants()

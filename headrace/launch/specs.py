@@ -43,7 +43,7 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
     A service that was started in this folder before gets its address again, so that the others still find it.
     """
     found, host = folder.running_addresses(), job.services.own_host
-    before = folder.services() if folder.services_file.is_file() else {}
+    before = folder.services_before()
     for name in services:
         entries = [before.get(each) for each in processes(job, name)]
         found[name] = ",".join(_earlier(entry, host) or str(Address(host, free_port(host))) for entry in entries)

@@ -15,9 +15,9 @@ from typing import Annotated
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.errors import ConfigError
+from headrace.one_at_a_time import one_at_a_time
 from headrace.rpc.access.caller import Peer
 from headrace.rpc.access.certificate import valid_from
-from headrace.rpc.access.one_at_a_time import one_at_a_time
 from headrace.rpc.access.watched_file import WatchedFile
 from headrace.rpc.log import log
 from headrace.whole_file import replacing

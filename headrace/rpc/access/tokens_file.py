@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.errors import ConfigError
-from headrace.rpc.access.one_at_a_time import one_at_a_time
+from headrace.one_at_a_time import one_at_a_time
 from headrace.rpc.access.role import Role
 from headrace.whole_file import replacing
 

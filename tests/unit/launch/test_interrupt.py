@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from headrace.launch import launcher as launcher_module
 from headrace.launch.grace import grace_seconds
 from headrace.process.linux import runs
 from tests.unit.launch.test_supervisor import HERE
+
+
+def launched(folder: Path, *before: str) -> subprocess.Popen[str]:
+    """`before` are the words before the command."""
+    return subprocess.Popen(
+        [*before, sys.executable, str(HERE / "run_until_signal.py"), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+    )
 
 
 def parent_of(pid: int) -> int:
@@ -32,13 +47,7 @@ def parent_of(pid: int) -> int:
     ],
 )
 def test_a_signal_leaves_nothing_behind(tmp_path: Path, stopped: str, signals: list[signal.Signals]) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, str(HERE / "run_until_signal.py"), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
-    )
-    with launcher:
+    with launched(tmp_path) as launcher:
         assert launcher.stdout
         assert "ready" in launcher.stdout.readline()
         service = json.loads((tmp_path / "pids").read_text())["fake"]
@@ -46,10 +55,13 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, stopped: str, signals: l
         family["child"] = int((tmp_path / "children").read_text())
         if stopped in family:
             os.kill(family[stopped], signal.SIGSTOP)
-        for number in signals:
+        launcher.send_signal(signals[0])
+        said = launcher.stdout.readline()
+        time.sleep(2 * launcher_module._AT_ONCE_SECONDS)
+        for number in signals[1:]:
             launcher.send_signal(number)
             wait_until_taken(launcher.pid, number)
-        said = launcher.stdout.read()
+        said += launcher.stdout.read()
         assert launcher.wait(timeout=60) == 130
     assert said.startswith("stopping after this step, 20 s at most (")
     assert "Ctrl-C again ends everything at once\n" in said
@@ -79,16 +91,23 @@ def test_the_grace_follows_the_last_steps(tmp_path: Path, step_seconds: tuple[fl
 
 def test_a_signal_says_how_long_the_step_may_take(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"time/step_seconds": 40.0}\n')
-    launcher = subprocess.Popen(
-        [sys.executable, str(HERE / "run_until_signal.py"), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
-    )
-    with launcher:
+    with launched(tmp_path) as launcher:
         assert launcher.stdout
         assert "ready" in launcher.stdout.readline()
         launcher.send_signal(signal.SIGINT)
         said = launcher.stdout.read()
         assert launcher.wait(timeout=60) == 130
     assert said.startswith("stopping after this step, 80 s at most (")
+
+
+def test_two_signals_at_once_are_one_as_timeout_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, num_kills, times = list[str](), list[None](), iter((5.0, 5.01, 5.09, 5.2, 5.2))
+    work = mock.create_autospec(asyncio.Task, instance=True)
+    monkeypatch.setattr(launcher_module, "time", SimpleNamespace(monotonic=times.__next__))
+    monkeypatch.setattr(launcher_module, "kill_descendants", lambda: num_kills.append(None))
+    stopping = launcher_module._Stopping(work, told.append, lambda: 20.0)
+    for _ in range(5):
+        stopping.signalled()
+    assert [line.split()[0] for line in told] == ["stopping", "ending", "ending"]
+    assert len(num_kills) == 2
+    work.cancel.assert_called_once()

@@ -1,6 +1,6 @@
-"""Changes of who may call, made by people's commands: each reads a file, changes it and writes it whole.
+"""Files that several commands change, each by reading it, changing it and writing it whole: one after the other.
 
-Two at once would undo one another's: a token that was revoked would be back with the next one that is added.
+Two at once would undo one another's change: a token that was revoked would be back with the next one that is added.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 
-_WAIT_SECONDS = 10.0
-"""A change takes milliseconds."""
 _ASK_AGAIN_SECONDS = 0.02
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 """Errors of a file system that has none: commands are then as alone as their users make them."""
 
 
 @contextmanager
-def one_at_a_time(file: Path) -> Iterator[None]:
-    """Keeps other commands from changing the file meanwhile; a lock that a killed command held is free.
+def one_at_a_time(file: Path, wait_seconds: float = 10.0) -> Iterator[None]:
+    """Keeps other commands from changing the file meanwhile, which takes milliseconds; a killed one's lock is free.
 
-    Raises ConfigError where its folder cannot be written, and when another command goes on for ten seconds.
+    Raises ConfigError where its folder cannot be written, and when another command goes on for `wait_seconds`.
     """
     lock = file.with_name(f".{file.name}.lock")
     try:
@@ -37,21 +35,21 @@ def one_at_a_time(file: Path) -> Iterator[None]:
             "write to"
         ) from error
     try:
-        _wait_for(descriptor, file)
+        _wait_for(descriptor, file, wait_seconds)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for(descriptor: int, file: Path) -> None:
-    until = time.monotonic() + _WAIT_SECONDS
+def _wait_for(descriptor: int, file: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"another command has been changing {file} for {_WAIT_SECONDS:.0f} s: end it, and try again"
+                    f"another command has been changing {file} for {seconds:g} s: end it, and try again"
                 ) from None
             time.sleep(_ASK_AGAIN_SECONDS)
         except OSError as error:
