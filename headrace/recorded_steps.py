@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError, Message
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
+from headrace.disk.whole_file import replacing
 from headrace.errors import DataLoss, NotFound
-from headrace.whole_file import replacing
 
 M = TypeVar("M", bound=Message)
 

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from headrace import __version__
 from headrace.digits import whole_number
+from headrace.disk.whole_file import replacing
 from headrace.errors import DataLoss, NotFound
 from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
 from headrace.process.shared_memory import memory_folder
-from headrace.whole_file import replacing
 
 BUFFER = "buffer"
 ROLLOUT = "rollout"

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
+from headrace.disk.whole_file import replacing
 from headrace.trajectory import Sample
-from headrace.whole_file import replacing
 from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")

@@ -22,13 +22,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from headrace.disk.one_at_a_time import one_at_a_time
+from headrace.disk.whole_file import replacing
 from headrace.errors import ConfigError
-from headrace.one_at_a_time import one_at_a_time
 from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
 from headrace.rpc.access.role import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
-from headrace.whole_file import replacing
 
 _AUTHORITY_DAYS = 3650
 _CLOCK_SKEW = datetime.timedelta(hours=1)

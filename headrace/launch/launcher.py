@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from headrace.disk.one_at_a_time import one_at_a_time
+from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.gpus import gpu_environments
@@ -20,11 +22,9 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, specs
 from headrace.launch.supervisor import RestartPolicy, Supervisor
-from headrace.one_at_a_time import one_at_a_time
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
-from headrace.whole_file import FULL_DISK
 
 _AGAIN_SECONDS = 1.0
 _LOCK_SECONDS = 1.0

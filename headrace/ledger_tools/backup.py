@@ -13,9 +13,11 @@ from collections.abc import AsyncIterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from pydantic import TypeAdapter, ValidationError
+
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.disk.whole_file import replacing
 from headrace.errors import AlreadyExists, DataLoss, NotFound
-from headrace.whole_file import replacing
 
 _MANIFEST = "backup.json"
 _FILES = "files"
@@ -44,6 +46,9 @@ class Backup:
         return sum(file.num_bytes for file in self.files)
 
 
+_MANIFEST_FORM = TypeAdapter(Backup)
+
+
 async def write_backup(parts: AsyncIterable[pb.BackupResponse], folder: Path) -> Backup:
     """Writes to a new folder. Raises DataLoss when the received bytes differ from those that were sent."""
     require_new(folder)
@@ -68,25 +73,36 @@ async def write_backup(parts: AsyncIterable[pb.BackupResponse], folder: Path) ->
 
 
 def read_backup(folder: Path) -> Backup:
-    """Raises NotFound for a folder without a whole backup."""
+    """Raises NotFound for a folder without a whole backup, DataLoss for one whose manifest is damaged."""
     manifest = folder / _MANIFEST
     if not manifest.is_file():
         raise NotFound(f"{folder} has no {_MANIFEST}: it is no backup, or one that was cut short")
-    tree = json.loads(manifest.read_text())
-    return Backup(tree["store"], tree["position"], [BackupFile(**file) for file in tree["files"]])
+    try:
+        return _MANIFEST_FORM.validate_json(manifest.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))[:160]
+        raise DataLoss(
+            f"{manifest} is not as `headrace buffer backup` wrote it: {where or 'it'}: {first['msg'][:160]}: use "
+            "another backup"
+        ) from error
 
 
 def restore_backup(folder: Path, ledger: Path) -> Backup:
-    """Copies a backup to a ledger's folder that is not there yet or empty. Raises DataLoss for changed bytes."""
+    """Copies a backup to a ledger's folder that is not there yet or empty. Raises DataLoss for changed bytes.
+
+    What a killed restore leaves has no database, whose name comes first in a backup: no buffer takes it for a ledger.
+    """
     backup = read_backup(folder)
     require_new(ledger)
     _check(backup, folder / _FILES)
-    for file in backup.files:
+    for file in reversed(backup.files):
         target = _inside(ledger, file.name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_inside(folder / _FILES, file.name), target)
-        with target.open("rb+") as copied:
-            os.fsync(copied.fileno())
+        with replacing(target) as draft:
+            shutil.copyfile(_inside(folder / _FILES, file.name), draft)
+            with draft.open("rb+") as copied:
+                os.fsync(copied.fileno())
     return backup
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import (
     FailedPrecondition,
     HeadraceError,
@@ -23,7 +24,6 @@ from headrace.errors import (
     ResourceExhausted,
     error_classes,
 )
-from headrace.whole_file import FULL_DISK
 
 T = TypeVar("T")
 

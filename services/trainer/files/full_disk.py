@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import DiskFull
 from headrace.rpc.log import log
-from headrace.whole_file import FULL_DISK
 
 PATIENCE_SECONDS = 300.0
 _AGAIN_SECONDS = 0.5

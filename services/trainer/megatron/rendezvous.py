@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from headrace.disk.whole_file import replacing
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.gloo import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved
-from headrace.whole_file import replacing
 from services.trainer.megatron.meeting import RankMeeting
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headrace.disk.whole_file import replacing
 from headrace.metrics_row import MetricsRow, row_of, step_of
 from headrace.rpc.log import log
-from headrace.whole_file import replacing
 from services.trainer.files.durable_rows import append_rows
 
 MOST_WAITING = 10_000

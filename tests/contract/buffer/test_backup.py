@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, FailedPrecondition
-from headrace.ledger_tools.backup import write_backup
+from headrace.ledger_tools.backup import read_backup, restore_backup, write_backup
 from headrace.ledger_tools.export import export_parquet
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Failure, Sample
@@ -116,6 +117,41 @@ async def test_a_changed_byte_of_a_backup_is_found(
     (tmp_path / "copy" / "backup.json").unlink()
     assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 1
     assert "it is no backup, or one that was cut short" in capsys.readouterr().err
+
+
+async def test_a_restore_that_was_killed_leaves_nothing_that_a_buffer_takes_for_a_ledger(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any number of its files."""
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
+    num_files = len(read_backup(tmp_path / "copy").files)
+    assert num_files >= 2
+    copyfile = shutil.copyfile
+    for left in range(1, num_files):
+        ledger, budget = tmp_path / f"after-{left}", iter(range(left))
+
+        def copied(source: Path, target: Path, budget: Iterator[int] = budget) -> None:
+            if next(budget, None) is None:
+                raise InterruptedError("killed here")
+            copyfile(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copyfile", copied)
+            with pytest.raises(InterruptedError):
+                restore_backup(tmp_path / "copy", ledger)
+        with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone"):
+            SqliteStore(ledger)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["", "{", "[]", '{"store": 3}', '{"store": "sqlite", "position": 1, "files": [3]}', "[" * 200_000, "\0"]
+)
+async def test_a_manifest_that_is_damaged_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: str
+) -> None:
+    (tmp_path / "backup.json").write_text(manifest)
+    assert await command("restore", str(tmp_path), str(tmp_path / "ledger")) == 1
+    assert "backup.json is not as `headrace buffer backup` wrote it" in capsys.readouterr().err
 
 
 async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(

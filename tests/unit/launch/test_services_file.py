@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,11 @@ from threading import Barrier
 
 import pytest
 
+from headrace.disk.one_at_a_time import one_at_a_time
 from headrace.job.schema.job import Job
 from headrace.launch import launcher as launcher_module
 from headrace.launch.launcher import Launcher
-from headrace.one_at_a_time import one_at_a_time
+from tests.support.faults.file_limit import files_end_at
 
 NUM_WRITES = 200
 
@@ -60,3 +62,20 @@ def test_a_start_writes_a_damaged_one_anew(tmp_path: Path, content: str) -> None
     launcher = launcher_of(tmp_path, "buffer")
     launcher._write_services({"buffer": os.getpid()})
     assert list(launcher.folder.running_services()) == ["buffer"]
+
+
+async def test_services_json_is_written_when_the_disk_has_space_and_a_person_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    job = Job.model_validate({"model": {"hf_checkpoint": "/none"}, "run": {"run_dir": tmp_path, "run_name": "r"}})
+    launcher = Launcher(job, ["buffer"], told.append)
+    launcher.folder.path.mkdir(parents=True)
+    with files_end_at(0):
+        launcher._write_services({"buffer": 1})
+        launcher._write_services({"buffer": 2})
+    file = launcher.folder.services_file
+    assert not file.exists()
+    async with asyncio.timeout(30):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+    assert launcher.folder.services()["buffer"].pid == 2
+    assert told == [f"{file} cannot be written: the disk is full. Free some space there"]

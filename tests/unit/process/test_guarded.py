@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.process.guarded import GuardedProcess
+from tests.support.faults.file_limit import files_end_at
 
 ELSEWHERE = (
     "import subprocess, sys, time\n"
@@ -148,3 +149,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def test_a_process_starts_again_though_its_log_cannot_grow(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("what the start before said\n")
+    process = GuardedProcess([sys.executable, "-c", "raise SystemExit(7)"], log, {})
+    with files_end_at(log.stat().st_size):
+        await process.start()
+        assert await process.wait() == 7

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headrace.whole_file import replacing
+from headrace.disk.whole_file import replacing
 from services.trainer.serving.pictures.points import Point
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (

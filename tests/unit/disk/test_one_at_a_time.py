@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
+from headrace.disk.one_at_a_time import one_at_a_time
 from headrace.errors import ConfigError
-from headrace.one_at_a_time import one_at_a_time
 from headrace.rpc.access import revoked, tokens_file
 from headrace.rpc.access.role import Role
 from headrace.rpc.tls import TlsFolder
