@@ -41,7 +41,8 @@ def stored_in(kind: str) -> list[str]:
     return ["--buffer-store", kind, *(("--buffer-postgres", cluster()) if kind == "postgres" else ())]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=[needs_postgres, whole_run])])
+@whole_run
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=needs_postgres)])
 async def test_a_run_whose_shard_is_killed_and_that_is_interrupted_loses_nothing(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

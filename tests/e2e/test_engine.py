@@ -287,6 +287,7 @@ async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack:
     assert {e.state for e in stack.fleet.engines} <= {EngineState.DOWN, EngineState.STARTING, EngineState.STALE}
 
 
+@whole_run
 async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, tmp_path: Path) -> None:
     options = EngineOptions(stack.checkpoint, 1, 0, {"attention_backend": "no_such_backend"}, threads=1)
     engine = SglangProcess(options, 0, tmp_path / "engine-0.log", has_accelerator=await has_accelerator())

@@ -85,7 +85,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     await reward.start(f"{tmp_path}/vowels.py:vowels")
     run = TrainingRun(
         tmp_path, checkpoint, "--reward-address", reward.address,
-        "--num-rollout", "32", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
+        "--num-rollout", "22", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
     )  # fmt: skip
     try:
         async with run.started():
@@ -99,7 +99,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert any("sglang" in command for command in listens.values())
             assert open_to_others(listens) == [], listens
             await send_malformed_bytes(run)
-            await run.until_step(24)
+            await run.until_step(16)
             await reward.stop()
             await reward.start(f"{tmp_path}/length.py:length")
             await run.finished()
@@ -110,17 +110,17 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert (initial["policy_version"], initial["paused_seconds"]) == (0, 0.0), "engines had loaded these weights"
     assert (after["policy_version"], after["paused_seconds"] > 0) == (1, True)
     rows = {row["step"]: row for row in run.metrics()}
-    assert sorted(rows) == list(range(1, 33))
+    assert sorted(rows) == list(range(1, 23))
     mean = max(row["log_prob_diff/mean"] for row in rows.values())
     largest = max(row["log_prob_diff/max"] for row in rows.values())
     print(f"log-probs, trainer against engines: mean {mean:.1e}, max {largest:.1e}")
     assert largest < 1e-3
-    first, last = ([rows[step]["reward/mean"] for step in steps] for steps in (range(1, 4), range(20, 24)))
+    first, last = ([rows[step]["reward/mean"] for step in steps] for steps in (range(1, 4), range(13, 17)))
     assert sum(last) / len(last) > sum(first) / len(first) + 0.1
 
     groups = await run.groups()
     trained = [group for group in groups if group.state == buffer_pb2.GROUP_STATE_COMMITTED]
-    assert len(trained) == 32 * 4
+    assert len(trained) == 22 * 4
     for sample in (sample for group in trained for sample in group.samples):
         assert sample.HasField("reward")
         assert (sample.reward >= 2.0) == ("length" in sample.scorer or "length" in sample.scorer_version)
@@ -131,7 +131,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert all(each.prompt and each.reward is not None for each in kept)
     judges = {(sample.scorer, sample.scorer_version) for group in trained for sample in group.samples}
     assert len(judges) == 2
-    assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 30
+    assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 20
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())

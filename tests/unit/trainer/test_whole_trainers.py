@@ -88,12 +88,12 @@ ON_EACH_OF_TWO: Sections = IN_TURNS | {
 }
 """Each machine has a rank, a device, and a rollout service with an engine."""
 MORE = (
-    *("reference@vpp2", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@pp2"),
+    *("reference@vpp2", "critic@dp2", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2"),
     *("disk@tp2", "disk@vpp2", "ipc@vpp2", "fp8@dp2", "fp8@vpp2"),
 )
 RUNS = [
-    *("reference@dp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
-    *("moonlight@dp2-distributed", "kimi_k2@dp2", "kimi_k2@cp2-ep2"),
+    *("reference@dp2", "critic@vpp2", "critic@cp2"),
+    *("moonlight@dp2-distributed", "kimi_k2@cp2-ep2"),
     "lora@tp2",
     *("disk@dp2", "ipc@dp2", "fp8@tp2"),
     *(MORE if ALL else ()),

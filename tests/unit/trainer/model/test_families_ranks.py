@@ -57,7 +57,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@ep2": (2, EP2),
     "deepseek_v3@pp2": (2, PP2),
     "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
-    "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen2_moe@sp2": (2, SP2),
@@ -68,6 +67,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "moonlight@ep2": (2, EP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
     "glm4@sp2-vpp2": (4, SP2 | VPP2),
+    "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
     "llama3_2@tp2": (2, TP2),
     "mistral@tp2": (2, TP2),
     "qwen2_moe@ep2": (2, EP2),
