@@ -19,9 +19,10 @@ from tests.hostile.surfaces.siege import besiege, ports_of
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER
 
 NUM_ATTACKS = int(os.environ.get("HEADRACE_HOSTILE", "0"))
-MOST_FRAGMENTS = 96 << 20
+FRAGMENTS_OF_AN_ATTACK = 1 << 10
 """What a heap may hold besides the factor after all that was in it at once: 70 bytes for each request that a service
-gets in 100,000 attacks. Small objects lie in pages with others that stay (docs/security.md has what they held)."""
+gets. Small objects lie in pages with others that stay (docs/security.md has what they held). 1,800 attacks, which are
+100,000 requests, have 2 MiB."""
 SEED = os.environ.get("HEADRACE_HOSTILE_SEED", "7")
 
 pytestmark = [
@@ -53,7 +54,7 @@ async def test_hostile_bytes_on_every_port_end_nothing_and_hold_up_nobody(tmp_pa
             *ports_of(rollout, ROLLOUT, openai=f"127.0.0.1:{port}"),
             *ports_of(trainer, TRAINER),
         ]
-        await besiege(ports, NUM_ATTACKS, SEED, slack_bytes=MOST_FRAGMENTS, most_health_seconds=1.0)
+        await besiege(ports, NUM_ATTACKS, SEED, slack_bytes=NUM_ATTACKS * FRAGMENTS_OF_AN_ATTACK, most_health_seconds=1.0)
     finally:
         for server in (rollout, trainer, reward, buffer):
             await server.kill()
