@@ -178,7 +178,7 @@ class RunFolder:
         return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
 
     def services_before(self) -> dict[str, ServiceEntry]:
-        """The entries as a start takes them over, which writes the file anew: none where it is absent or damaged."""
+        """The entries for a start, which writes the file again: none where it is absent or damaged."""
         try:
             return self.services()
         except (NotFound, DataLoss):

@@ -112,7 +112,7 @@ class Launcher:
             self._again = None
 
     def _entries(self, pids: Mapping[str, int]) -> Mapping[str, ServiceEntry]:
-        """Those of this launcher's services, and of those that run by another one of this folder."""
+        """Returns this launcher's services, and those that another launcher of the folder keeps alive."""
         entries = self.folder.running_services()
         for name in SERVICES:
             address = address_in(self.job, name)
