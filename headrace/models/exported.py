@@ -16,15 +16,35 @@ PEFT = "peft"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100 << 20
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a damaged file may raise while it is read as JSON of its form."""
 
 
 def is_whole(folder: Path) -> bool:
     """True when the config can be read and every file of weights is as long as its header says."""
     try:
         json.loads((folder / "config.json").read_bytes())
-        return all(_is_whole_file(folder / name) for name in _weights(folder))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except _DAMAGE:
         return False
+    return damage_of(folder) is None
+
+
+def damage_of(folder: Path) -> str | None:
+    """Returns what is wrong with the weights of a model's folder, by name and length; None where nothing is."""
+    try:
+        names = sorted(_weights(folder))
+    except _DAMAGE as error:
+        return f"{_INDEX} cannot be read ({error!s:.100})"
+    for name in names:
+        try:
+            expected, found = _length_by_header(folder / name), (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is not there"
+        except _DAMAGE:
+            return f"{name} is no safetensors file"
+        if expected != found:
+            return f"{name} has {found:,} bytes and should have {expected:,}"
+    return None
 
 
 def is_torn(folder: Path) -> bool:
@@ -48,12 +68,12 @@ def _weights(folder: Path) -> Iterable[str]:
     return [_SINGLE]
 
 
-def _is_whole_file(path: Path) -> bool:
+def _length_by_header(path: Path) -> int:
     """The format: eight bytes with the header's length, the header, the tensors (huggingface.co/docs/safetensors)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
-            return False
+            raise ValueError(f"a header of {length} bytes")
         header = json.loads(file.read(length))
     ends: list[int] = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    return path.stat().st_size == 8 + length + max(ends, default=0)
+    return 8 + length + max(ends, default=0)

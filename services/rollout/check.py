@@ -19,6 +19,7 @@ from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
+from headrace.models.end_tokens import end_tokens
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
@@ -128,6 +129,7 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
     try:
         encoder = _made(job)
         encoder.load()
+        end_tokens(job.model.hf_checkpoint)
         return encoder
     except HeadraceError as error:
         report.refuse(error)

@@ -8,13 +8,13 @@ response at the first token after which it is in the text of the last tokens, on
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from headrace.models.end_tokens import end_tokens
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.prompts import PromptEncoder
@@ -110,11 +110,7 @@ class ResponseEnd:
 def texts_of(tokenizer: Any, hf_checkpoint: Path) -> Texts:
     """Returns the texts of a checkpoint's tokenizer, with the ends that SGLang reads from the checkpoint."""
     added = tokenizer.get_added_vocab()
-    ends = {added[text] for text in _END_TEXTS if text in added}
-    for name in ("config.json", "generation_config.json"):
-        path = hf_checkpoint / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        ends.update(found if isinstance(found, list) else () if found is None else (found,))
+    ends = {added[text] for text in _END_TEXTS if text in added} | end_tokens(hf_checkpoint)
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     return Texts(
