@@ -17,6 +17,7 @@ from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
+from headrace.process.linux import identity_of
 from headrace.process.shared_memory import memory_folder
 
 BUFFER = "buffer"
@@ -157,10 +158,17 @@ class RunFolder:
             return ""
         return "" if version == __version__ else f"; headrace {version} wrote it: use that one for this run"
 
+    @property
+    def _processes_file(self) -> Path:
+        """Has what tells the processes of services.json from later ones: releases before this file do not write it."""
+        return self.path / ".processes.json"
+
     def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
         """Replaces services.json at once, so that readers never see half of it."""
         tree = {name: asdict(entry) for name, entry in entries.items()}
         _write_whole(self.services_file, json.dumps(tree, indent=2) + "\n")
+        known = {str(entry.pid): identity_of(entry.pid) for entry in entries.values() if entry.pid is not None}
+        _write_whole(self._processes_file, json.dumps(known) + "\n")
 
     def services(self) -> dict[str, ServiceEntry]:
         """The entries that were written last. Raises NotFound, and DataLoss for a damaged file."""
@@ -174,8 +182,16 @@ class RunFolder:
 
     def running_services(self) -> dict[str, ServiceEntry]:
         """Services that a launcher of this folder started and whose process exists; none where the file is damaged."""
-        services = self.services_before().items()
-        return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+        services, known = self.services_before().items(), self._processes()
+        return {name: entry for name, entry in services if entry.pid is not None and _runs(entry.pid, known)}
+
+    def _processes(self) -> Mapping[str, object]:
+        """Maps process numbers to identities; empty where nobody wrote them down."""
+        try:
+            found = json.loads(self._processes_file.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def services_before(self) -> dict[str, ServiceEntry]:
         """The entries for a start, which writes the file again: none where it is absent or damaged."""
@@ -203,6 +219,12 @@ def newest_run(run_dir: Path) -> RunFolder:
     if not found:
         raise NotFound(f"no run in {run_dir.absolute()}: name the run's folder, or start one with headrace train")
     return RunFolder(found[-1].parent)
+
+
+def _runs(pid: int, known: Mapping[str, object]) -> bool:
+    """False for another process that has its number: the machine, or the container, was started again meanwhile."""
+    now = identity_of(pid)
+    return now is not None and known.get(str(pid), now) == now
 
 
 def _write_whole(file: Path, text: str) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_START_TIME = 19
+"""Its place among the fields of /proc/PID/stat behind the name."""
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
@@ -71,6 +74,21 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def identity_of(pid: int) -> str | None:
+    """Tells a process from another one that has its number later, also after a restart of the machine.
+
+    None for a process that has ended.
+    """
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
+    except OSError:
+        return None
+    boot = ""
+    with suppress(OSError):  # a sandbox may hide it
+        boot = _BOOT.read_text().strip()
+    return f"{boot} {began}"
 
 
 def marked(name: str, value: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import pytest
 from headrace.disk.one_at_a_time import one_at_a_time
 from headrace.job.schema.job import Job
 from headrace.launch import launcher as launcher_module
+from headrace.launch.buffer_of_run import living_buffer
+from headrace.launch.earlier import has_ended
 from headrace.launch.launcher import Launcher
 from tests.support.faults.file_limit import files_end_at
 
@@ -79,3 +82,21 @@ async def test_services_json_is_written_when_the_disk_has_space_and_a_person_is_
             await asyncio.sleep(0.01)
     assert launcher.folder.services()["buffer"].pid == 2
     assert told == [f"{file} cannot be written: the disk is full. Free some space there"]
+
+
+def test_a_process_that_has_the_number_of_a_service_that_ended_is_not_it(tmp_path: Path) -> None:
+    """As after a restart of the machine, and of a container, whose numbers are few."""
+    launcher = launcher_of(tmp_path, "buffer")
+    launcher._write_services({"buffer": os.getpid()})
+    processes = launcher.folder.path / ".processes.json"
+    boot, began = json.loads(processes.read_text())[str(os.getpid())].split()
+    for other in (f"{boot} 1", f"another-boot {began}"):
+        processes.write_text(json.dumps({str(os.getpid()): other}))
+        assert launcher.folder.running_services() == {}
+        assert has_ended(launcher.folder)
+        assert living_buffer(launcher.folder) is None
+    for unknown in ("{}", "[]", "{", ""):  # an earlier release does not write it
+        processes.write_text(unknown)
+        assert list(launcher.folder.running_services()) == ["buffer"]
+    processes.unlink()
+    assert list(launcher.folder.running_services()) == ["buffer"]
