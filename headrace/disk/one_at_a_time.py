@@ -28,7 +28,7 @@ def one_at_a_time(file: Path, wait_seconds: float = 10.0) -> Iterator[None]:
     """
     lock = file.with_name(f".{file.name}.lock")
     try:
-        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be changed: {file.parent}: {error.strerror}: name a folder that is there and that you can "

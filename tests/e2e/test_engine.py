@@ -233,6 +233,7 @@ async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(s
     assert {engine.weights_digest for engine in stack.fleet.engines} == {again.weights_digest}
 
 
+@whole_run
 async def test_engines_that_compute_something_else_than_the_trainer_are_refused(stack: Stack) -> None:
     version = stack.fleet.policy_version
     sender = a_group()

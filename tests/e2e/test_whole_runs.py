@@ -69,6 +69,7 @@ async def rows_of(run: TrainingRun, steps: int) -> Sequence[Row]:
     return rows
 
 
+@whole_run
 async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(tmp_path: Path) -> None:
     flags = ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1")
     checkpoint = make_tiny(tmp_path / "model", "qwen3_moe", **EXPERTS)

@@ -1,4 +1,7 @@
-"""`python run_until_signal.py FOLDER`: what `headrace train` does around its services, with a fake one."""
+"""`python run_until_signal.py FOLDER`: what `headrace train` does around its services, with a fake one.
+
+No two signals are so close that they are one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from headrace.launch import launcher
 from headrace.launch.grace import grace_seconds
 from headrace.launch.launcher import until_signal
 from headrace.launch.process import ServiceSpec
@@ -14,6 +18,7 @@ from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.rpc.net import free_port
 
 folder = Path(sys.argv[1])
+launcher._AT_ONCE_SECONDS = 0.0
 address = f"127.0.0.1:{free_port()}"
 spec = ServiceSpec(
     name="fake",

@@ -46,7 +46,7 @@ VIRTUAL_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "vpp2": (2, VPP2),
     "vpp2-distributed": (4, VPP2 | DISTRIBUTED),
 }
-PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if ALL or "alone" in (a, b) or "tp2-pp2" in (a, b)]
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if ALL or "alone" in (a, b)]
 """`make chaos` has all of them."""
 # Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
 BF16 = [*LAYOUTS, "alone"]
