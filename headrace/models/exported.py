@@ -15,6 +15,8 @@ PEFT = "peft"
 """What `headrace export` calls the formats."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+NAMES_OF_WEIGHTS = (_SINGLE, _INDEX)
+"""Either says which weights a folder should have."""
 _LONGEST_HEADER = 100 << 20
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What a damaged file may raise while it is read as JSON of its form."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.models.exported import damage_of
+from headrace.models.exported import NAMES_OF_WEIGHTS, damage_of
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist.folder import TRACKER, is_torch_dist
 from headrace.models.torch_dist.match import matched
@@ -83,5 +83,5 @@ def check_model(option: str, folder: Path, scope: Scope) -> None:
                 field=option,
             )
         )
-    elif not missing and (damage := damage_of(folder)):
+    elif not missing and any((folder / name).is_file() for name in NAMES_OF_WEIGHTS) and (damage := damage_of(folder)):
         raise ConfigError(f"{option} {folder}: {damage}: copy or download it again", field=option)
