@@ -48,10 +48,10 @@ def parse_devices(rows: Sequence[str], sys_bus: Path = Path("/sys/bus/pci/device
 
 
 def visible(devices: Sequence[Device], uuids: Mapping[str, str], names: str) -> list[Device]:
-    """The devices that a value of CUDA_VISIBLE_DEVICES names, by number or UUID. Raises ConfigError for another name.
+    """The devices that a value of CUDA_VISIBLE_DEVICES names, by number or UUID, up to -1, which ends the list.
 
-    As CUDA does it, -1 ends the list. `uuids` maps each device's name to its UUID. A slice of a GPU (MIG-…) is a device
-    by its own name.
+    `uuids` maps each device's name to its UUID. A slice of a GPU (MIG-…) is a device by its own name. Raises ConfigError
+    for another name, and for a device that is named twice, with which CUDA finds none at all.
     """
     chosen: list[Device] = []
     for name in filter(None, (word.strip() for word in names.split(","))):
@@ -69,6 +69,11 @@ def visible(devices: Sequence[Device], uuids: Mapping[str, str], names: str) -> 
                 field="CUDA_VISIBLE_DEVICES",
             )
         chosen += found
+    if twice := next((device.name for device in chosen if chosen.count(device) > 1), None):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES {names!r} names {twice} twice, with which CUDA finds no device: name each once",
+            field="CUDA_VISIBLE_DEVICES",
+        )
     return chosen
 
 

@@ -50,6 +50,12 @@ def test_a_name_that_is_no_device_or_two_is_refused_with_those_that_are(names: s
         inventory.visible(DEVICES, UUIDS, names)
 
 
+@pytest.mark.parametrize("names", ["0,0", "1,0,GPU-5a1b1111-aaaa-bbbb-cccc-111111111111", "MIG-12ab,MIG-12ab"])
+def test_a_device_that_is_named_twice_is_refused_as_cuda_does(names: str) -> None:
+    with pytest.raises(ConfigError, match="twice, with which CUDA finds no device: name each once"):
+        inventory.visible(DEVICES, UUIDS, names)
+
+
 def test_a_machine_without_devices_has_none() -> None:
     if not inventory.num_gpus():
         assert inventory.this_machine({}).devices == []
