@@ -50,8 +50,8 @@ def parse_devices(rows: Sequence[str], sys_bus: Path = Path("/sys/bus/pci/device
 def visible(devices: Sequence[Device], uuids: Mapping[str, str], names: str) -> list[Device]:
     """The devices that a value of CUDA_VISIBLE_DEVICES names, by number or UUID, up to -1, which ends the list.
 
-    `uuids` maps each device's name to its UUID. A slice of a GPU (MIG-…) is a device by its own name. Raises ConfigError
-    for another name, and for a device that is named twice, with which CUDA finds none at all.
+    `uuids` maps each device's name to its UUID. A slice of a GPU (MIG-…) is a device by its own name. Raises
+    ConfigError for another name, and for a device that is named twice, with which CUDA finds none at all.
     """
     chosen: list[Device] = []
     for name in filter(None, (word.strip() for word in names.split(","))):
