@@ -30,7 +30,10 @@ def launcher_of(folder: Path, service: str) -> Launcher:
     return launcher
 
 
-def test_launchers_that_start_at_once_keep_each_others_entries(tmp_path: Path) -> None:
+def test_launchers_that_start_at_once_keep_each_others_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        launcher_module, "_LOCK_SECONDS", 60.0
+    )  # two that write all the while may miss each other's gaps
     launchers = {service: launcher_of(tmp_path, service) for service in ("buffer", "reward")}
     both = Barrier(2)
 
