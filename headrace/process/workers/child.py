@@ -34,8 +34,10 @@ _MESSAGE_CHARACTERS = 2_000
 """The limit for a report of an exception: its class, its message and where it was raised."""
 _PLACE_CHARACTERS = 500
 _TRACEBACK_CHARACTERS = 32_000
-# A process that was told to end, or whose pipe was closed, takes a moment to be gone.
+# A process that was told to end, or whose pipe was closed, takes a moment to be gone; longer where it gets no core.
 _LEAVE_SECONDS = 0.3
+_LONGEST_LEAVE_SECONDS = 5.0
+_TICKS = os.sysconf("SC_CLK_TCK")
 # Where code lies that its user did not write: headrace's own, and what Python and pip have installed.
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[2]),
@@ -186,12 +188,23 @@ def _printable(text: Callable[[], str], characters: int) -> str:
 
 def _left_behind(known: set[int]) -> list[int]:
     """Processes that were started since, and run on after a moment."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
+    began = time.monotonic()
     while left := [pid for pid in children(os.getpid()) if pid not in known and not _is_helper(pid)]:
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > _LONGEST_LEAVE_SECONDS or (waited > _LEAVE_SECONDS and not all(map(_has_had_no_moment, left))):
             return left
         time.sleep(0.01)
     return []
+
+
+def _has_had_no_moment(pid: int) -> bool:
+    """True for a process that would run, and that a busy machine has given less than a moment of a core."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it ended meanwhile
+        return True
+    user, system = map(int, numbers[10:12])
+    return state in "RD" and (user + system) / _TICKS < _LEAVE_SECONDS
 
 
 def _bury_the_dead() -> None:

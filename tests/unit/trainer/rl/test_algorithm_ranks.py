@@ -162,11 +162,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
 }
-SPREAD_RUNS = [
-    *(f"{name}@{layout}" for name in SPREAD for layout in (LAYOUTS if ALL else ("pp2", "cp2"))),
-    *(f"{name}@{layout}" for name in HOOKED for layout in LAYOUTS),
-]
-"""Of our own losses `make test` has the layouts that divide a sample; hooks are called by some ranks of each."""
+SPREAD_RUNS: dict[str, Sections] = {
+    f"{name}@{layout}": {**(ESTIMATORS | OTHERS)[name], "megatron": LAYOUTS[layout]}
+    for name in (*SPREAD, *HOOKED)
+    for layout in (LAYOUTS if ALL or name in HOOKED else ("pp2", "cp2"))  # those that divide a sample
+    if (name, layout) != ("hook_loss", "tp2")  # its logits are a shard of the vocabulary there
+}
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +176,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("algorithms")
     make_tiny(folder / "model", "qwen3", tied=True)
     make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
-    everything = ESTIMATORS | OTHERS
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes")}):
-        run_cases(folder, 1, [_case(folder, *item) for item in everything.items()], module=_MODULE)
+        run_cases(folder, 1, [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()], module=_MODULE)
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes-of-two")}):
-        spread = [
-            _case(folder, run, {**everything[name], "megatron": LAYOUTS[layout]})
-            for run in SPREAD_RUNS
-            for name, layout in [run.split("@")]
-            if run != "hook_loss@tp2"  # its logits are a shard of the vocabulary there
-        ]
-        run_cases(folder, 2, spread, module=_MODULE)
+        run_cases(folder, 2, [_case(folder, *item) for item in SPREAD_RUNS.items()], module=_MODULE)
     return folder
 
 
