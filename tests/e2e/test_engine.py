@@ -235,7 +235,8 @@ async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(s
 
 @whole_run
 async def test_engines_that_compute_something_else_than_the_trainer_are_refused(stack: Stack) -> None:
-    version = stack.fleet.policy_version
+    version = stack.fleet.policy_version + 1
+    await publish(stack, a_group(), shifted(stack.model, 0.01), version=version)  # no engine starts with these
     sender = a_group()
     with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 1 in the mean, more than 0\.001"):
         await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1, probe_error=1.0)
