@@ -63,9 +63,11 @@ def saved_step(run: RunFolder, job: Job) -> int:
 def checkpoints_of(run: RunFolder, job: Job) -> dict[int, Path]:
     """Maps steps to their checkpoints. A folder with this name is complete."""
     folder = job.checkpoint.save or run.path / "checkpoints"
-    names = {path.name.removeprefix(_CHECKPOINT): path for path in folder.glob(f"{_CHECKPOINT}*")}
-    numbers = {path: whole_number(name, MAX_COUNTER) for name, path in names.items()}
-    return {number: path for path, number in numbers.items() if number is not None}
+    return {
+        step: path
+        for path in folder.glob(f"{_CHECKPOINT}*")
+        if (step := whole_number(path.name.removeprefix(_CHECKPOINT), MAX_COUNTER)) is not None
+    }
 
 
 def is_finished(run: RunFolder, job: Job) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from headrace.disk.lock import lock
 from headrace.disk.one_at_a_time import one_at_a_time
 from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import ConfigError, FailedPrecondition
@@ -73,7 +73,7 @@ class Launcher:
             with _usable(self.folder.path):
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 for name in self._services:
-                    held.enter_context(_lock(self.folder.path, name))
+                    held.enter_context(_alone(self.folder.path, name))
                 self.folder.create(self.job)
                 for each in self._specs:  # all of them at once: their number is the ledger's number of shards
                     if service_of(each.name) == BUFFER and (shard := number_of(each.name)) is not None:
@@ -144,15 +144,13 @@ def _usable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(folder: Path, name: str) -> Iterator[None]:
+def _alone(folder: Path, name: str) -> Iterator[None]:
     """Allows one of each service in a folder. The lock ends with the process."""
-    with (folder / f".{name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with (folder / f".{name}.lock").open("w") as file:
+        if not lock(file):
             raise FailedPrecondition(
                 f"the {name} service of run {folder} is already running: choose another --run-name, or end it first"
-            ) from None
+            )
         yield
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_START_TIME = 19
-"""Its place among the fields of /proc/PID/stat behind the name."""
+_STATE, _PARENT, _CPU_TIMES, _START_TIME = 0, 1, slice(11, 13), 19
+"""Their places among the fields of /proc/PID/stat behind the name."""
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
@@ -42,11 +43,8 @@ def descendants(pid: int) -> list[int]:
 
 def parent_of(pid: int) -> int:
     """0 for a process that has ended, or that nobody here has started."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+    stat = _stat(pid)
+    return int(stat[_PARENT]) if stat else 0
 
 
 def kill_descendants() -> None:
@@ -70,10 +68,17 @@ def children(pid: int) -> list[int]:
 
 def runs(pid: int) -> bool:
     """True when the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    stat = _stat(pid)
+    return bool(stat) and stat[_STATE] not in "ZX"
+
+
+def wants_a_core(pid: int, seconds: float) -> bool:
+    """True for a process that would run, and to which a busy machine has given less of a core than these `seconds`.
+
+    And for one that has ended.
+    """
+    stat = _stat(pid)
+    return not stat or (stat[_STATE] in "RD" and sum(map(int, stat[_CPU_TIMES])) / _TICKS < seconds)
 
 
 def identity_of(pid: int) -> str | None:
@@ -81,14 +86,13 @@ def identity_of(pid: int) -> str | None:
 
     None for a process that has ended.
     """
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
-    except OSError:
+    stat = _stat(pid)
+    if not stat:
         return None
     boot = ""
     with suppress(OSError):  # a sandbox may hide it
         boot = _BOOT.read_text().strip()
-    return f"{boot} {began}"
+    return f"{boot} {stat[_START_TIME]}"
 
 
 def marked(name: str, value: str) -> list[int]:
@@ -115,6 +119,14 @@ def threads_of_user() -> int:
 def first_to_go() -> None:
     """Makes the kernel choose this process and its children first when memory runs out."""
     Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; none for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -167,7 +167,7 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
 
 
 async def tried(saving: Awaitable[None]) -> None:
-    """What keeps a checkpoint from being written now may be gone by the next one; a newer trainer will not."""
+    """Goes on without a checkpoint that cannot be written now: the next one may be. A newer trainer ends this one."""
     try:
         await saving
     except Fenced:

@@ -169,7 +169,7 @@ class CriticSection(Section):
 
 
 class DistillationSection(Section):
-    """On-policy distillation: advantages minus the reverse KL to a teacher."""
+    """Options of on-policy distillation: advantages minus the reverse KL to a teacher."""
 
     use_opd: bool = Field(False, description="Distil from a teacher.")
     opd_type: Literal["sglang", "megatron"] = Field(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import HeadraceError
-from headrace.process.linux import children
+from headrace.process.linux import children, wants_a_core
 from headrace.process.workers import codec, frame
 from headrace.process.workers.state import ProcessState
 from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
@@ -37,7 +37,6 @@ _TRACEBACK_CHARACTERS = 32_000
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone; longer where it gets no core.
 _LEAVE_SECONDS = 0.3
 _LONGEST_LEAVE_SECONDS = 5.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 # Where code lies that its user did not write: headrace's own, and what Python and pip have installed.
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[2]),
@@ -191,20 +190,11 @@ def _left_behind(known: set[int]) -> list[int]:
     began = time.monotonic()
     while left := [pid for pid in children(os.getpid()) if pid not in known and not _is_helper(pid)]:
         waited = time.monotonic() - began
-        if waited > _LONGEST_LEAVE_SECONDS or (waited > _LEAVE_SECONDS and not all(map(_has_had_no_moment, left))):
+        has_had_a_moment = waited > _LEAVE_SECONDS and not all(wants_a_core(pid, _LEAVE_SECONDS) for pid in left)
+        if has_had_a_moment or waited > _LONGEST_LEAVE_SECONDS:
             return left
         time.sleep(0.01)
     return []
-
-
-def _has_had_no_moment(pid: int) -> bool:
-    """True for a process that would run, and that a busy machine has given less than a moment of a core."""
-    try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it ended meanwhile
-        return True
-    user, system = map(int, numbers[10:12])
-    return state in "RD" and (user + system) / _TICKS < _LEAVE_SECONDS
 
 
 def _bury_the_dead() -> None:

@@ -7,24 +7,20 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headrace.disk.lock import NoLocks, lock
 from headrace.errors import FailedPrecondition, Fenced
 from headrace.rpc.log import log
 from services.trainer.files.durable import make_folder, write_file
 
 _LOCK_SECONDS = 60.0
-_ASK_AGAIN_SECONDS = 0.05
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 class FolderOwner:
@@ -42,8 +38,8 @@ class FolderOwner:
         Raises Fenced when a newer trainer of the run has it, FailedPrecondition when another run's that lives has it.
         """
         make_folder(self._folder)
-        with (self._folder / ".lock").open("wb") as lock:
-            self._wait_for(lock)
+        with (self._folder / ".lock").open("wb") as file:
+            self._wait_for(file)
             self._take(epoch)
             yield
 
@@ -78,14 +74,11 @@ class FolderOwner:
             log.warning("owner_unreadable", file=str(path), error=str(error))
             return {}
 
-    def _wait_for(self, lock: BinaryIO) -> None:
-        end = time.monotonic() + _LOCK_SECONDS
-        while not _lock(lock):
-            if time.monotonic() > end:
-                raise FailedPrecondition(
-                    f"another trainer ({self._owner()}) has held {lock.name} for {_LOCK_SECONDS:.0f} s: end it"
-                )
-            time.sleep(_ASK_AGAIN_SECONDS)
+    def _wait_for(self, file: BinaryIO) -> None:
+        if not _lock(file, _LOCK_SECONDS):
+            raise FailedPrecondition(
+                f"another trainer ({self._owner()}) has held {file.name} for {_LOCK_SECONDS:.0f} s: end it"
+            )
 
 
 def _locked(path: Path) -> BinaryIO | None:
@@ -97,13 +90,9 @@ def _locked(path: Path) -> BinaryIO | None:
     return None
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        return lock(file, wait_seconds)
+    except NoLocks as error:
         log.warning("no_locks", file=file.name, error=str(error))  # epochs fence the trainers of one run all the same
-    return True
+        return True

@@ -13,6 +13,7 @@ from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.rpc.net import Address
+from headrace.wire.checks import shown
 from headrace.wire.limits import LAST_PORT, MAX_COUNTER
 
 _DEFAULT_PORT = 29500  # torchrun's
@@ -116,5 +117,5 @@ def check_meeting(job: Job, scope: Scope) -> None:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if (number := whole_number(text, MAX_COUNTER)) is None:
-        raise ConfigError(f"{name} {text[:80]!r} in the environment is no number: correct it, or unset it")
+        raise ConfigError(f"{name} {shown(text)} in the environment is no number: correct it, or unset it")
     return number

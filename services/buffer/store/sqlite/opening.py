@@ -7,7 +7,6 @@ no payload file of an earlier process is ever deleted.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from headrace.disk.lock import lock
 from headrace.errors import ConfigError
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder
@@ -53,10 +53,8 @@ def lock_folder(folder: Path) -> TextIO:
     """Holds the lock until the file is closed. Raises ConfigError when another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock_file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir") from error
+    if not lock(lock_file):
+        raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir")
     return lock_file
 
 
