@@ -2,7 +2,7 @@
 
 Names are unique over all sections, and every option has an effect. `headrace.job.load` reads TOML, environment and
 flags into a job; rules over several options are in `headrace.job.rules.rules`. Parts take a section or values, not the
-job: `tests/unit/test_job_readers.py` has the list of those who may import it.
+job.
 """
 
 from __future__ import annotations
