@@ -138,7 +138,8 @@ images: $(if $(RUN),$(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl
 GPU_PYTHON ?= /opt/trainer/bin/python
 gpu:
 	@$(GPU_PYTHON) -m pytest -s tests/gpu/test_placement.py tests/gpu/test_one_device.py tests/gpu/test_publication.py \
-		tests/gpu/test_device_hash.py tests/gpu/test_families.py
+		tests/gpu/test_device_hash.py
+	@$(GPU_PYTHON) -m pytest -rP --numprocesses 4 tests/gpu/test_families.py  # most of a family's time is its rank's start
 
 mutants: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.mutants.run

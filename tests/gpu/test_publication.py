@@ -6,7 +6,6 @@ The receiver joins as SGLang does, in a process of its own. Figures are printed:
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -82,7 +81,7 @@ def test_what_another_process_receives_has_the_senders_checksums(device: str, tm
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     receiver = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.test_publication", str(tmp_path)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
     )  # fmt: skip
     try:
         sent = sender.send("first", {0: 2})
