@@ -137,7 +137,7 @@ def audit(used: Mapping[Pin, Sequence[str]], ask: Ask, old: OldList) -> tuple[in
     if unasked:
         lines.append(
             f"NOT AUDITED: {len(unasked)} pins, of which no service said anything. They were compared with a list of "
-            f"{old.date}, which knows no later flaw: run this where osv.dev or pypi.org's JSON can be reached"
+            f"{old.date}, which knows no later flaw: run this on a machine with internet access"
         )
     return (1 if flaws else 2 if unasked else 0), "\n".join(lines)
 
