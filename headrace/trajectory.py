@@ -114,6 +114,7 @@ class Sample:
     """JSON: what users' functions set and see again, and nobody else reads; `headrace.hooks.convert` has the names."""
 
     def __post_init__(self) -> None:
+        """Checks the parts. The first token of a sample without a prompt is masked: nothing predicts it."""
         check_text("sample_id", self.sample_id)
         name = f"sample {self.sample_id}:"
         for field_name in ("group_id", "prompt", "response", "rollout_id"):
@@ -131,6 +132,8 @@ class Sample:
             check_reward(f"{name} reward", self.reward)
         for part, value in self.reward_parts.items():
             check_reward(f"{name} reward_parts[{part!r}]", value)
+        if not self.prompt_length and self.loss_mask[:1].any():
+            object.__setattr__(self, LOSS_MASK, np.concatenate((np.zeros(1, np.uint8), self.loss_mask[1:])))
 
     def _check_arrays(self, name: str) -> None:
         check_row(f"{name} {TOKENS}", self.tokens)

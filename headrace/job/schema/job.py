@@ -49,3 +49,12 @@ class Job(Section):
     tracking: TrackingSection = TrackingSection()
     megatron: Arguments = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
     sglang: Arguments = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
+
+    @property
+    def needs_reward(self) -> bool:
+        """True when the loss is made of rewards, so that a sample without one cannot be trained.
+
+        Supervised fine-tuning and distillation train without rewards, and a conversion to train data brings its own.
+        """
+        brings_rewards = self.hooks.custom_convert_samples_to_train_data_path is not None
+        return self.train.loss_type != "sft_loss" and not self.distillation.use_opd and not brings_rewards

@@ -29,13 +29,15 @@ def mean_over(prompts: Sequence[Sequence[float]]) -> Estimate:
 
     Its variance is that of a ratio of sums over clusters (Cochran, Sampling Techniques, 1977, chapter 9):
     G/(G-1) * sum over prompts of (sum of its values - its count * mean)^2 / N^2.
+    Where all values are in [0, 1], the interval is too.
     """
     count = sum(map(len, prompts))
     if not count:
         return Estimate(0.0, None, None)
     mean = math.fsum(value for values in prompts for value in values) / count
     residuals = [math.fsum(values) - len(values) * mean for values in prompts if values]
-    return _interval(mean, residuals, count)
+    is_share = all(0.0 <= value <= 1.0 for values in prompts for value in values)
+    return _interval(mean, residuals, count, is_share=is_share)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -58,7 +60,20 @@ def mean_pass_at_k(prompts: Sequence[Sequence[float]], k: int, pass_reward: floa
     if not estimates:
         return None
     mean = math.fsum(estimates) / len(estimates)
-    return _interval(mean, [estimate - mean for estimate in estimates], len(estimates))
+    return _interval(mean, [estimate - mean for estimate in estimates], len(estimates), is_share=True)
+
+
+def comparable(prompts: Sequence[Sequence[float]], num_samples: int) -> tuple[list[Sequence[float]], list[int]]:
+    """The prompts over which every pass@k is taken, and the ks: up to the largest that half of all prompts have.
+
+    Failed samples leave some prompts with fewer than `num_samples`. With other prompts for each k, pass@4 could be
+    lower than pass@1.
+    """
+    for largest in reversed(ks_up_to(num_samples)):
+        enough = [rewards for rewards in prompts if len(rewards) >= largest]
+        if enough and 2 * len(enough) >= len(prompts):
+            return enough, [k for k in ks_up_to(num_samples) if k <= largest]
+    return [], []
 
 
 def ks_up_to(num_samples: int) -> list[int]:
@@ -66,11 +81,12 @@ def ks_up_to(num_samples: int) -> list[int]:
     return sorted({1 << power for power in range(num_samples.bit_length())} | {num_samples})
 
 
-def _interval(mean: float, residuals: Sequence[float], count: int) -> Estimate:
+def _interval(mean: float, residuals: Sequence[float], count: int, *, is_share: bool) -> Estimate:
     clusters = len(residuals)
     if clusters < 2:
         return Estimate(mean, None, None)
     squares = math.fsum(residual * residual for residual in residuals)
     error = math.sqrt(clusters / (clusters - 1) * squares) / count
     margin = float(stdtrit(clusters - 1, (1 + _CONFIDENCE) / 2)) * error
-    return Estimate(mean, mean - margin, mean + margin)
+    low, high = mean - margin, mean + margin
+    return Estimate(mean, max(low, 0.0), min(high, 1.0)) if is_share else Estimate(mean, low, high)

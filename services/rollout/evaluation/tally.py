@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.trajectory import Failure, Sample, Status
-from services.rollout.evaluation.estimates import Estimate, ks_up_to, mean_over, mean_pass_at_k
+from services.rollout.evaluation.estimates import Estimate, comparable, mean_over, mean_pass_at_k
 
 
 class Tally:
@@ -43,6 +43,7 @@ class Tally:
         count = max(self._num_scored, 1)
         prompts = [[math.fsum(fan) / len(fan) for fan in row.values()] for row in self._rewards.values()]
         mean = mean_over(prompts)
+        compared, ks = comparable(prompts, self._n_samples)
         return pb.EvalResult(
             name=self._name,
             mean_reward=mean.value,
@@ -57,8 +58,8 @@ class Tally:
             max_policy_version=max(self._versions, default=0),
             pass_at_k=[
                 _pass_at_k(k, estimate)
-                for k in ks_up_to(self._n_samples)
-                if (estimate := mean_pass_at_k(prompts, k, self._pass_reward)) is not None
+                for k in ks
+                if (estimate := mean_pass_at_k(compared, k, self._pass_reward)) is not None
             ],
         )
 

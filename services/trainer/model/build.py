@@ -228,6 +228,7 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
         max_tokens=None if per_rank is None else per_rank * layout.context.size,
         cost=cost_of(job.train, architecture),
         multiple_of=layout.micro_batch_multiple,
+        needs_reward=job.needs_reward,
     )
     experts = architecture.experts if job.train.use_rollout_routing_replay else None
     choices = RolloutChoices(architecture.num_layers, experts) if experts else None

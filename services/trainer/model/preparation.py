@@ -21,7 +21,7 @@ from services.trainer.model.old_log_probs import OldLogProbs
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.rl.advantages import AdvantageInputs, Advantages
-from services.trainer.rl.algorithms.mis import mean_weight_sums
+from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
 from services.trainer.rl.corrections import weights_of
 from services.trainer.rl.hooks import BeforeLogProb, RolloutDataHook
 from services.trainer.rl.inputs import MicroInputs, StepInputs
@@ -141,7 +141,7 @@ class Preparation:
             sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
         dist.all_reduce(sums, group=self._layout.data_group)
         total, count = sums.tolist()
-        mean = total / count if total > 0 else 1.0
+        mean = total / count if total > LEAST_MEAN_WEIGHT * count else 1.0
         return [replace(micro, mean_weight=mean) for micro in inputs]
 
     def _measure(self, batch: Sequence[AdvantageInputs]) -> None:

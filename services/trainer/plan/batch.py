@@ -53,7 +53,8 @@ class SampleFacts:
             status=Status.of(envelope.status).value,
             prompt_length=envelope.prompt_tokens,
             response_length=envelope.response_tokens,
-            trained_tokens=envelope.trained_tokens,
+            # Without a prompt, nothing predicts the first token (see Sample).
+            trained_tokens=min(envelope.trained_tokens, max(envelope.prompt_tokens + envelope.response_tokens - 1, 0)),
             min_policy_version=min(versions, default=None),
         )
 

@@ -6,6 +6,11 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
+from services.trainer.plan.partition import partition
+
+# Differencing merges all bins for each item. With many of both, best fit is close to the fewest bins anyway.
+_MOST_MERGES = 8192
+
 
 def longest_first(costs: Sequence[int]) -> list[int]:
     """Indices by descending cost; equal ones as they come."""
@@ -30,6 +35,20 @@ def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([index])
         if room > costs[index]:
             insort(rooms, (room - costs[index], home))
+    return bins
+
+
+def few_bins(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Like `best_fit`, in fewer bins where equal sums (`partition`) fit into fewer."""
+    bins = best_fit(costs, capacity)
+    alone = [[i] for i, cost in enumerate(costs) if cost > capacity]
+    others = [i for i, cost in enumerate(costs) if cost <= capacity]
+    fewest = -(-sum(costs[i] for i in others) // capacity)
+    while len(bins) - len(alone) > fewest and len(others) * len(bins) <= _MOST_MERGES:
+        fewer = partition([costs[i] for i in others], len(bins) - len(alone) - 1)
+        if any(sum(costs[others[i]] for i in part) > capacity for part in fewer):
+            break
+        bins = alone + [[others[i] for i in part] for part in fewer]
     return bins
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.trajectory import Status
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.bins import best_fit, fill_in_order, longest_first, spread
+from services.trainer.plan.bins import few_bins, fill_in_order, longest_first, spread
 from services.trainer.plan.partition import partition
 from services.trainer.plan.rows import Packing, row_tokens
 
@@ -68,15 +68,17 @@ class Planner:
     """What data ranks should have equally much of; None: they get samples as they come"""
     multiple_of: int = 1
     """The number of micro-batches is a multiple of it"""
+    needs_reward: bool = True
+    """Samples without a reward are left out, as failed ones are: the job's loss is made of rewards"""
 
     def plan(self, samples: Sequence[SampleFacts], num_steps: int) -> list[StepPlan]:
-        """`num_steps` plans that hold every sample that did not fail exactly once, in order of the batch.
+        """`num_steps` plans that hold every sample that can be trained exactly once, in order of the batch.
 
         Steps get equally many rollouts, for their losses are means over rollouts; a rollout is in one step.
         """
         rollouts: dict[tuple[str, str], list[SampleFacts]] = {}
         for sample in samples:
-            if sample.status != Status.FAILED.value:
+            if sample.status != Status.FAILED.value and (sample.reward is not None or not self.needs_reward):
                 rollouts.setdefault(sample.rollout, []).append(sample)
         whole = list(rollouts.values())
         chunks = np.array_split(np.arange(len(whole)), num_steps)
@@ -153,12 +155,12 @@ class Planner:
         if self.packing == "padded":
             bins = fill_in_order(longest_first(lengths), lengths, max_tokens)
         else:
-            bins = best_fit(lengths, max_tokens)
+            bins = few_bins(lengths, max_tokens)
         apart = [[samples[i] for i in indices] for indices in bins]
         if self.packing != "shared_prompts":
             return apart
         whole = [part for unit in units for part in self._divided(unit, max_tokens)]
-        together = best_fit([self._row_tokens(unit) for unit in whole], max_tokens)
+        together = few_bins([self._row_tokens(unit) for unit in whole], max_tokens)
         if len(together) > len(apart):
             return apart
         return [[sample for i in indices for sample in whole[i]] for indices in together]

@@ -129,7 +129,7 @@ def _by_hook(
 
 def _estimator(config: TrainSection) -> Estimate:
     def same_for_all_tokens(response: ResponseValues) -> tuple[Tensor, Tensor]:
-        advantages = torch.where(response.mask > 0, response.reward, 0.0)
+        advantages = torch.where(response.mask > 0, response.reward, 0.0).double()
         return advantages, advantages
 
     def ppo(response: ResponseValues) -> tuple[Tensor, Tensor]:

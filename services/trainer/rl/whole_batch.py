@@ -52,7 +52,9 @@ class BatchChanges(msgspec.Struct, frozen=True, array_like=True):
     def of_facts(self, facts: SampleFacts) -> SampleFacts:
         """The facts of the sample with what was changed."""
         mask = self.masks.get(facts.sample_id)
-        return facts if mask is None else replace(facts, trained_tokens=sum(mask))
+        if mask is None:
+            return facts
+        return replace(facts, trained_tokens=sum(mask if facts.prompt_length else mask[1:]))
 
     def reward_of_each(self, samples: Sequence[SampleFacts]) -> dict[str, float] | None:
         """The reward of every sample, 0 for those that failed or have none; None: the estimator's own."""

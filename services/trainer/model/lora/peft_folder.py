@@ -25,8 +25,11 @@ _SHOWN = 3
 _OTHER_FORMS = (
     *("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
     *("fan_in_fan_out", "layer_replication", "target_parameters", "lora_bias", "trainable_token_indices"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "velora_config"),
 )
 """Settings of peft that change what an adapter is; here all of them are off."""
+_INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initializations that leave the base's weights as they are; PiSSA, OLoRA, CorDA and LoftQ change them."""
 
 
 class PeftFolder:
@@ -43,6 +46,13 @@ class PeftFolder:
         for name in _OTHER_FORMS:
             if config.get(name):
                 raise ConfigError(f"lora_load {folder}: {name} is set in {CONFIG}: headrace has plain LoRA alone")
+        if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
+            raise ConfigError(
+                f"lora_load {folder}: init_lora_weights is {initial!r} in {CONFIG}, so the adapter belongs to a base "
+                "that peft has changed: convert it to plain LoRA first (path_initial_model_for_weight_conversion of "
+                "peft's save_pretrained)",
+                field="lora_load",
+            )
         self._require_names({name for tensor in targets for name in peft_names(tensor.name)})
 
     def __call__(self, weight: HfTensor) -> Pair:

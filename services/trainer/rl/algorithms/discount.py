@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """y_t = Σ_{k ≥ t} factor^(k-t) x_k, float32 [N] from [N]; accumulated in double precision."""
+    """y_t = Σ_{k ≥ t} factor^(k-t) x_k, float64 [N] from [N]."""
     total, found = 0.0, []
     for value in reversed(values.tolist()):
         total = value + factor * total
         found.append(total)
-    return torch.tensor(found[::-1], dtype=torch.float32, device=values.device)
+    return torch.tensor(found[::-1], dtype=torch.float64, device=values.device)

@@ -19,6 +19,9 @@ from services.trainer.rl.algorithms.sequence import sequence_mean, sequence_sum
 MisLevel = Literal["token", "sequence", "geometric"]
 MisMode = Literal["truncate", "clip", "mask"]
 
+LEAST_MEAN_WEIGHT = 1e-8
+"""Weights whose mean is no larger are not normalized: they would be raised to 1, as if nothing had been corrected."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceWeights:

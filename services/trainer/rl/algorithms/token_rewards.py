@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def token_rewards(reward: float, mask: Tensor, kl: Tensor | None, kl_coef: float) -> Tensor:
-    """Float32 [R] of one response: -kl_coef · KL_t where trained, plus `reward` on the last trained token.
+    """Float64 [R] of one response: -kl_coef · KL_t where trained, plus `reward` on the last trained token.
 
     `mask` [R] is 1 where trained; `kl` [R] or None. Tokens of tools and environments have 0, and so has every token of
-    a response that is masked in whole.
+    a response that is masked in whole. float32 would round a small KL away beside a large reward.
     """
     trained = mask > 0
-    rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    rewards = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     if kl is not None:
-        rewards = torch.where(trained, -kl_coef * kl.float(), rewards)
+        rewards = torch.where(trained, -kl_coef * kl.double(), rewards)
     places = trained.nonzero()
     if len(places):
         rewards[places[-1, 0]] += reward

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from headrace.trajectory import Failure, Sample, Status
 from services.rollout.evaluation.estimates import ks_up_to, mean_over, mean_pass_at_k, pass_at_k
+from services.rollout.evaluation.tally import Tally
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))
@@ -68,9 +70,9 @@ def test_repeating_every_sample_makes_an_evaluation_no_surer() -> None:
 
 
 def test_uneven_counts_are_a_ratio_of_sums() -> None:
-    prompts = [[1.0, 0.0, 1.0], [0.0], [1.0, 1.0]]
-    mean = 4 / 6
-    residuals = [2 - 3 * mean, 0 - mean, 2 - 2 * mean]
+    prompts = [[2.0, -1.0, 2.0], [-1.0], [2.0, 2.0]]
+    mean = 6 / 6
+    residuals = [3 - 3 * mean, -1 - mean, 4 - 2 * mean]
     error = math.sqrt(3 / 2 * sum(r * r for r in residuals)) / 6
     estimate = mean_over(prompts)
     assert estimate.value == pytest.approx(mean, abs=1e-12)
@@ -108,3 +110,41 @@ def test_prompts_with_fewer_than_k_scored_samples_are_left_out_of_pass_at_k() ->
 
 def test_k_goes_by_powers_of_two_to_the_number_of_samples() -> None:
     assert [ks_up_to(n) for n in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
+
+
+def tally_of(rewards: dict[int, list[float | None]], n_samples: int) -> Tally:
+    """Rewards of each row's samples; None is one that failed."""
+    tally = Tally("set", n_samples, pass_reward=1.0)
+    for row, found in rewards.items():
+        for index, reward in enumerate(found):
+            tally.add(row, sample_of(row, index, reward))
+    return tally
+
+
+def sample_of(row: int, index: int, reward: float | None) -> Sample:
+    return Sample(
+        sample_id=f"{row}-{index}", group_id=f"g{row}", index=index, prompt="", response="",
+        tokens=np.arange(3, dtype=np.int32), loss_mask=np.ones(2, np.uint8), rollout_log_probs=np.zeros(2, np.float32),
+        status=Status.FAILED if reward is None else Status.COMPLETED, reward=reward,
+        failure=Failure("TEST", "it failed") if reward is None else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        {0: [1.0, None, None, None], 1: [0.0, 0.0, 0.0, 0.0]},
+        {0: [1.0, 1.0, None, None], 1: [1.0, None, None, None], 2: [0.0, 0.0, 0.0, 1.0]},
+        {0: [1.0, 1.0, 1.0, None], 1: [0.0, 0.0, 0.0, 0.0], 2: [1.0, None, None, None]},
+    ],
+)
+def test_a_larger_k_never_passes_less_often_when_samples_fail(rewards: dict[int, list[float | None]]) -> None:
+    estimates = [each.estimate for each in tally_of(rewards, 4).result().pass_at_k]
+    assert estimates == sorted(estimates)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.9, 1.0, 0.2, 1.0], [1.0, 0.0]])
+def test_an_interval_of_shares_is_within_0_and_1(rewards: list[float]) -> None:
+    result = tally_of({row: [reward] for row, reward in enumerate(rewards)}, 1).result()
+    for estimate in (result, *result.pass_at_k):
+        assert 0.0 <= estimate.low <= estimate.high <= 1.0

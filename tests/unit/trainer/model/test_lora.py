@@ -110,6 +110,12 @@ def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path
         ({"peft_type": "LOHA"}, "peft_type is LOHA there"),
         ({"bias": "all"}, "bias is all there and none here"),
         ({"use_dora": True}, "use_dora is set"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights is 'corda'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'"),
+        ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens is set"),
+        ({"use_qalora": True, "qalora_group_size": 8}, "use_qalora is set"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
     ],
 )

@@ -276,3 +276,24 @@ def test_a_partition_holds_every_number_once_and_is_no_worse_than_the_largest_of
 def test_partitions_are_those_of_karmarkar_and_karp() -> None:
     assert partition([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
     assert partition([8, 7, 6, 5, 4], 3) == [[0], [1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "ranks", "capacity", "longest", "seed"),
+    [("lognormal", 24, 2, 6000, 4096, 230), ("bimodal", 12, 1, 8192, 8192, 189)],
+)
+def test_equal_sums_are_tried_where_best_fit_needs_more_micro_batches(
+    name: str, count: int, ranks: int, capacity: int, longest: int, seed: int
+) -> None:
+    lengths = lengths_like(name, count, seed, longest=longest)
+    num_micro_batches, _ = cut_of(lengths, ranks, "packed", capacity)
+    assert num_micro_batches <= slime_cut(lengths, ranks, capacity).micro_batches
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "fewest"),
+    [([6, 5, 4, 3, 3, 3], 12, 2), ([50, 40, 40, 30, 20, 20], 100, 2), ([8, 6, 6, 4, 4, 4, 4], 12, 3)],
+)
+def test_rows_that_fill_micro_batches_exactly_need_no_further_one(rows: list[int], capacity: int, fewest: int) -> None:
+    lengths = [tokens + 1 for tokens in rows]  # the last token of a sample is only predicted
+    assert cut_of(lengths, 1, "packed", capacity)[0] == fewest

@@ -1,0 +1,119 @@
+"""From samples to advantages without ranks: samples without a reward or a prompt, and sums that float32 would lose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.job.schema.job import Job
+from headrace.trajectory import Sample, Status
+from services.trainer.model import preparation
+from services.trainer.model.preparation import Preparation
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.context import Context
+from services.trainer.plan.planning import Planner
+from services.trainer.rl.advantages import AdvantageInputs
+from services.trainer.rl.build import advantages_of
+from services.trainer.rl.inputs import MicroInputs, step_inputs
+from services.trainer.rl.rewards import shaped_rewards
+
+LAYOUT: Any = SimpleNamespace(device=torch.device("cpu"), context=Context(0, 1, None), data_rank=0, data_group=None)
+
+
+def sample(index: int, mask: list[int], reward: float | None, *, prompt: int = 1, group: str = "g") -> Sample:
+    return Sample(
+        sample_id=f"s{group}{index}",
+        group_id=group,
+        index=index,
+        prompt="",
+        response="",
+        tokens=np.arange(prompt + len(mask), dtype=np.int32),
+        loss_mask=np.array(mask, np.uint8),
+        rollout_log_probs=np.full(len(mask), -1.0, np.float32),
+        status=Status.COMPLETED,
+        reward=reward,
+    )
+
+
+def inputs_of(samples: list[Sample], job: Job) -> list[MicroInputs]:
+    facts = [SampleFacts.of(s.pack().envelope) for s in samples]
+    (plan,) = Planner(1, "packed", 8, None, None).plan(facts, 1)
+    fetched = {s.sample_id: s for s in samples}
+    return step_inputs(plan, 0, facts, shaped_rewards(facts, job.train), fetched, job.train, LAYOUT, "packed")
+
+
+def job_of(**train: Any) -> Job:
+    return Job.model_validate({"model": {"hf_checkpoint": "/x"}, "train": train})
+
+
+def trained(samples: list[Sample], kl: torch.Tensor | None = None, **train: Any) -> MicroInputs:
+    """The one micro-batch with its advantages; `kl` is what the reference's log-probs lack of the policy's."""
+    job = job_of(**train)
+    (micro,) = inputs_of(samples, job)
+    own = micro.rollout_log_probs
+    reference = own if kl is None else own - kl[: own.shape[0], : own.shape[1]]
+    (found,) = advantages_of(job, None)([AdvantageInputs(micro, own, reference, None, torch.zeros_like(own))])
+    return found
+
+
+ESTIMATORS = {
+    "reinforce_plus_plus": {"normalize_advantages": True},
+    "reinforce_plus_plus_baseline": {"normalize_advantages": True},
+    "ppo": {},
+    "grpo": {},
+    "rloo": {},
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[1.0, None, 1.0], [None, 0.5, -2.0, 0.25], [3.0, 1.0, None], [7.0, None]])
+def test_a_sample_without_a_reward_changes_nothing_for_the_others(estimator: str, rewards: list[float | None]) -> None:
+    """Neither whitening, nor a group's mean, nor a divisor of the loss knows of it."""
+    options = {"advantage_estimator": estimator, **ESTIMATORS[estimator]}
+    with_it = trained([sample(i, [1, 1], reward) for i, reward in enumerate(rewards)], **options)
+    without = trained([sample(i, [1, 1], r) for i, r in enumerate(rewards) if r is not None], **options)
+    kept = [row for row, one in enumerate(with_it.samples) if one.reward is not None]
+    assert torch.equal(with_it.advantages[kept], without.advantages)
+    assert torch.equal(with_it.weights[kept], without.weights)
+    assert float((with_it.weights * with_it.mask).sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("mask", [[1, 1], [1, 0, 1], [1, 1, 1, 0], [0, 1, 1]])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_first_token_of_a_response_without_a_prompt_is_in_no_divisor(mask: list[int], per_token: bool) -> None:
+    micro = trained([sample(0, mask, 1.0, prompt=0)], advantage_estimator="grpo", calculate_per_token_loss=per_token)
+    assert micro.mask[0].tolist() == [0.0, *mask[1:]]
+    assert float((micro.weights * micro.mask).sum()) == pytest.approx(1.0)
+
+
+KL = torch.tensor([[0.02, -0.01, 0.03], [0.01, 0.04, -0.02]])
+
+
+@pytest.mark.parametrize("reward", [1e2, 1e3, -2.5e4, 1e5])
+def test_a_small_kl_beside_large_equal_rewards_is_whitened_as_in_float64(reward: float) -> None:
+    micro = trained(
+        [sample(0, [1, 1, 1], reward), sample(1, [1, 1, 1], reward)],
+        KL, advantage_estimator="reinforce_plus_plus", normalize_advantages=True, kl_coef=0.01,
+    )  # fmt: skip
+    # The reference's log-probs are float32: the KL is what is left of them.
+    tokens = -0.01 * (micro.rollout_log_probs - (micro.rollout_log_probs - KL)).double()
+    tokens[:, -1] += reward
+    returns = tokens.flip(1).cumsum(1).flip(1)
+    expected = (returns - returns.mean()) * (returns.var() + 1e-8).rsqrt()
+    assert torch.allclose(micro.advantages.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("gap", "level"), [(-29.0, "sequence"), (-19.5, "token"), (-25.0, "geometric")])
+def test_importance_weights_next_to_0_are_not_normalized_to_1(
+    gap: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation.dist, "all_reduce", lambda *_, **__: None)
+    job = job_of(use_tis=True, tis_batch_normalize=True, tis_level=level, use_rollout_logprobs=False)
+    (micro,) = inputs_of([sample(0, [1], 1.0)], job)
+    stand_in: Any = SimpleNamespace(_config=job.train, _layout=LAYOUT)
+    (found,) = Preparation._normalized(stand_in, [micro], [micro.rollout_log_probs + gap])
+    assert found.mean_weight == 1.0
