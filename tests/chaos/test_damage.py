@@ -6,11 +6,12 @@ no id is given twice. What is lost is named, and the rest is served; or the star
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
@@ -19,12 +20,16 @@ from pathlib import Path
 
 import pytest
 
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import BufferClient
 from headrace.errors import ConfigError, DataLoss
 from services.buffer.store.base import Snapshot
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.faults.durable_points import image
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.ledgers.ledger_history import History
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
+from tests.support.processes.buffer_server import BufferProcess
 
 # `make chaos` makes 1,000 of each kind that is drawn.
 NUM_DAMAGES = int(os.environ.get("HEADRACE_DAMAGES", "12"))
@@ -312,3 +317,182 @@ def goes_on(folder: Path) -> None:
     assert it.ledger.stream("train").groups.keys() >= set(submitted)
     assert {damage.what for damage in it.store.damage()} >= damaged
     it.store.close()
+
+
+def with_damaged_pages(case: Case, pages: Sequence[int], folder: Path) -> None:
+    """A copy of the ledger, in which the second half and the number of cells of some pages are overwritten."""
+    page_bytes, _ = pages_of(case.folder / "ledger.sqlite")
+    shutil.copytree(case.folder, folder)
+    with (folder / "ledger.sqlite").open("r+b") as file:
+        for page in pages:
+            file.seek(page * page_bytes + page_bytes // 2)
+            file.write(b"\xff" * (page_bytes // 2))
+            file.seek(page * page_bytes + (100 if page == 0 else 0) + 3)
+            file.write(b"\x7f\x7f")
+
+
+def test_a_salvaged_ledger_starts_after_every_kill_with_what_was_acknowledged(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    """Every third page in turn, the history's too; and two and three pages at once. `make chaos` takes every page."""
+    _, num_pages = pages_of(cases["closed"].folder / "ledger.sqlite")
+    every = range(3, num_pages, 3 if NUM_DAMAGES < 100 else 1)
+    turns = [*((page,) for page in every), (4, num_pages - 2), (5, 6, 7)]
+    num_started = 0
+    for number, pages in enumerate(turns):
+        folder = tmp_path / str(number)
+        with_damaged_pages(cases["closed"], pages, folder)
+        if refusal_of(folder) is None:
+            num_started += 1
+            outlives_kills(folder)
+        shutil.rmtree(folder)
+    assert num_started > len(turns) // 2
+
+
+def outlives_kills(folder: Path) -> None:
+    """Prompts that were submitted are there after two kills in a row, and what is damaged is still named."""
+    submitted: set[str] = set()
+    damaged: set[str] = set()
+    for kill in range(2):
+        refused = refusal_of(folder)
+        assert refused is None, f"kill {kill}: {refused}"
+        it = LedgerUnderTest(SqliteStore(folder, file_bytes=_FILE_BYTES))
+        assert {damage.what for damage in it.store.damage()} >= damaged
+        damaged = {damage.what for damage in it.store.damage()}
+        assert it.ledger.stream("train").groups.keys() >= submitted
+        submitted |= set(it.submit(f"before kill {kill}"))
+        killed = image(folder, folder.with_name(f"{folder.name}-killed"))
+        it.store.close()
+        shutil.rmtree(folder)
+        killed.rename(folder)
+    assert refusal_of(folder) is None
+
+
+def refusal_of(folder: Path) -> str | None:
+    """Why a copy of the ledger does not start; None where it does."""
+    copy = folder.with_name(f"{folder.name}-copy")
+    shutil.copytree(folder, copy)
+    try:
+        store = SqliteStore(copy, file_bytes=_FILE_BYTES)
+        store.load()
+        store.close()
+    except DataLoss as error:
+        return error.message
+    finally:
+        shutil.rmtree(copy)
+    return None
+
+
+@pytest.mark.parametrize("state", ["closed", "killed"])
+def test_a_damaged_table_that_an_earlier_release_left_in_the_ledger_stops_no_start(
+    state: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    """Two tables of it, one with damaged pages. They leave the ledger, and stay named."""
+    case, folder = cases[state], tmp_path / "run"
+    shutil.copytree(case.folder, folder)
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        connection.execute("CREATE TABLE damaged_9_groups (group_id TEXT PRIMARY KEY, body BLOB) WITHOUT ROWID")
+        connection.execute("CREATE TABLE damaged_10_payloads (number INTEGER PRIMARY KEY, body BLOB)")
+        rows = [(str(number), bytes(500)) for number in range(100)]
+        connection.executemany("INSERT INTO damaged_9_groups VALUES (?, ?)", rows)
+        connection.commit()
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'damaged_9_groups'").fetchone()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    with (folder / "ledger.sqlite").open("r+b") as file:
+        file.seek((root - 1) * page_bytes)
+        file.write(b"\xff" * page_bytes)
+    if state == "killed":
+        with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+            connection.execute("CREATE TABLE later (number)")
+            connection.execute("DROP TABLE later")
+            killed = image(folder, tmp_path / "killed")
+        shutil.rmtree(folder)
+        killed.rename(folder)
+        assert (folder / "ledger.sqlite-wal").stat().st_size
+    refused = refusal_of(folder)
+    assert refused is None, refused
+    for _ in range(2):
+        store = SqliteStore(folder, file_bytes=_FILE_BYTES)
+        snapshot = store.load()
+        assert (snapshot.streams, set(snapshot.groups)) == (case.snapshot.streams, set(case.snapshot.groups))
+        whats = [damage.what for damage in store.damage()]
+        assert [what.partition(" were")[0] for what in whats] == [
+            "pages of the table groups",
+            "pages of the table payloads",
+        ]
+        store.close()
+        with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+            names = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        assert not any(name.startswith("damaged") for name in names)
+
+
+def test_what_a_damaged_page_takes_is_named_by_group_and_sample(cases: dict[str, Case], tmp_path: Path) -> None:
+    """Of samples, groups, prompts: each page in turn, and all pages of two tables at once."""
+    case = cases["closed"]
+    with closing(sqlite3.connect(case.folder / "ledger.sqlite")) as connection:
+        pages: dict[str, list[int]] = {"samples": [], "groups": [], "prompts": []}
+        for name, number in connection.execute("SELECT name, pageno FROM dbstat WHERE pagetype = 'leaf'"):
+            if name in pages:
+                pages[name].append(number - 1)
+    assert all(pages.values())
+    turns = [(name, [page]) for name, numbers in pages.items() for page in numbers]
+    turns.append(("samples", pages["samples"] + pages["prompts"]))
+    for number, (name, damaged) in enumerate(turns):
+        folder = tmp_path / str(number)
+        with_damaged_pages(case, damaged, folder)
+        store = SqliteStore(folder, file_bytes=_FILE_BYTES)
+        snapshot = store.load()
+        left = {group.group_id for group in snapshot.groups}
+        lost = [group for group in case.snapshot.groups if group.group_id not in left]
+        found = store.damage()
+        store.close()
+        assert {group.group_id for group in lost} <= {damage.group_id for damage in found}, (name, damaged)
+        if name == "samples":
+            lost_ids = {record.sample_id for group in lost for record in group.samples}
+            named = {damage.sample_id for damage in found if damage.sample_id}
+            assert named, damaged
+            assert named <= lost_ids, damaged
+
+
+async def test_a_buffer_over_a_damaged_page_keeps_what_it_acknowledged_through_kills(tmp_path: Path) -> None:
+    """From outside: a page of samples is damaged while the buffer is down; then a put, a kill, and a start."""
+    buffer = BufferProcess(tmp_path, None)
+    await buffer.start()
+    put_ids: list[str] = []
+    try:
+        async with BufferClient(buffer.address, deadline_seconds=60) as client:
+            await client.create_stream(pb.StreamConfig(name="kept", n_samples_per_prompt=2, groups_per_step=1))
+            await client.submit_prompts("kept", text_prompts(*(f"q{i}" for i in range(60))))
+            leases = (await client.lease_groups("kept", "p", 40)).leases
+            await client.put_groups([complete_put(lease) for lease in leases])
+            assert await buffer.terminate() == 0
+            database = tmp_path / "ledger" / "ledger.sqlite"
+            with closing(sqlite3.connect(database)) as connection:
+                leaf = "SELECT pageno FROM dbstat WHERE name = 'samples' AND pagetype = 'leaf' ORDER BY pageno LIMIT 1"
+                (page,) = connection.execute(leaf).fetchone()
+            with database.open("r+b") as file:
+                file.seek((page - 1) * 4096)
+                file.write(b"\xff" * 4096)
+            for _ in range(2):
+                await serves(buffer, client)
+                (lease,) = (await client.lease_groups("kept", "p", 1)).leases
+                put = complete_put(lease)
+                await client.put_groups([put])
+                put_ids += [sample.envelope.sample_id for sample in put.samples]
+                assert await client.damage()
+                await buffer.kill()
+            await serves(buffer, client)
+            assert [sample.envelope.sample_id for sample in await client.fetch_samples("kept", put_ids)] == put_ids
+    finally:
+        await buffer.kill()
+
+
+async def serves(buffer: BufferProcess, client: BufferClient) -> None:
+    """Starts it and returns when it answers; fails when it ends instead."""
+    await buffer.start()
+    answered, ended = asyncio.ensure_future(client.stats("kept")), asyncio.ensure_future(buffer.wait())
+    await asyncio.wait({answered, ended}, return_when=asyncio.FIRST_COMPLETED)
+    assert not ended.done(), buffer.log.splitlines()[-1]
+    ended.cancel()
+    await answered

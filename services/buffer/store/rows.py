@@ -90,6 +90,11 @@ def _deleted_samples(transaction: Transaction) -> list[str]:
     return [*(key for key in transaction.deleted_payloads if key not in named), *forgotten]
 
 
+def sample_keys(body: bytes) -> list[str]:
+    """Returns the keys of the samples that a group's row names, in the order in which they were put."""
+    return _group_decoder.decode(body).samples
+
+
 def load_group(body: bytes, prompt: Prompt, records: Mapping[str, SampleRecord]) -> Group:
     """Raises KeyError naming the sample that `records` lacks."""
     row = _group_decoder.decode(body)

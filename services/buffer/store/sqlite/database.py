@@ -92,7 +92,7 @@ def _another_layout(path: Path, layout: int, version: str | None) -> ConfigError
 def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
     """Opens the database so that every transaction is on the disk when its COMMIT returns."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0, factory=factory)
-    connection.text_factory = _text
+    connection.text_factory = decode_text
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA cell_size_check = ON")
@@ -100,7 +100,7 @@ def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) 
     return connection
 
 
-def _text(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Decodes a key. Damage may have made it unreadable, so it must not raise."""
     return data.decode(errors="replace")
 

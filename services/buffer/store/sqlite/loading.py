@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -42,15 +43,17 @@ def load_state(connection: sqlite3.Connection) -> LoadedState:
     rows = whole_rows(read("SELECT key, body, crc FROM samples"), "samples", damaged)
     records = {record.key: record for _, body in rows for record in codec.load_samples(body)}
     rows = whole_rows(read("SELECT group_id, body, crc FROM groups"), "groups", damaged)
-    groups = list(_whole_groups(rows, prompts, records, damaged))
+    lost_samples = dict[str, dict[int, str]]()
+    groups = list(_whole_groups(rows, prompts, records, damaged, lost_samples))
     there = {group.group_id for group in groups}
-    # A group whose row has lost its key is known by its prompt.
-    damaged += [name for group_id in prompts if group_id not in there and (name := f"groups/{group_id}") not in damaged]
+    # A group whose row has lost its key is known by its prompt and its samples.
+    known = dict.fromkeys((*prompts, *map(_group_of, records)))
+    damaged += [name for group_id in known if group_id not in there and (name := f"groups/{group_id}") not in damaged]
     (oldest,) = read("SELECT COALESCE(MIN(position), 1) FROM events").fetchone()
     (position,) = read("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()  # both at once read the whole table
     lost = {name.removeprefix("streams/") for name in damaged if name.startswith("streams/")}
     lost |= {group.stream for group in groups if group.stream not in streams}
-    damages = tuple(map(_row_damage, damaged))
+    damages = (*map(_row_damage, damaged), *_lost_samples(connection, lost_samples))
     return LoadedState(
         tuple(streams.values()),
         tuple(sorted(lost)),
@@ -96,12 +99,35 @@ def _whole_groups(
     prompts: Mapping[str, Prompt],
     records: Mapping[str, SampleRecord],
     damaged: list[str],
+    lost: dict[str, dict[int, str]],
 ) -> Iterator[Group]:
     for group_id, body in rows:
         try:
             yield codec.load_group(body, prompts[group_id], records)
         except KeyError:  # its prompt or a sample is damaged
             damaged.append(f"groups/{group_id}")
+            keys = codec.sample_keys(body)
+            lost[group_id] = {place: key for place, key in enumerate(keys) if key not in records}
+
+
+def _lost_samples(connection: sqlite3.Connection, lost: Mapping[str, Mapping[int, str]]) -> Iterator[Damage]:
+    """Names samples whose rows are lost: their ids stand in the history, where their group was put."""
+    if not any(lost.values()):
+        return
+    ids = dict[str, tuple[str, ...]]()
+    with suppress(sqlite3.DatabaseError, msgspec.MsgspecError):
+        for (body,) in connection.execute("SELECT body FROM events WHERE position >= 1 ORDER BY position"):
+            event = codec.load_event(body)
+            if event.group_id in lost and event.sample_ids:
+                ids[event.group_id] = event.sample_ids
+    for group_id, keys in lost.items():
+        for place, key in keys.items():
+            sample_id = next(iter(ids.get(group_id, ())[place : place + 1]), None)
+            yield Damage(f"the row of the sample with the key {key} is damaged or lost", group_id, sample_id)
+
+
+def _group_of(key: str) -> str:
+    return key.rpartition("#")[0]
 
 
 def _row_damage(name: str) -> Damage:

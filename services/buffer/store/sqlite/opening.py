@@ -23,7 +23,15 @@ from services.buffer.store.sqlite.extent import Extents
 from services.buffer.store.sqlite.loading import load_extents
 from services.buffer.store.sqlite.payload_files import PayloadFiles
 from services.buffer.store.sqlite.position_mark import PositionMark
-from services.buffer.store.sqlite.salvage import check_pages, has_lost_places, salvage_tables, salvaged
+from services.buffer.store.sqlite.salvage import (
+    check_pages,
+    damaged_tables,
+    delete_drafts,
+    has_lost_places,
+    old_damaged_tables,
+    salvage,
+    salvaged,
+)
 
 MARK = "position"
 
@@ -67,6 +75,7 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
     sync_folder(folder)  # the name of payloads/
     sync_folder(folder.parent)
     may_be_new = not payload_files.file_ids() and not (folder / MARK).exists()
+    delete_drafts(folder)
     was_closed = not _num_bytes(folder / f"{FILE}-wal")
     writer = open_database(folder / FILE, connect, may_be_new=may_be_new)
     try:
@@ -74,8 +83,10 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
             check_pages(writer, folder)
         mark = PositionMark(folder / MARK)
         ledger_id = _require_marked(writer, mark)
-        if was_closed:
-            salvage_tables(writer, folder)
+        problems = damaged_tables(writer, folder) if was_closed else {}
+        if problems or old_damaged_tables(writer):
+            salvage(folder, writer, problems)
+            writer = open_database(folder / FILE, connect, may_be_new=False)
         found, damage = load_extents(writer)
         kept = frozenset(payload_files.file_ids() if damage or has_lost_places(writer) else ())
         damage += salvaged(writer)
