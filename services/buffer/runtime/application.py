@@ -145,6 +145,7 @@ class BufferApplication:
         for task in self._deleting:
             task.cancel()
         self.store_watch.stop()
+        self._columns.close()
         if self._store.waiting_for:
             self._store.stop_waiting()
         await self.journal.close()
@@ -373,8 +374,8 @@ class BufferApplication:
         return await self._columns.upload(sha256, num_bytes, offset, data)
 
     def damage(self) -> Sequence[Damage]:
-        """Returns everything that the store found damaged so far."""
-        return self._store.damage()
+        """Returns everything that was found damaged so far."""
+        return [*self._store.damage(), *self._columns.damage()]
 
     @property
     def store_name(self) -> str:

@@ -64,7 +64,7 @@ class Changes:
         """Commits as `commit` does; columns of the stored samples are pinned from now on."""
         for sample in samples:
             if sample.record.key in result[1].payloads:
-                self._columns.pin(sample.record.key, sample.columns)
+                self._columns.pin(sample.record, sample.columns)
         return await self.commit(result)
 
     async def wait_until_durable(self) -> None:

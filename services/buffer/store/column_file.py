@@ -7,9 +7,27 @@ import os
 from pathlib import Path
 
 from headrace.errors import DataLoss, InvalidArgument
+from services.buffer.store.files import sync_folder
 
 PART = ".part"
 """What the name of an unfinished file ends with."""
+FileState = tuple[int, int, int]
+"""(inode, bytes, change time in ns): other bytes in the file change it."""
+
+
+def state_of(path: Path) -> FileState | None:
+    """Returns None where there is no file. Blocks."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def has_digest(path: Path) -> bool:
+    """True when the file's bytes have the SHA-256 in its name. Blocks. Raises FileNotFoundError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == path.name
 
 
 def append(path: Path, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
@@ -45,8 +63,4 @@ def _finish(part: Path, path: Path) -> None:
         part.unlink()
         raise DataLoss(f"the column's bytes have the SHA-256 {found[:16]}…, not {path.name[:16]}…")
     part.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)

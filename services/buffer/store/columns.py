@@ -2,6 +2,7 @@
 
 absent → (upload, chunk by chunk) → partial → (the last chunk; checked, synced, renamed) → whole
 whole → (a put names it) → pinned → (the last sample that names it is deleted) → absent
+pinned → (its file is missing or has other bytes) → damaged → (upload) → pinned
 A column that no sample named within an hour is deleted, too. The samples' records say which columns they name.
 All but reading and writing bytes happens on the event loop, so that a put finds what it has checked.
 """
@@ -16,22 +17,26 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from headrace.rpc.log import log
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import Group
+from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.pace import paced
-from services.buffer.store.column_file import PART, append
+from services.buffer.store.base import Damage
+from services.buffer.store.column_file import PART, FileState, append, has_digest, state_of
 from services.buffer.store.copy import CopiedFile
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
 _FILE_NAME = re.compile(r"[0-9a-f]{64}(\.part|\.\d+\.deleted)?")
 _THREADS = 4
+_CHECKED_AT_START_SECONDS = 5.0
+"""How long a start waits for the check of all columns; what is left is checked while it serves."""
 _Answer = TypeVar("_Answer")
 
 
@@ -63,10 +68,16 @@ class Columns:
             folder.mkdir(parents=True, exist_ok=True)
         self._maybe_folder = folder
         self._max_bytes = max_bytes
-        self._pinned: defaultdict[str, deque[tuple[bytes, ...]]] = defaultdict(deque)
+        self._pinned: defaultdict[str, deque[tuple[str, Sequence[bytes]]]] = defaultdict(deque)
+        """Key of a sample → (its id, SHA-256 of its columns)."""
         self._counts: Counter[bytes] = Counter()
         self._whole: dict[bytes, int] = {}
         """SHA-256 → bytes."""
+        self._checked: dict[bytes, FileState] = {}
+        """SHA-256 → the state of the file when its bytes had that digest."""
+        self._damaged: dict[bytes, str] = {}
+        """SHA-256 → what is wrong with the column's file."""
+        self._checking: asyncio.Task[None] | None = None
         self._uploads: dict[bytes, _Upload] = {}
         self._swept = time.monotonic()
         self._touched: dict[bytes, float] = {}
@@ -85,12 +96,56 @@ class Columns:
                 self._whole[bytes.fromhex(path.name)] = path.stat().st_size
             elif path.suffix == PART:
                 self._uploads[bytes.fromhex(path.stem)] = _Upload(None, path.stat().st_size)
-        if self._whole:
-            for group in groups:
-                for record in group.records:
-                    envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
-                    self.pin(record.key, [column.sha256 for column in envelope.out_of_line])
+        for record in (record for group in groups for record in group.records if record.column_bytes):
+            envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
+            self.pin(record, [column.sha256 for column in envelope.out_of_line])
         await self._sweep()
+        self._checking = asyncio.create_task(self._check_all())
+        await asyncio.wait({self._checking}, timeout=_CHECKED_AT_START_SECONDS)
+
+    def close(self) -> None:
+        """Stops checking columns."""
+        if self._checking:
+            self._checking.cancel()
+
+    # Damage
+
+    async def _check_all(self) -> None:
+        for sha256 in {**self._counts, **self._whole}:
+            await self._is_intact(sha256)
+
+    async def _is_intact(self, sha256: bytes) -> bool:
+        """True when the column's file is there and has its bytes, which are read where the file has changed."""
+        path = self._path(sha256)
+        while (state := await self._pool.run(state_of, path)) is not None:
+            is_intact = self._checked.get(sha256) == state or await self._pool.run(_try_digest, path)
+            if await self._pool.run(state_of, path) == state:
+                break
+        if state is not None and is_intact:
+            self._checked[sha256] = state
+            if self._damaged.pop(sha256, None) is not None:
+                self._whole[sha256] = path.stat().st_size
+            return True
+        if sha256 in self._whole or self._counts.get(sha256):
+            self._note_damage(sha256, "is missing" if state is None else "does not have the bytes that were uploaded")
+        return False
+
+    def _note_damage(self, sha256: bytes, problem: str) -> None:
+        if self._whole.pop(sha256, None) is not None or sha256 not in self._damaged:
+            log.error("column_damaged", file=str(self._path(sha256)), problem=problem)
+        self._damaged[sha256] = problem
+
+    def damage(self) -> list[Damage]:
+        """Returns every damaged column that a sample names, once for each such sample."""
+        if not self._damaged:
+            return []
+        return [
+            Damage(f"columns/{sha256.hex()} {self._damaged[sha256]}", key.rpartition("#")[0], sample_id)
+            for key, pins in self._pinned.items()
+            for sample_id, columns in pins
+            for sha256 in columns
+            if sha256 in self._damaged
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +159,7 @@ class Columns:
         self._touched[sha256] = time.monotonic()
         if time.monotonic() - self._swept > _ORPHAN_SECONDS:
             await self._sweep()
-        if sha256 in self._whole:
+        if sha256 in self._whole and await self._is_intact(sha256):
             return self._again(sha256, num_bytes)
         upload = self._upload(sha256, num_bytes)
         async with upload.lock:
@@ -118,6 +173,9 @@ class Columns:
             if answer[1]:
                 self._uploads.pop(sha256, None)
                 self._whole[sha256] = num_bytes
+                self._damaged.pop(sha256, None)
+                if (state := state_of(self._path(sha256))) is not None:
+                    self._checked[sha256] = state
         return answer
 
     def _again(self, sha256: bytes, num_bytes: int) -> tuple[int, bool]:
@@ -179,10 +237,10 @@ class Columns:
                     field="samples.envelope.out_of_line",
                 )
 
-    def pin(self, key: str, columns: Sequence[bytes]) -> None:
-        """Pins the columns that the sample under this key names."""
+    def pin(self, record: SampleRecord, columns: Sequence[bytes]) -> None:
+        """Pins the columns that the sample names."""
         if columns:
-            self._pinned[key].append(tuple(columns))
+            self._pinned[record.key].append((record.sample_id, columns))
             self._counts.update(columns)
 
     def release(self, keys: Iterable[str]) -> None:
@@ -190,7 +248,7 @@ class Columns:
         for key in keys:
             if key not in self._pinned:
                 continue
-            columns = self._pinned[key].popleft()
+            _, columns = self._pinned[key].popleft()
             if not self._pinned[key]:
                 del self._pinned[key]
             for sha256 in columns:
@@ -202,7 +260,9 @@ class Columns:
         if self._num_pins_of_all:
             return
         del self._counts[sha256]
-        if self._whole.pop(sha256, None) is not None:
+        self._checked.pop(sha256, None)
+        is_damaged = self._damaged.pop(sha256, None) is not None and self._path(sha256).exists()
+        if self._whole.pop(sha256, None) is not None or is_damaged:
             # Out of the way at once, so that it may be brought again; to free a large file takes its time.
             self._num_deleted += 1
             gone = self._path(sha256).with_suffix(f".{self._num_deleted}.deleted")
@@ -214,13 +274,13 @@ class Columns:
     # Readers
 
     async def read(self, sha256: bytes, offset: int, num_bytes: int | None) -> AsyncIterator[tuple[int, bytes]]:
-        """Yields (offset, bytes) of a range, in chunks. Raises NotFound."""
+        """Yields (offset, bytes) of a range, in chunks. Raises NotFound, and DataLoss for a damaged column."""
+        if not await self._is_intact(sha256):
+            self._raise_missing(sha256)
         try:
             file = await self._pool.run(self._path(sha256).open, "rb")
-        except FileNotFoundError as error:
-            raise NotFound(
-                f"there is no column {sha256.hex()[:16]}…: it was never uploaded, or was deleted with its samples"
-            ) from error
+        except FileNotFoundError:  # deleted since it was checked
+            self._raise_missing(sha256)
         with file:
             end = os.fstat(file.fileno()).st_size
             end = end if num_bytes is None else min(end, offset + num_bytes)
@@ -228,6 +288,18 @@ class Columns:
                 data = await self._pool.run(os.pread, file.fileno(), min(_READ_BYTES, end - offset), offset)
                 yield offset, data
                 offset += len(data)
+
+    def _raise_missing(self, sha256: bytes) -> NoReturn:
+        name = f"{sha256.hex()[:16]}…"
+        if sha256 not in self._damaged:
+            raise NotFound(f"there is no column {name}: it was never uploaded, or was deleted with its samples")
+        damage = next((damage for damage in self.damage() if damage.what.startswith(f"columns/{sha256.hex()}")), None)
+        named = f" of sample {damage.sample_id}" if damage else ""
+        options = f" --group {damage.group_id}" if damage else ""
+        raise DataLoss(
+            f"the file of column {name}{named} {self._damaged[sha256]}: upload the column again, or take its group out "
+            f"with headrace buffer drop{options} --reason damaged"
+        )
 
     def pin_all(self) -> None:
         """Delays all deletions until `unpin_all`, while the ledger is copied."""
@@ -255,6 +327,8 @@ class Columns:
                 continue
             if path.suffix == "":
                 self._whole.pop(sha256, None)
+                self._checked.pop(sha256, None)
+                self._damaged.pop(sha256, None)
             elif path.suffix == PART:
                 self._uploads.pop(sha256, None)
             path.unlink(missing_ok=True)
@@ -267,6 +341,14 @@ class Columns:
 
     def _path(self, sha256: bytes) -> Path:
         return self._folder / sha256.hex()
+
+
+def _try_digest(path: Path) -> bool:
+    """False where the file has other bytes, is gone or cannot be read."""
+    try:
+        return has_digest(path)
+    except OSError:
+        return False
 
 
 def _is_ours(path: Path) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn, taken_out
-from headrace.errors import DataLoss, FailedPrecondition, NotFound
+from headrace.errors import DataLoss, FailedPrecondition, HeadraceError, NotFound
 from headrace.job.schema.buffer import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
@@ -184,6 +185,116 @@ async def test_a_backup_has_the_columns(client: BufferClient, tmp_path: Path) ->
     ):
         ids = [sample.envelope.sample_id for sample in put.samples]
         assert await restored.fetch_samples("train", ids) == list(put.samples)
+
+
+def overwrite(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(MIB)
+        opened.write(b"wrong")
+
+
+def flip_last_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def exchange(file: Path) -> None:
+    """With another column's file of the same length."""
+    (other,) = (path for path in file.parent.iterdir() if path != file)
+    data = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+HARMS = {
+    "overwritten": overwrite,
+    "one bit": flip_last_bit,
+    "cut": lambda file: os.truncate(file, MIB),
+    "empty": lambda file: os.truncate(file, 0),
+    "longer": lambda file: os.truncate(file, 3 * MIB),
+    "missing": Path.unlink,
+    "exchanged": exchange,
+}
+
+
+async def fetched(client: BufferClient, sha256: bytes, offset: int = 0, num_bytes: int = 0) -> bytes | str:
+    """The bytes as the wire has them, or the kind of the error."""
+    request = pb.FetchColumnRequest(sha256=sha256, offset=offset, num_bytes=num_bytes)
+    try:
+        return b"".join([piece.data async for piece in client.stream_column(request, deadline_seconds=60)])
+    except HeadraceError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("is_running", [False, True], ids=["before a start", "while it serves"])
+async def test_a_damaged_column_is_named_never_served_and_healed_by_an_upload(
+    tmp_path: Path, harm: str, is_running: bool
+) -> None:
+    columns = tmp_path / "ledger" / "columns"
+    async with AsyncExitStack() as stack:
+
+        async def start() -> BufferClient:
+            await stack.aclose()
+            store = SqliteStore(tmp_path / "ledger")
+            _, server = await stack.enter_async_context(served_buffer(store, columns_folder=columns))
+            return await stack.enter_async_context(BufferClient(server.address))
+
+        client = await start()
+        await client.create_stream(STREAM)
+        put = await put_one(client, "a", (1, 2))
+        data = {sha256: (columns / sha256.hex()).read_bytes() for sha256 in map(bytes.fromhex, files(tmp_path))}
+        harmed, *others = [taken_out(sample)[1][0].sha256 for sample in put.samples]
+        if not is_running:
+            await stack.aclose()
+        HARMS[harm](columns / harmed.hex())
+        damaged = [harmed, *others] if harm == "exchanged" else [harmed]
+        if not is_running:
+            client = await start()
+        for sha256 in damaged:
+            assert await fetched(client, sha256) == "DataLoss"
+            assert await fetched(client, sha256, MIB // 2, 1000) == "DataLoss"
+        ids = [sample.envelope.sample_id for sample in put.samples]
+        found = {(damage.group_id, damage.sample_id) for damage in await client.damage()}
+        assert found == {(put.group_id, sample_id) for sample_id in ids[: len(damaged)]}
+        for sha256 in damaged:
+            await client.upload_column(LargeColumn(sha256, data[sha256]))
+        assert await client.damage() == []
+        client = await start()
+        assert await client.damage() == []
+        assert [await fetched(client, sha256) for sha256 in data] == list(data.values())
+        assert await client.fetch_samples("train", ids) == list(put.samples)
+
+
+async def test_damaged_columns_are_named_by_a_start_before_anybody_asks_for_them(tmp_path: Path) -> None:
+    columns = tmp_path / "ledger" / "columns"
+    store = SqliteStore(tmp_path / "ledger")
+    async with served_buffer(store, columns_folder=columns) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(STREAM)
+        put = await put_one(client, "a", (7, 7))
+    for file in columns.iterdir():
+        file.unlink()  # all there are
+    store = SqliteStore(tmp_path / "ledger")
+    async with served_buffer(store, columns_folder=columns) as (_, server), BufferClient(server.address) as client:
+        named = {damage.sample_id for damage in await client.damage()}
+    assert named == {sample.envelope.sample_id for sample in put.samples}
+
+
+async def test_a_put_that_names_a_damaged_column_uploads_it_again(client: BufferClient, tmp_path: Path) -> None:
+    first = await put_one(client, "a", (4, 5))
+    for file in (tmp_path / "ledger" / "columns").iterdir():
+        overwrite(file)
+    second = await put_one(client, "b", (5, 4))
+    for sha256 in map(bytes.fromhex, files(tmp_path)):
+        data = await fetched(client, sha256)
+        assert isinstance(data, bytes)
+        assert hashlib.sha256(data).digest() == sha256
+    for put in (first, second):
+        ids = [sample.envelope.sample_id for sample in put.samples]
+        assert [sample.payload for sample in await client.fetch_samples("train", ids)] == [
+            sample.payload for sample in put.samples
+        ]
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sqlite3
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from headrace.client.buffer import BufferClient
+from headrace.client.columns import LargeColumn
 from services.buffer.store.files import DiskFiles
 from services.buffer.store.sqlite.database import connect
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.contract.buffer.test_buffer_stores import busy_ledger
 from tests.support.faults.durable_points import open_told
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
+from tests.support.processes.buffer_server import served_buffer
 
 
 def name_of(descriptor: int) -> str:
@@ -75,6 +79,27 @@ def test_a_move_is_synced_before_the_transaction_that_names_it_and_deletes_after
         file, "payloads", "committed", "delete",
     ]  # fmt: skip
     store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5 << 20], ids=["empty", "one byte", "several pieces"])
+async def test_an_uploaded_column_and_its_name_are_synced_before_the_answer(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    rename = os.rename
+
+    def see_rename(old: Path, new: Path) -> None:
+        synced.append(f"{Path(old).name} becomes {Path(new).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", see_rename)
+    data = bytes(num_bytes)
+    name = hashlib.sha256(data).hexdigest()
+    store = SqliteStore(tmp_path / "ledger")
+    columns = tmp_path / "columns"
+    async with served_buffer(store, columns_folder=columns) as (_, server), BufferClient(server.address) as client:
+        synced.clear()
+        await client.upload_column(LargeColumn(bytes.fromhex(name), data))
+        assert synced == [f"{name}.part", f"{name}.part becomes {name}", "columns"]
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
