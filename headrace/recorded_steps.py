@@ -1,13 +1,18 @@
 """Rollout steps as files: what the trainer was given for each, bit for bit.
 
-A file is a sequence of protobuf messages, each behind its length (a varint): the batch (LeaseBatchResponse, with the
-groups in training order and the digest), then its samples (Sample: envelope and payload), in that order.
+A file begins with 15 bytes that name the format. Then come protobuf messages, each behind its length (8 bytes,
+little-endian) and its BLAKE3 multihash (34 bytes): the batch (LeaseBatchResponse, with the groups in training order and
+the digest), then its samples (Sample: envelope and payload), in that order.
+
+Files of headrace 0.1.0 have neither name nor hashes, and varints for lengths. They are read, and their payloads are
+compared with the digests in their envelopes.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -19,12 +24,16 @@ from google.protobuf.message import DecodeError, Message
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
+from headrace.digest import digest_of, matches
 from headrace.disk.whole_file import replacing
 from headrace.errors import DataLoss, NotFound
 
 M = TypeVar("M", bound=Message)
 
 _NUMBER = "{rollout_id}"
+_FORMAT = b"\xff\x00headrace step"
+_LENGTH = struct.Struct("<Q")
+_HASH_BYTES = 34
 _ZIP = b"PK"
 _PICKLE = b"\x80"
 
@@ -62,8 +71,10 @@ class RecordedSteps:
         path = self.path_of(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft, draft.open("wb") as file:
+            file.write(_FORMAT)
             for message in (recorded.batch, *recorded.samples):
-                proto.serialize_length_prefixed(message, cast(BytesIO, file))
+                data = message.SerializeToString()
+                file.writelines((_LENGTH.pack(len(data)), digest_of(data), data))
             file.flush()
             os.fsync(file.fileno())
 
@@ -72,8 +83,12 @@ class RecordedSteps:
         path = self._existing(step)
         samples = []
         with path.open("rb") as file:
-            batch = self._next(buffer_pb2.LeaseBatchResponse, file, path)
-            while (sample := self._next(sample_pb2.Sample, file, path)) is not None:
+            has_hashes = _has_hashes(file)
+            batch = self._next(buffer_pb2.LeaseBatchResponse, file, path, has_hashes)
+            while (sample := self._next(sample_pb2.Sample, file, path, has_hashes)) is not None:
+                if not (has_hashes or matches(sample.envelope.digest, sample.payload)):
+                    why = f"the payload of sample {sample.envelope.sample_id} does not match its digest"
+                    raise self._damaged(path, why)
                 samples.append(sample)
         expected = [] if batch is None else sample_ids_of(batch)
         if batch is None or [sample.envelope.sample_id for sample in samples] != expected:
@@ -84,7 +99,7 @@ class RecordedSteps:
         """The ids of a step's samples, without reading them. Raises as `read` does."""
         path = self._existing(step)
         with path.open("rb") as file:
-            batch = self._next(buffer_pb2.LeaseBatchResponse, file, path)
+            batch = self._next(buffer_pb2.LeaseBatchResponse, file, path, _has_hashes(file))
         return [] if batch is None else sample_ids_of(batch)
 
     def _existing(self, step: int) -> Path:
@@ -93,13 +108,20 @@ class RecordedSteps:
             raise NotFound(f"there is no rollout step {step}: {path} is not a file; {self._there()}")
         return path
 
-    def _next(self, kind: type[M], file: BinaryIO, path: Path) -> M | None:
+    def _next(self, kind: type[M], file: BinaryIO, path: Path, has_hashes: bool) -> M | None:
         """None at the end of the file."""
         try:
-            found: M | None = proto.parse_length_prefixed(kind, cast(BytesIO, file))
-        except (DecodeError, ValueError, EOFError) as error:
+            if not has_hashes:
+                return cast(M | None, proto.parse_length_prefixed(kind, cast(BytesIO, file)))
+            if not (head := file.read(_LENGTH.size + _HASH_BYTES)):
+                return None
+            (num_bytes,) = _LENGTH.unpack_from(head)
+            data = file.read(min(num_bytes, path.stat().st_size))
+            if len(data) != num_bytes or digest_of(data) != head[_LENGTH.size :]:
+                raise self._damaged(path, "its bytes do not match their checksum")
+            return kind.FromString(data)
+        except (DecodeError, ValueError, EOFError, struct.error) as error:
             raise self._damaged(path, str(error)) from error
-        return found
 
     def _counted(self) -> list[int]:
         found = 0
@@ -120,6 +142,14 @@ class RecordedSteps:
                 "steps again with --save-debug-rollout-data"
             )
         return DataLoss(f"{path} is damaged, or is no rollout step of headrace: {why}")
+
+
+def _has_hashes(file: BinaryIO) -> bool:
+    """False for a file of headrace 0.1.0, which is left at its beginning."""
+    if file.read(len(_FORMAT)) == _FORMAT:
+        return True
+    file.seek(0)
+    return False
 
 
 def sample_ids_of(batch: buffer_pb2.LeaseBatchResponse) -> list[str]:

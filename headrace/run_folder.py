@@ -115,6 +115,11 @@ class RunFolder:
         return (publish.update_weight_disk_path or self.path / "weights").absolute()
 
     @property
+    def written_weights(self) -> Path:
+        """Notes the policy versions that this run wrote into a folder that other runs may use, too."""
+        return self.path / "written-weights.jsonl"
+
+    @property
     def ending(self) -> Path:
         """Has the reason if the trainer ended with an error (`headrace.process.ending`)."""
         return self.path / ".trainer-ended.json"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from google.protobuf import proto
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, DiskFull, NotFound
 from headrace.recorded_steps import RecordedStep, RecordedSteps
 from headrace.trajectory import Sample
@@ -59,7 +64,7 @@ def test_steps_are_those_whose_file_has_the_patterns_name(tmp_path: Path) -> Non
         (lambda whole: whole[:-3], "damaged"),
         (lambda whole: whole + b"\x05ab", "damaged"),
         (lambda whole: b"", "it has 0 of the 0 samples"),
-        (lambda whole: whole[: 2 + step_of("a", "b").batch.ByteSize()], "it has 0 of the 2 samples that it names"),
+        (lambda whole: whole[: 57 + step_of("a", "b").batch.ByteSize()], "it has 0 of the 2 samples that it names"),
         (lambda whole: b"\xff" * 400, "damaged"),
         (lambda whole: b"PK\x03\x04 torch", "is a file of PyTorch, which is not opened"),
         (lambda whole: pickle.dumps({"samples": []}), "is a file of PyTorch, which is not opened"),
@@ -70,6 +75,67 @@ def test_what_is_no_step_is_refused(tmp_path: Path, harm: Callable[[bytes], byte
     steps.write(0, step_of("a", "b"))
     steps.path_of(0).write_bytes(harm(steps.path_of(0).read_bytes()))
     with pytest.raises(DataLoss, match=said):
+        steps.read(0)
+
+
+def kept_or_refused(steps: RecordedSteps, whole: bytes, flipped: Sequence[int], expected: RecordedStep) -> bool:
+    """True when a step is refused whose bits are flipped; what is read all the same must be what was written."""
+    data = bytearray(whole)
+    for bit in flipped:
+        data[bit // 8] ^= 1 << bit % 8
+    steps.path_of(0).write_bytes(data)
+    ids = [sample.envelope.sample_id for sample in expected.samples]
+    with suppress(DataLoss):
+        assert steps.read_ids(0) == ids, flipped
+    try:
+        found = steps.read(0)
+    except DataLoss:
+        return True
+    assert (found.batch, list(found.samples)) == (expected.batch, list(expected.samples)), flipped
+    return False
+
+
+@pytest.mark.parametrize("num_flips", [1, 2, 3, 17])
+def test_a_step_with_flipped_bits_is_refused_wherever_they_are(tmp_path: Path, num_flips: int) -> None:
+    """The first bits one by one, where the format is named; others at random, single ones and several at once."""
+    steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("first", "b", "third")
+    steps.write(0, expected)
+    whole, chance = steps.path_of(0).read_bytes(), random.Random(num_flips)
+    turns = [chance.sample(range(len(whole) * 8), num_flips) for _ in range(500)]
+    if num_flips == 1:
+        turns = [*([bit] for bit in range(min(len(whole) * 8, 8 * 256))), *turns]
+    num_refused = sum([kept_or_refused(steps, whole, flipped, expected) for flipped in turns])
+    assert num_refused == len(turns)
+
+
+def test_a_changed_reward_or_another_order_of_whole_samples_is_refused(tmp_path: Path) -> None:
+    steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("a", "b", "c")
+    steps.write(0, expected)
+    whole = steps.path_of(0).read_bytes()
+    parts = [sample.SerializeToString() for sample in expected.samples]
+    changed = sample_pb2.Sample.FromString(parts[1])
+    changed.envelope.reward = -changed.envelope.reward or 1.0
+    assert len(changed.SerializeToString()) == len(parts[1])
+    for old, new in ((parts[1], changed.SerializeToString()), (parts[0], parts[1]), (parts[2], parts[0])):
+        assert whole.count(old) == 1
+        steps.path_of(0).write_bytes(whole.replace(old, new))
+        with pytest.raises(DataLoss):
+            steps.read(0)
+
+
+def test_a_step_of_the_release_before_checksums_is_read_and_its_payloads_are_checked(tmp_path: Path) -> None:
+    steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("a", "b")
+    whole = BytesIO()
+    for message in (expected.batch, *expected.samples):
+        proto.serialize_length_prefixed(message, whole)
+    steps.path_of(0).write_bytes(whole.getvalue())
+    found = steps.read(0)
+    assert (found.batch, list(found.samples)) == (expected.batch, list(expected.samples))
+    assert steps.read_ids(0) == ["a", "b"]
+    payload = bytes(expected.samples[1].payload)
+    before, _, after = whole.getvalue().rpartition(payload)
+    steps.path_of(0).write_bytes(before + payload[:-1] + b"?" + after)
+    with pytest.raises(DataLoss, match="sample b"):
         steps.read(0)
 
 

@@ -61,9 +61,9 @@ class PublishSection(Section):
     )
     update_weight_disk_path: Path | None = Field(
         None,
-        description="With transport disk: folder of the versions, for this run alone. Trainer, rollout service and "
-        "engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two "
-        "versions during a publication, and then the one that is served.",
+        description="With transport disk: folder of the versions. Several runs may use one. Trainer, rollout service "
+        "and engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two "
+        "versions of each run during a publication, and then the one that is served.",
     )
     update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = Field(
         512 << 20, description="Largest number of bytes in a bucket of weights, or in a file of them."

@@ -265,7 +265,8 @@ class TrainerBuild:
     def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
         backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.publish
         hashes = self.knows_checksums(built.layout)
-        transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices)
+        written = None if publish.update_weight_disk_path is None else RunFolder(self._run_dir).written_weights
+        transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices, written=written)
         return Publisher(
             *(group, rollout.services, transport, publish),
             backend=backend,

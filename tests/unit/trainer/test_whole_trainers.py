@@ -70,7 +70,10 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     ),
     "moonlight": ("moonlight", {}),
     "lora": ("qwen3", {"lora": {"lora_rank": 4}}),
-    "disk": ("qwen3", {"publish": {"update_weight_transport": "disk"}}),
+    "disk": (
+        "qwen3",
+        {"publish": {"update_weight_transport": "disk", "update_weight_disk_path": "{folder}/shared-weights"}},
+    ),
     "ipc": ("qwen3", {"publish": {"update_weight_transport": "ipc"}}),
     "fp8": ("qwen3-fp8", {"publish": {"update_weight_probe_tolerance": 1.0}}),
     "kimi_k2": ("kimi_k2", {}),
@@ -84,7 +87,8 @@ IN_TURNS: Sections = {
 """As a job with --colocate is resolved; its engine holds memory, and has no model."""
 TWO_MACHINES = "two-machines@dp2"
 ON_EACH_OF_TWO: Sections = IN_TURNS | {
-    "publish": IN_TURNS["publish"] | {"update_weight_transport": "disk"},
+    "publish": IN_TURNS["publish"]
+    | {"update_weight_transport": "disk", "update_weight_disk_path": "{folder}/shared-weights"},
 }
 """Each machine has a rank, a device, and a rollout service with an engine."""
 MORE = (
@@ -144,8 +148,9 @@ async def _run(folder: Path) -> Mapping[str, Sequence[Mapping[str, Tensor]]]:
             (TWO_MACHINES, ON_EACH_OF_TWO, ["machine-0", "machine-1"]),
         ):
             devices = [SharedDevice(folder / name) for name in names]
+            filled = json.loads(json.dumps(sections).replace("{folder}", str(folder)))
             cases.append(
-                await stack.enter_async_context(served(run, folder, folder / "qwen3", sections, devices=devices))
+                await stack.enter_async_context(served(run, folder, folder / "qwen3", filled, devices=devices))
             )
         await asyncio.to_thread(
             run_cases, folder, 2, [case for case, _ in cases], 1700.0, "tests.support.ranks.trainer_cases"
@@ -201,9 +206,20 @@ def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Ru
         assert all(name.endswith("e_score_correction_bias") for name in unmoved)
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.startswith("disk@")])
+THROUGH_FILES = [*(run for run in RUNS if run.startswith("disk@")), TWO_MACHINES]
+
+
+def test_runs_that_share_a_folder_of_weights_keep_each_others(runs: Runs) -> None:
+    """Each run was over before the next one began: its served version still lies there, and nothing else."""
+    versions = list((runs.folder / "shared-weights").iterdir())
+    assert len(versions) == len(THROUGH_FILES)
+    assert sorted(version.name.partition("-v")[0] for version in versions) == ["e1"] * len(THROUGH_FILES)
+
+
+@pytest.mark.parametrize("run", THROUGH_FILES)
 def test_through_files_the_served_version_lies_there_once_and_whole(runs: Runs, run: str) -> None:
-    (version,) = (runs.folder / run / "weights").iterdir()
+    noted = (runs.folder / run / "written-weights.jsonl").read_text()
+    (version,) = (each for each in (runs.folder / "shared-weights").iterdir() if each.name in noted)
     assert version.name.startswith(f"e1-v{NUM_STEPS}-")
     assert is_whole(version)
     files = sorted(version.glob("*.safetensors"))

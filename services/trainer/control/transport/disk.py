@@ -2,7 +2,8 @@
 
 A version is written before engines know of it, so they stand still only while they load. The folder of the version that
 is served stays: engines that come back load it, and so do all of them when a later version fails. A folder has its name
-from its publication, and has it only once it is whole; what is neither served nor being published is deleted.
+from its publication, and has it only once it is whole; what is neither served nor being published is deleted. Several
+runs may write into one folder: each deletes only versions that it has noted in its own folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import DeadlineExceeded
+from headrace.errors import DeadlineExceeded, DiskFull
 from headrace.rpc.log import log
 from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
@@ -24,9 +25,11 @@ from services.trainer.control.rollout.recipients import Recipients
 from services.trainer.control.transport.port import Attempt, Offer, Source
 from services.trainer.devices.turns import Devices
 from services.trainer.files.durable import remove
+from services.trainer.files.durable_rows import append_rows
 
 _OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
 """A version's folder, and what a trainer that died has left of one: the epoch is in its name."""
+_NOTED = re.compile(r'"publication_id": "([^"]+)"')
 _SEGMENTS = re.compile(r"\.e(\d+)\.segments")
 """The shared memory of an epoch's trainer."""
 
@@ -48,13 +51,22 @@ class DiskTransport:
     """
 
     def __init__(
-        self, ranks: RankGroup, root: Path, devices: Devices, *, seconds: float, in_memory: bool = False
+        self,
+        ranks: RankGroup,
+        root: Path,
+        devices: Devices,
+        *,
+        seconds: float,
+        in_memory: bool = False,
+        written: Path | None = None,
     ) -> None:
+        """`written` is the file in which this run notes its versions; None where no other run writes below `root`."""
         self._ranks = ranks
         self._root = root
         self._devices = devices
         self._seconds = seconds
         self._in_memory = in_memory
+        self._written = written
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
         self._manifest: pb.Manifest | None = None
         self._served: Written | None = None
@@ -115,6 +127,8 @@ class DiskTransport:
         assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
         await self._devices.take()
         await self._sweep()  # what a trainer that died has left may be what fills the disk
+        if self._written is not None:
+            await asyncio.to_thread(_note, self._written, attempt.publication_id)
         writing = self._ranks.send_weights(attempt.publication_id, {}, deadline_seconds=self._seconds)
         try:
             sent = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
@@ -134,17 +148,38 @@ class DiskTransport:
         """Deletes what no engine needs. What cannot be deleted in time stays, with a warning."""
         needed = {written.folder.name for written in (self._served, self._offered) if written is not None}
         try:
-            work = partial(sweep, self._root, needed, self._epoch)
+            work = partial(sweep, self._root, needed, self._epoch, self._written)
             await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._deleting, work), self._seconds)
         except (TimeoutError, OSError) as error:
             log.warning("old_weights_kept", folder=str(self._root), error=str(error) or "the disk does not answer")
 
 
-def sweep(root: Path, needed: Collection[str], epoch: int) -> None:
-    """Deletes versions that are not `needed`, of this epoch and of older ones: a newer trainer has its own."""
+def sweep(root: Path, needed: Collection[str], epoch: int, written: Path | None = None) -> None:
+    """Deletes versions that are not `needed`, of this epoch and of older ones: a newer trainer has its own.
+
+    With `written` only those that this file notes.
+    """
+    own = None if written is None else _noted(written)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         found, segments = _OWN.fullmatch(path.name), _SEGMENTS.fullmatch(path.name)
-        if found and path.name not in needed and int(found[1]) <= epoch:
+        is_own = own is None or path.name.removeprefix(".").removesuffix(".draft") in own
+        if found and is_own and path.name not in needed and int(found[1]) <= epoch:
             remove(path)
         if segments and int(segments[1]) < epoch:
             remove(path)
+
+
+def _note(written: Path, publication_id: str) -> None:
+    try:
+        append_rows(written, [{"publication_id": publication_id}])
+    except OSError as error:
+        raise DiskFull(
+            f"the version that is published next cannot be noted in {written}: {error.strerror}: make room there"
+        ) from error
+
+
+def _noted(written: Path) -> set[str]:
+    try:
+        return set(_NOTED.findall(written.read_text(errors="replace")))
+    except FileNotFoundError:
+        return set()
