@@ -6,6 +6,7 @@ At 147 KB a sample SHA-256 costs three times what BLAKE3 does. https://multiform
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from blake3 import blake3
 
@@ -17,6 +18,19 @@ _SHA256_BYTES = 32
 def digest_of(data: bytes | memoryview) -> bytes:
     """The BLAKE3 multihash, 34 bytes."""
     return _BLAKE3 + blake3(data).digest()
+
+
+def batch_digest(group_digests: Iterable[bytes]) -> bytes:
+    """Names a batch by the digests of its groups in training order; 32 bytes."""
+    return hashlib.sha256(b"".join((b"headrace batch 2", *group_digests))).digest()
+
+
+def batch_digest_of_0_1(groups: Iterable[tuple[str, Iterable[bytes]]]) -> bytes:
+    """Computes the name that headrace 0.1.0 gives a batch: over (group id, digests of its payloads); 32 bytes."""
+    digest = hashlib.sha256()
+    for group_id, payload_digests in groups:
+        digest.update(b"".join((group_id.encode(), *payload_digests)))
+    return digest.digest()
 
 
 def matches(digest: bytes, data: bytes | memoryview) -> bool:

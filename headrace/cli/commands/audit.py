@@ -17,7 +17,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import AuditedLedger, read_ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger, damage_findings, read_ledger
 from headrace.ledger_tools.audit.payloads import check_payloads
 from headrace.ledger_tools.audit.record import Record, read_record
 from headrace.ledger_tools.audit.verdict import AuditVerdict, verdict_of
@@ -77,6 +77,7 @@ async def audit_ledger(
         for each in address.split(","):
             buffer = await stack.enter_async_context(BufferClient(each, deadline_seconds=timeout_seconds))
             ledgers.append(await read_ledger(buffer, stream, timeout_seconds))
+            found += await damage_findings(buffer, stream)
             if deep:
                 number, damaged = await check_payloads(buffer, ledgers[-1])
                 num_payloads += number

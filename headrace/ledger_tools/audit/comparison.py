@@ -56,6 +56,14 @@ def _compare_step(ledger: AuditedLedger, group: pb.Group) -> Iterator[Finding]:
     shown = group.step if group.HasField("step") else None
     if by_events != shown:
         yield Finding("batch", f"group {group.group_id} is of step {shown} in the ledger, of {by_events} by its events")
+    elif shown is not None and group.HasField("batch_index"):
+        place = ledger.replay.steps.batches[shown].index(group.group_id)
+        if place != group.batch_index:
+            yield Finding(
+                "order",
+                f"group {group.group_id} is number {group.batch_index} of step {shown}'s batch in the ledger, "
+                f"{place} by its events",
+            )
 
 
 def _compare_counts(ledger: AuditedLedger, stats: pb.StreamStats) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 lost, doubled, unaccounted   sample ids: what the ledger and the trainer do not agree about (see `verdict`)
 record                       trained.jsonl: a line that is damaged, missing, repeated or out of order
 order, digest                a step was fed its batch in another order, or under another digest
+damage                       something on the buffer's disk is not as it was written, or contradicts something else
 rerun                        a step was fed with other samples before a rewind than after it
 history                      events that are missing, unknown, or of a stream that they do not fit
 state                        a group that made a step it cannot make, or is not in the state that its events say

@@ -47,6 +47,18 @@ async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float)
         ) from error
 
 
+async def damage_findings(buffer: BufferClient, stream: str) -> list[Finding]:
+    """What the buffer has found damaged on its disk, unless it belongs to another stream."""
+    own = [one for one in await buffer.damage() if not one.group_id or one.group_id.rpartition("/")[0] == stream]
+    return [Finding("damage", f"{one.what}{_whose(one)}") for one in own]
+
+
+def _whose(damage: pb.Damage) -> str:
+    parts = [("group", damage.group_id), ("sample", damage.sample_id)]
+    named = ", ".join(f"{kind} {name}" for kind, name in parts if name)
+    return f" ({named})" if named else ""
+
+
 async def _config(buffer: BufferClient, stream: str) -> pb.StreamConfig:
     configs = {config.name: config for config in await buffer.list_streams()}
     if stream not in configs:

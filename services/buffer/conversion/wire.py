@@ -26,6 +26,7 @@ from services.buffer.conversion.wire_checks import (
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
+from services.buffer.ledger.indexed_stream import group_digest
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
@@ -248,6 +249,8 @@ def group_to_proto(group: Group) -> bytes:
         step=group.step,
         failure=_failure_to_proto(group.failure),
         position=group.position,
+        digest=group_digest(group) if group.samples else b"",
+        batch_index=group.batch_index,
     )
     return group_bytes(message, group.prompt.body, (record.envelope for record in group.samples))
 

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from headrace.digest import batch_digest, batch_digest_of_0_1
 from headrace.errors import DataLoss
 from services.buffer.ledger.admission import oldest_trainable, oldest_wanted, places_left
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
@@ -127,10 +128,17 @@ class IndexedStream:
         return group
 
     def batch_digest(self, step: int) -> bytes:
-        """SHA-256 over the ids of the groups and the digests of the samples in a step's batch, in order."""
+        """Names a step's batch by everything of it that is trained."""
         if step not in self._digests:
-            self._digests[step] = batch_digest(self.members(step))
+            self._digests[step] = batch_digest(map(group_digest, self.members(step)))
         return self._digests[step]
+
+    def is_batch(self, step: int, digest: bytes) -> bool:
+        """True when the digest names the step's batch; a buffer of 0.1.0 may have answered it before an upgrade."""
+        if digest == self.batch_digest(step):
+            return True
+        members = self.members(step)
+        return digest == batch_digest_of_0_1((group.group_id, [r.digest for r in group.samples]) for group in members)
 
     def take_ended(self, end: int, most: int) -> list[str]:
         """Removes and returns the ids of at most `most` groups that ended with a step below `end`."""
@@ -267,11 +275,10 @@ class IndexedStream:
             self.samples[record.sample_id] = group_id
 
 
-def batch_digest(groups: Sequence[Group]) -> bytes:
-    """SHA-256 over the group ids and sample digests in order."""
-    digest = hashlib.sha256()
-    for group in groups:
-        digest.update(group.group_id.encode())
-        for record in group.samples:
-            digest.update(record.digest)
-    return digest.digest()
+def group_digest(group: Group) -> bytes:
+    """SHA-256 over the group's id and all of its samples that is trained, as the ledger has it."""
+    parts = [group.group_id.encode(), str(group.oldest_version).encode()]
+    for record in group.samples:
+        counted = f"{record.sample_id} {record.index} {record.oldest_version} {record.reward}"
+        parts += counted.encode(), record.digest, record.envelope
+    return hashlib.sha256(b"".join([part for one in parts for part in (len(one).to_bytes(4), one)])).digest()

@@ -25,6 +25,7 @@ from services.buffer.ledger.commands.prompting import Finish
 from services.buffer.ledger.commands.retrying import Retried, retry
 from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import MAX_CHANGES, Work
+from services.buffer.ledger.counters import corrected
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.queues.leases import LeaseTable
@@ -51,6 +52,8 @@ class Ledger:
         self.deleted: dict[str, IndexedStream] = {}
         """Deleted streams; `purge_deleted` deletes their remaining groups."""
         self.lost_streams: frozenset[str] = frozenset()
+        self.problems: list[str] = []
+        """Counters that did not fit the groups that `restore` loaded."""
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
 
@@ -79,9 +82,14 @@ class Ledger:
             stream.place(group)
             if group.lease and not stream.state.deleted:
                 self._leases.grant(group, now.monotonic + stream.state.config.lease_seconds)
+        lost_groups = list(lost_groups)
+        lacking = {group_id.rpartition("/")[0] for group_id in lost_groups}
+        for name, stream in self.streams.items():
+            stream.state, problems = corrected(stream, is_complete=name not in lacking)
+            self.problems += problems
         for group_id in lost_groups:
-            if lacking := self.streams.get(group_id.rpartition("/")[0]):
-                lacking.note_lost(group_id)
+            if known := self.streams.get(group_id.rpartition("/")[0]):
+                known.note_lost(group_id)
 
     def stream(self, stream: str) -> IndexedStream:
         """Raises NotFound for a stream that was never created, DataLoss for one whose row is damaged."""

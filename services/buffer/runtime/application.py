@@ -117,6 +117,8 @@ class BufferApplication:
             snapshot.lost_streams,
             snapshot.lost_groups,
         )
+        for problem in ledger.problems:
+            log.error("ledger_damaged", what=problem)
         columns = Columns(columns_folder, max_bytes=max_column_bytes)
         await columns.restore(snapshot.groups)
         sources = PromptSources(user_code, prompt_files)
@@ -375,7 +377,7 @@ class BufferApplication:
 
     def damage(self) -> Sequence[Damage]:
         """Returns everything that was found damaged so far."""
-        return [*self._store.damage(), *self._columns.damage()]
+        return [*self._store.damage(), *map(Damage, self.ledger.problems), *self._columns.damage()]
 
     @property
     def store_name(self) -> str:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import sqlite3
 import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import decode, encode
+from msgspec.structs import replace
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
@@ -21,8 +28,12 @@ from headrace.ledger_tools.audit.record import read_record
 from headrace.ledger_tools.audit.verdict import verdict_of
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
+from services.buffer.ledger.group import SampleRecord
+from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite.database import checksum
+from services.buffer.store.sqlite.store import SqliteStore
 from services.trainer.data.record import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
@@ -168,3 +179,184 @@ async def test_groups_that_a_step_makes_the_ledger_forget_while_it_is_read_are_n
         verdict = verdict_of([ledger], read_record(file))
     assert len(ledger.groups) < len(ledger.replay.groups)
     assert verdict.is_clean
+
+
+class Tampered:
+    """The rows of a ledger in SQLite, changed with right checksums: as a fault of a program leaves them."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._database = ledger / "ledger.sqlite"
+
+    def change_state(self, change: Callable[[StreamState], StreamState]) -> None:
+        self._change("streams", "name", "train", lambda body: encode(change(decode(body, type=StreamState))))
+
+    def change_group(self, group_id: str, **values: object) -> None:
+        """The row is (fields, keys of samples, keys of partials)."""
+
+        def changed(body: bytes) -> bytes:
+            row = decode(body)
+            row[0] |= values
+            return encode(row)
+
+        self._change("groups", "group_id", group_id, changed)
+
+    def change_sample(self, sample_id: str, change: Callable[[SampleRecord], SampleRecord]) -> None:
+        with closing(sqlite3.connect(self._database)) as database:
+            rows = database.execute("SELECT key, body FROM samples").fetchall()
+        records = {key: decode(body, type=list[SampleRecord]) for key, body in rows}
+        (key,) = (key for key, those in records.items() if any(record.sample_id == sample_id for record in those))
+        new = [change(record) if record.sample_id == sample_id else record for record in records[key]]
+        self._change("samples", "key", key, lambda _: encode(new))
+
+    def _change(self, table: str, name: str, key: str, change: Callable[[bytes], bytes]) -> None:
+        with closing(sqlite3.connect(self._database)) as database, database:
+            (body,) = database.execute(f"SELECT body FROM {table} WHERE {name} = ?", (key,)).fetchone()
+            new = change(body)
+            assert new != body
+            values = (new, checksum(key, new), key)
+            assert database.execute(f"UPDATE {table} SET body = ?, crc = ? WHERE {name} = ?", values).rowcount == 1
+
+
+def with_envelope(change: Callable[[sample_pb2.SampleEnvelope], None]) -> Callable[[SampleRecord], SampleRecord]:
+    """Changes the envelope, which is what a trainer is given, and nothing else of the row."""
+
+    def changed(record: SampleRecord) -> SampleRecord:
+        envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
+        change(envelope)
+        return replace(record, envelope=envelope.SerializeToString())
+
+    return changed
+
+
+def set_reward(envelope: sample_pb2.SampleEnvelope, reward: float | None) -> None:
+    if reward is None:
+        envelope.ClearField("reward")
+    else:
+        envelope.reward = reward
+
+
+def set_range(envelope: sample_pb2.SampleEnvelope, **values: int) -> None:
+    for name, value in values.items():
+        setattr(envelope.policy_ranges[0], name, value)
+
+
+SAMPLE_CHANGES: dict[str, Callable[[SampleRecord], SampleRecord]] = {
+    "another reward": with_envelope(lambda envelope: set_reward(envelope, 0.0)),
+    "a reward that differs in its last digit": with_envelope(lambda envelope: set_reward(envelope, 1.0000000000000002)),
+    "no reward": with_envelope(lambda envelope: set_reward(envelope, None)),
+    "another reward in the row alone": lambda record: replace(record, reward=0.5),
+    "a newer policy version": with_envelope(lambda envelope: set_range(envelope, policy_version=9)),
+    "an older version in the row alone": lambda record: replace(record, oldest_version=-1),
+    "a range that begins later": with_envelope(lambda envelope: set_range(envelope, start=1)),
+    "a masked range": with_envelope(lambda envelope: set_range(envelope, masked=True)),
+    "fewer trained tokens": with_envelope(lambda envelope: setattr(envelope, "trained_tokens", 1)),
+    "a longer response": with_envelope(lambda envelope: setattr(envelope, "response_tokens", 3)),
+    "a longer prompt": with_envelope(lambda envelope: setattr(envelope, "prompt_tokens", 99)),
+    "another status": with_envelope(lambda envelope: setattr(envelope, "status", sample_pb2.SAMPLE_STATUS_ABORTED)),
+    "another rollout": with_envelope(lambda envelope: setattr(envelope, "rollout_id", "another")),
+}
+
+
+STATE_CHANGES: dict[str, Callable[[StreamState], StreamState]] = {
+    "num_taken + 3": lambda state: replace(state, num_taken=state.num_taken + 3),
+    "num_taken - 1": lambda state: replace(state, num_taken=state.num_taken - 1),
+    "num_taken 0": lambda state: replace(state, num_taken=0),
+    "too few inserted": lambda state: replace(state, num_inserted=state.num_inserted - 5),
+    "next_seq 0": lambda state: replace(state, next_seq=0),
+    "next_seq one too low": lambda state: replace(state, next_seq=state.next_seq - 1),
+    "shares of the sources": lambda state: replace(state, taken=(state.taken[0] + 4,)),
+}
+
+
+@pytest.fixture(scope="module")
+async def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five steps of four groups are trained, the last is not committed; two more groups are READY."""
+    folder = tmp_path_factory.mktemp("whole")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(22)))
+    store = SqliteStore(folder / "ledger")
+    async with served_buffer(store, prompt_root=folder) as (_, server), BufferClient(server.address) as client:
+        file = pb.FileSource(path=str(prompts), input_key="prompt")
+        await client.create_stream(
+            pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=4, max_staleness=1, files=[file])
+        )
+        await trained(client, TrainingRecord(folder / "trained.jsonl"), 5)
+        leases = (await client.lease_groups("train", "p", 100)).leases
+        await client.put_groups([complete_put(lease) for lease in leases])
+    return folder
+
+
+async def findings(folder: Path) -> Sequence[str]:
+    """What `headrace audit --deep` says about a run."""
+    store = SqliteStore(folder / "ledger")
+    async with served_buffer(store, prompt_root=folder) as (_, server):
+        found = await audit_ledger(server.address, "train", folder / "trained.jsonl", deep=True)
+    verdict = found.verdict
+    return [*verdict.lost, *verdict.doubled, *verdict.unaccounted, *(each.what for each in verdict.others)]
+
+
+def trained_samples(folder: Path) -> list[list[str]]:
+    """By step."""
+    return [json.loads(line)["sample_ids"] for line in (folder / "trained.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def tampered(whole_run: Path, tmp_path: Path) -> tuple[Path, Tampered]:
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder, ignore=shutil.ignore_patterns("lock"))
+    return folder, Tampered(folder / "ledger")
+
+
+async def test_a_run_that_nobody_changed_has_no_findings(tampered: tuple[Path, Tampered]) -> None:
+    assert await findings(tampered[0]) == []
+
+
+@pytest.mark.parametrize("step", [0, 4], ids=["committed", "consumed"])
+@pytest.mark.parametrize("change", SAMPLE_CHANGES)
+async def test_a_sample_that_would_train_otherwise_is_found(
+    tampered: tuple[Path, Tampered], change: str, step: int
+) -> None:
+    folder, rows = tampered
+    rows.change_sample(trained_samples(folder)[step][3], SAMPLE_CHANGES[change])
+    assert await findings(folder) != []
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 3), (1, 2)])
+async def test_two_groups_that_changed_places_in_a_batch_are_found(
+    tampered: tuple[Path, Tampered], places: tuple[int, int]
+) -> None:
+    folder, rows = tampered
+    groups = list(dict.fromkeys(sample_id.partition("#")[0] for sample_id in trained_samples(folder)[4]))
+    for place, other in (places, places[::-1]):
+        rows.change_group(groups[place], batch_index=other)
+    assert await findings(folder) != []
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES)
+async def test_a_counter_that_contradicts_the_groups_is_found(tampered: tuple[Path, Tampered], change: str) -> None:
+    folder, rows = tampered
+    rows.change_state(STATE_CHANGES[change])
+    assert await findings(folder) != []
+
+
+@pytest.mark.parametrize("next_seq", [0, 1, 7, 21])
+async def test_new_prompts_never_take_the_numbers_of_groups_that_are_there(
+    tampered: tuple[Path, Tampered], next_seq: int
+) -> None:
+    folder, rows = tampered
+    rows.change_state(lambda state: replace(state, next_seq=next_seq))
+    store = SqliteStore(folder / "ledger")
+    async with served_buffer(store, prompt_root=folder) as (_, server), BufferClient(server.address) as client:
+        before = {group.group_id: group for group in (await client.list_groups("train", page_size=100)).groups}
+        new = await client.submit_prompts("train", text_prompts(*(f"new {i}" for i in range(5))))
+        assert not before.keys() & set(new)
+        after = {group.group_id: group for group in (await client.list_groups("train", page_size=100)).groups}
+        assert {group_id: after[group_id] for group_id in before} == before
+
+
+def test_the_command_finds_a_changed_reward(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    sample_id = trained_samples(run.path)[2][0]
+    Tampered(run.ledger).change_sample(sample_id, SAMPLE_CHANGES["another reward"])
+    capsys.readouterr()
+    assert main(["audit", str(run.path), "--deep"]) == 1
+    assert "digest: line 3 feeds step 2 the batch" in capsys.readouterr().out

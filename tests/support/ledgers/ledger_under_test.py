@@ -49,6 +49,7 @@ class LedgerUnderTest:
             snapshot.oldest_position,
             lost_groups=snapshot.lost_groups,
         )
+        assert not self.ledger.problems or self.store.damage(), self.ledger.problems
 
     def do(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result

@@ -1253,7 +1253,9 @@ class LeaseBatchResponse(_message.Message):
     ready: _builtins.bool
     """False: not full yet, ask again; `groups` is empty then."""
     digest: _builtins.bytes
-    """SHA-256 over the group ids and sample digests in order (32 bytes); the key of ConsumeBatch."""
+    """Names the batch (32 bytes): SHA-256 over its groups in order, with their samples' envelopes and payload digests. The
+    key of ConsumeBatch. A buffer of 0.1.0 computes it over the group ids and payload digests alone.
+    """
     groups_ready: _builtins.int
     """Groups READY now, for progress while waiting."""
     next_group: _builtins.int
@@ -1740,6 +1742,8 @@ class Group(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its id."""
     state: Global___GroupState.ValueType
@@ -1750,6 +1754,12 @@ class Group(_message.Message):
     """The step that has it in its batch."""
     position: _builtins.int
     """Position of its latest event."""
+    digest: _builtins.bytes
+    """SHA-256 over its id and its samples' envelopes and payload digests as the ledger has them (32 bytes). The digest of a
+    batch is computed over these. Empty for a group without samples, and from a buffer of 0.1.0.
+    """
+    batch_index: _builtins.int
+    """Its place in the batch of `step`, from 0 in training order. Absent without a batch, and from a buffer of 0.1.0."""
     @_builtins.property
     def prompt(self) -> _sample_pb2.Prompt:
         """What it is generated from."""
@@ -1773,13 +1783,20 @@ class Group(_message.Message):
         step: _builtins.int | None = ...,
         failure: _sample_pb2.Failure | None = ...,
         position: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        batch_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "failure", b"failure", "prompt", b"prompt", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_index", b"_batch_index", "_step", b"_step", "batch_index", b"batch_index", "failure", b"failure", "prompt", b"prompt", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "attempts", b"attempts", "failure", b"failure", "group_id", b"group_id", "position", b"position", "prompt", b"prompt", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_index", b"_batch_index", "_step", b"_step", "attempts", b"attempts", "batch_index", b"batch_index", "digest", b"digest", "failure", b"failure", "group_id", b"group_id", "position", b"position", "prompt", b"prompt", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch_index: _TypeAlias = _typing.Literal["batch_index"]  # noqa: Y015
+    _WhichOneofArgType__batch_index: _TypeAlias = _typing.Literal["_batch_index", b"_batch_index"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_index) -> _WhichOneofReturnType__batch_index | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015

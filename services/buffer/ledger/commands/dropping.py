@@ -7,7 +7,7 @@ step's next LeaseBatch chooses again. This is the one way in which a step's batc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -94,13 +94,14 @@ def _check_size(stream: IndexedStream, steps: Iterable[int]) -> None:
         )
 
 
-def _take_back(work: Work, stream: IndexedStream, steps: Iterable[int]) -> None:
+def _take_back(work: Work, stream: IndexedStream, steps: Collection[int]) -> None:
     """Corrects the counts of groups taken, for the limiter and for each source's share."""
     state = stream.state
     members = [group for step in steps for group in stream.members(step)]
     of_source = Counter(group.source for group in members)
     taken = tuple(state.taken_of(i) - of_source[i] for i in range(len(state.cursors)))
-    work.set_state(stream, replace(state, num_taken=state.num_taken - len(members), taken=taken))
+    num_taken = state.num_taken - len(steps) * state.config.groups_per_step  # lost groups of a batch, too
+    work.set_state(stream, replace(state, num_taken=num_taken, taken=taken))
 
 
 def _drop(work: Work, stream: IndexedStream, group: Group, failure: Failure) -> None:

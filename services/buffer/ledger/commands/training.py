@@ -139,7 +139,7 @@ def consume(work: Work, stream: IndexedStream, epoch: int, step: int, digest: by
     groups = stream.batch(step)
     if groups is None:
         raise FailedPrecondition(f"step {step} of {stream.state.name} has no batch yet: LeaseBatch gives it one")
-    if stream.batch_digest(step) != digest:
+    if not stream.is_batch(step, digest):
         raise FailedPrecondition(
             f"step {step} of {stream.state.name} has the batch {stream.batch_digest(step).hex()[:16]}…, "
             f"not {digest.hex()[:16]}…: train on what LeaseBatch answered",

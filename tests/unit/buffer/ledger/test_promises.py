@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from msgspec.structs import replace
 
+from headrace.digest import batch_digest
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.ledger.commands.training import StepBatch
-from services.buffer.ledger.group import GroupState, Prompt
-from services.buffer.ledger.indexed_stream import batch_digest
+from services.buffer.ledger.group import Group, GroupState, Prompt
+from services.buffer.ledger.indexed_stream import group_digest
 from services.buffer.ledger.stream import ExpiryAction, Selection
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, rewarded, sample, without_samples
 
@@ -252,16 +255,20 @@ def test_promise_5_consuming_another_batch_than_the_given_one_is_refused(it: Led
         it.ledger.commit(it.now, "train", epoch, 1)
 
 
+def digest_of(groups: Sequence[Group]) -> bytes:
+    return batch_digest(map(group_digest, groups))
+
+
 def test_promise_5_a_batchs_digest_tells_other_samples_of_the_same_groups(it: LedgerUnderTest) -> None:
     it.put(it.lease())
     batch = it.batch(it.rewind(), 0)
     assert batch is not None
-    assert batch_digest(batch.groups) == batch.digest
+    assert digest_of(batch.groups) == batch.digest
     first, second = batch.groups
     other = replace(second, samples=tuple(replace(record, digest=bytes(32)) for record in second.samples))
-    assert batch_digest([first, other]) != batch.digest
-    assert batch_digest([second, first]) != batch.digest
-    assert batch_digest([first, replace(second, group_id="another")]) != batch.digest
+    assert digest_of([first, other]) != batch.digest
+    assert digest_of([second, first]) != batch.digest
+    assert digest_of([first, replace(second, group_id="another")]) != batch.digest
 
 
 def test_promise_5_consuming_again_changes_nothing(it: LedgerUnderTest) -> None:
