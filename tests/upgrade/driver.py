@@ -49,7 +49,7 @@ async def begin(client: BufferClient, folder: Path) -> None:
     kept = [*batch["sample_ids"], *(f"{ready.lease_id}/{index}" for index in range(2))]
     facts = {
         "held": held.SerializeToString().hex(),
-        "digest": batch["digest"],
+        "batch": batch["sample_ids"],
         "samples": await _digests(client, kept),
         "states": await _states(client),
     }
@@ -64,7 +64,7 @@ async def go_on(client: BufferClient, folder: Path) -> None:
     await _put(client, [pb.GroupLease.FromString(bytes.fromhex(facts["held"]))])
     record = TrainingRecord(folder / "trained.jsonl")
     epoch = (await client.rewind(STREAM, 1)).epoch
-    assert (await _train(client, record, epoch, 1)).hex() == facts["digest"], "the same batch"
+    assert await _train(client, record, epoch, 1) == facts["batch"], "the same batch"
     await _train(client, record, epoch, 2)
     for step in (3, 4):
         await _put(client, (await client.lease_groups(STREAM, "p", 2)).leases)
@@ -74,12 +74,13 @@ async def go_on(client: BufferClient, folder: Path) -> None:
     assert left == ["COMMITTED"] * 6 + ["FAILED", "DROPPED"] + ["COMMITTED"] * 4, left
 
 
-async def _train(client: BufferClient, record: TrainingRecord, epoch: int, step: int) -> bytes:
+async def _train(client: BufferClient, record: TrainingRecord, epoch: int, step: int) -> list[str]:
+    """Returns the batch's samples in training order."""
     reply = await client.lease_batch(STREAM, epoch, step, timeout_seconds=30)
     record.append(step, Batch.of(reply))
     await client.consume(STREAM, epoch, step, reply.digest)
     await client.set_policy_version(STREAM, epoch, step + 1)
-    return bytes(reply.digest)
+    return [sample.sample_id for group in reply.groups for sample in group.samples]
 
 
 async def _put(client: BufferClient, leases: Sequence[pb.GroupLease], *, large: bool = False) -> None:

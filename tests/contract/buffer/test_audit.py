@@ -22,7 +22,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.errors import Unavailable
+from headrace.errors import HeadraceError, Unavailable
 from headrace.ledger_tools.audit.ledger import read_ledger
 from headrace.ledger_tools.audit.record import read_record
 from headrace.ledger_tools.audit.verdict import verdict_of
@@ -348,7 +348,12 @@ async def test_new_prompts_never_take_the_numbers_of_groups_that_are_there(
     store = SqliteStore(folder / "ledger")
     async with served_buffer(store, prompt_root=folder) as (_, server), BufferClient(server.address) as client:
         before = {group.group_id: group for group in (await client.list_groups("train", page_size=100)).groups}
-        new = await client.submit_prompts("train", text_prompts(*(f"new {i}" for i in range(5))))
+        new: Sequence[str] | HeadraceError
+        try:
+            new = await client.submit_prompts("train", text_prompts(*(f"new {i}" for i in range(5))))
+        except HeadraceError as error:
+            new = error
+        assert isinstance(new, Sequence), new
         assert not before.keys() & set(new)
         after = {group.group_id: group for group in (await client.list_groups("train", page_size=100)).groups}
         assert {group_id: after[group_id] for group_id in before} == before

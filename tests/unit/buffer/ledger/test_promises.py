@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from headrace.digest import batch_digest
+from headrace.digest import batch_digest, batch_digest_of_0_1
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.ledger.commands.training import StepBatch
@@ -269,6 +269,16 @@ def test_promise_5_a_batchs_digest_tells_other_samples_of_the_same_groups(it: Le
     assert digest_of([first, other]) != batch.digest
     assert digest_of([second, first]) != batch.digest
     assert digest_of([first, replace(second, group_id="another")]) != batch.digest
+
+
+def test_promise_5_a_batch_that_a_buffer_of_0_1_gave_before_an_upgrade_is_consumed(it: LedgerUnderTest) -> None:
+    epoch = it.rewind()
+    it.put(it.lease())
+    batch = it.batch(epoch, 0)
+    assert batch is not None
+    old = batch_digest_of_0_1((group.group_id, [record.digest for record in group.samples]) for group in batch.groups)
+    assert old != batch.digest
+    assert it.do(it.ledger.consume(it.now, "train", epoch, 0, old)) == 1
 
 
 def test_promise_5_consuming_again_changes_nothing(it: LedgerUnderTest) -> None:

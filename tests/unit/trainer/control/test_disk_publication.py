@@ -175,6 +175,18 @@ def test_what_older_trainers_left_is_deleted_and_nothing_else(tmp_path: Path) ->
     sweep(tmp_path / "not there yet", set(), 2)
 
 
+def test_of_a_folder_that_runs_share_a_run_deletes_only_versions_that_it_noted(tmp_path: Path) -> None:
+    written, root = tmp_path / "written-weights.jsonl", tmp_path / "shared"
+    own, others = ["e1-v3-0a1b2c3d", "e2-v1-1a1b2c3d", "e2-v2-2a1b2c3d"], ["e1-v3-0000aaaa", "e2-v1-1111bbbb"]
+    written.write_text("".join(json.dumps({"publication_id": name}) + "\n" for name in own) + '{"publication_')
+    for name in (*own, *others, f".{own[0]}.draft", f".{others[0]}.draft"):
+        (root / name).mkdir(parents=True)
+    sweep(root, {own[2]}, 2, written)
+    assert sorted(path.name for path in root.iterdir()) == sorted([own[2], *others, f".{others[0]}.draft"])
+    sweep(root, set(), 2, tmp_path / "no version was written yet")
+    assert len(list(root.iterdir())) == 4
+
+
 async def test_a_trainer_makes_room_before_it_writes(tmp_path: Path) -> None:
     (tmp_path / "e0-v9-0a1b2c3d").mkdir()
     (tmp_path / ".e0-v9-1a1b2c3d.draft").mkdir()
