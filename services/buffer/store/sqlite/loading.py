@@ -118,7 +118,7 @@ def _lost_samples(connection: sqlite3.Connection, lost: Mapping[str, Mapping[int
     with suppress(sqlite3.DatabaseError, msgspec.MsgspecError):
         for (body,) in connection.execute("SELECT body FROM events WHERE position >= 1 ORDER BY position"):
             event = codec.load_event(body)
-            if event.group_id in lost and event.sample_ids:
+            if event.group_id is not None and event.group_id in lost and event.sample_ids:
                 ids[event.group_id] = event.sample_ids
     for group_id, keys in lost.items():
         for place, key in keys.items():
