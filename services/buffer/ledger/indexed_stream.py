@@ -6,6 +6,8 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.digest import batch_digest, batch_digest_of_0_1
 from headrace.errors import DataLoss
 from services.buffer.ledger.admission import oldest_trainable, oldest_wanted, places_left
@@ -15,6 +17,7 @@ from services.buffer.ledger.queues.change_order import ChangeOrder
 from services.buffer.ledger.queues.source_queues import SourceQueues
 from services.buffer.ledger.stream import StreamState
 
+_encode = msgspec.msgpack.Encoder().encode
 _WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
 _MAX_NAMED = 10
 _UNENDED = frozenset((GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED))
@@ -277,8 +280,5 @@ class IndexedStream:
 
 def group_digest(group: Group) -> bytes:
     """SHA-256 over the group's id and all of its samples that is trained, as the ledger has it."""
-    parts = [group.group_id.encode(), str(group.oldest_version).encode()]
-    for record in group.samples:
-        counted = f"{record.sample_id} {record.index} {record.oldest_version} {record.reward}"
-        parts += counted.encode(), record.digest, record.envelope
-    return hashlib.sha256(b"".join([part for one in parts for part in (len(one).to_bytes(4), one)])).digest()
+    samples = [(r.index, r.oldest_version, r.reward, r.digest, r.envelope) for r in group.samples]
+    return hashlib.sha256(_encode((group.group_id, group.oldest_version, samples))).digest()

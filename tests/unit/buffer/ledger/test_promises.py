@@ -265,8 +265,11 @@ def test_promise_5_a_batchs_digest_tells_other_samples_of_the_same_groups(it: Le
     assert batch is not None
     assert digest_of(batch.groups) == batch.digest
     first, second = batch.groups
-    other = replace(second, samples=tuple(replace(record, digest=bytes(32)) for record in second.samples))
-    assert digest_of([first, other]) != batch.digest
+    changes = ({"digest": bytes(32)}, {"envelope": b""}, {"reward": 0.5}, {"oldest_version": 9}, {"index": 5})
+    for change in changes:
+        other = replace(second, samples=(replace(second.samples[0], **change), *second.samples[1:]))
+        assert digest_of([first, other]) != batch.digest, change
+    assert digest_of([first, replace(second, samples=second.samples[::-1])]) != batch.digest
     assert digest_of([second, first]) != batch.digest
     assert digest_of([first, replace(second, group_id="another")]) != batch.digest
 
