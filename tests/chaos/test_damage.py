@@ -496,3 +496,34 @@ async def serves(buffer: BufferProcess, client: BufferClient) -> None:
     assert not ended.done(), buffer.log.splitlines()[-1]
     ended.cancel()
     await answered
+
+
+@pytest.mark.parametrize("point", ["copied", "kept", "replaced"])
+def test_a_kill_while_a_ledger_is_salvaged_leaves_one_that_starts(
+    point: str, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """Nothing catches it."""
+
+    calls = iter(("copied", "kept", "replaced"))
+
+    def kill_at(*_: object) -> None:
+        if next(calls) == point:
+            image(folder, tmp_path / "killed")
+            raise Killed
+
+    folder = tmp_path / "run"
+    with_damaged_pages(cases["closed"], (8,), folder)
+    with monkeypatch.context() as patch:
+        hardlink_to = Path.hardlink_to
+        patch.setattr(Path, "hardlink_to", lambda path, target: (kill_at(), hardlink_to(path, target)))
+        patch.setattr("services.buffer.store.sqlite.salvage.sync_folder", kill_at)
+        with pytest.raises(Killed):
+            SqliteStore(folder, file_bytes=_FILE_BYTES)
+    killed = tmp_path / "killed"
+    store = SqliteStore(killed, file_bytes=_FILE_BYTES)
+    store.load()
+    assert [damage.what for damage in store.damage() if "file as it was" in damage.what]
+    store.close()
+    assert not list(killed.glob("salvage-*"))
+    outlives_kills(killed)
