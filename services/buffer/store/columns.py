@@ -261,15 +261,21 @@ class Columns:
             return
         del self._counts[sha256]
         self._checked.pop(sha256, None)
-        is_damaged = self._damaged.pop(sha256, None) is not None and self._path(sha256).exists()
+        is_damaged = self._damaged.pop(sha256, None) is not None
         if self._whole.pop(sha256, None) is not None or is_damaged:
-            # Out of the way at once, so that it may be brought again; to free a large file takes its time.
-            self._num_deleted += 1
-            gone = self._path(sha256).with_suffix(f".{self._num_deleted}.deleted")
-            self._path(sha256).rename(gone)
-            unlinking = asyncio.ensure_future(self._pool.run(gone.unlink))
-            self._unlinking.add(unlinking)
-            unlinking.add_done_callback(self._unlinking.discard)
+            self._unlink(self._path(sha256))
+
+    def _unlink(self, path: Path) -> None:
+        """Out of the way at once, so that it may be brought again; to free a large file takes its time."""
+        self._num_deleted += 1
+        gone = path.with_suffix(f".{self._num_deleted}.deleted")
+        try:
+            path.rename(gone)
+        except FileNotFoundError:
+            return
+        unlinking = asyncio.ensure_future(self._pool.run(gone.unlink))
+        self._unlinking.add(unlinking)
+        unlinking.add_done_callback(self._unlinking.discard)
 
     # Readers
 

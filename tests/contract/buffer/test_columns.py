@@ -281,6 +281,20 @@ async def test_damaged_columns_are_named_by_a_start_before_anybody_asks_for_them
     assert named == {sample.envelope.sample_id for sample in put.samples}
 
 
+async def test_samples_whose_columns_are_damaged_or_missing_can_be_trained_away(
+    client: BufferClient, tmp_path: Path
+) -> None:
+    epoch = (await client.rewind("train", 0)).epoch
+    await put_one(client, "a", (1, 2))
+    damaged, missing = (tmp_path / "ledger" / "columns").iterdir()
+    overwrite(damaged)
+    missing.unlink()
+    assert await fetched(client, bytes.fromhex(damaged.name)) == "DataLoss"
+    await train(client, epoch, 0)
+    await become(tmp_path, 0)
+    assert await client.damage() == []
+
+
 async def test_a_put_that_names_a_damaged_column_uploads_it_again(client: BufferClient, tmp_path: Path) -> None:
     first = await put_one(client, "a", (4, 5))
     for file in (tmp_path / "ledger" / "columns").iterdir():
