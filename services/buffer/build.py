@@ -53,7 +53,13 @@ def train_stream(job: Job) -> StreamConfig:
         shard=shard,
         num_shards=num_shards,
         vocab_size=_vocab_size(job.model.hf_checkpoint),
+        needs_reward=needs_reward(job),
     )
+
+
+def needs_reward(job: Job) -> bool:
+    """True when the job's loss is made of rewards: supervised fine-tuning and distillation train without them."""
+    return job.train.loss_type != "sft_loss" and not job.distillation.use_opd
 
 
 def of_shard(job: Job, shard: int) -> Job:
