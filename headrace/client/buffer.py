@@ -75,9 +75,8 @@ class BufferClient(Buffer):
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
         """True when the stream existed. Without `force` a stream with groups that are to be trained is refused.
 
-        It deletes the stream that has the name when it is called, and no later one however often it is retried.
+        It deletes the stream that this client knows by the name, and no later one, however often it is retried.
         """
-        self._stream_ids.pop(stream, None)
         try:
             stream_id = await self._stream_id(stream)
         except NotFound:
