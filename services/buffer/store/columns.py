@@ -198,20 +198,19 @@ class Columns:
         for sample in samples:
             if not sample.columns:
                 continue
-            missing = next((sha256 for sha256 in sample.columns if sha256 not in self._whole), None)
-            if missing is not None:
-                raise FailedPrecondition(
-                    f"sample {sample.record.sample_id} names the column {missing.hex()[:16]}…, which was not uploaded: "
-                    "call UploadColumn before the put",
-                    reason="COLUMN_MISSING",
-                )
-            num_bytes = sum([self._whole[sha256] for sha256 in sample.columns])
-            if num_bytes != sample.record.column_bytes:
-                raise InvalidArgument(
-                    f"sample {sample.record.sample_id} says that its columns have {sample.record.column_bytes} bytes "
-                    f"out of line, but they have {num_bytes}",
-                    field="samples.envelope.out_of_line",
-                )
+            for column in sample_pb2.SampleEnvelope.FromString(sample.record.envelope).out_of_line:
+                named = f"sample {sample.record.sample_id} names the column {column.sha256.hex()[:16]}…"
+                num_bytes = self._whole.get(column.sha256)
+                if num_bytes is None:
+                    raise FailedPrecondition(
+                        f"{named}, which was not uploaded: call UploadColumn before the put", reason="COLUMN_MISSING"
+                    )
+                if num_bytes != column.num_bytes:
+                    raise InvalidArgument(
+                        f"{named} with {column.num_bytes} bytes, but {num_bytes} bytes were uploaded: give the "
+                        "column's length as num_bytes",
+                        field="samples.envelope.out_of_line",
+                    )
 
     def pin(self, key: str, columns: Sequence[bytes]) -> None:
         """Pins the columns that the sample under this key names."""
