@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,22 @@ from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
 from headrace.client.resumed.watch import resumed
 from headrace.client.shared_waits import SharedWaits
+from headrace.errors import FailedPrecondition, Fenced, NotFound
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
 
+_OfStream = (
+    pb.SubmitPromptsRequest
+    | pb.LeaseGroupsRequest
+    | pb.RetryGroupsRequest
+    | pb.DropGroupsRequest
+    | pb.LeaseBatchRequest
+    | pb.ConsumeBatchRequest
+    | pb.CommitStepRequest
+    | pb.RewindRequest
+    | pb.SetPolicyVersionRequest
+)
 _FETCH_AT_ONCE = 512
 _RELEASES_AT_ONCE = 500
 _RELEASE_BYTES = 16 << 20
@@ -42,6 +55,8 @@ class BufferClient(Buffer):
         )
         self._puts = PutQueue(self._send_puts)
         self._waits = SharedWaits()
+        self._stream_ids: dict[str, str] = {}
+        """Of the streams that this client works with, so that no call of it reaches a later stream of the same name."""
         self._deadline_seconds = deadline_seconds
 
     async def close(self) -> None:
@@ -54,12 +69,21 @@ class BufferClient(Buffer):
         """Creates the stream if it does not exist. Raises AlreadyExists when it exists with another config."""
         request = pb.CreateStreamRequest(config=config)
         reply: pb.CreateStreamResponse = await self._call(self._stub.CreateStream, request)
+        self._stream_ids[config.name] = reply.stream_id
         return reply
 
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
-        """True when the stream existed. Without `force` a stream with groups that are to be trained is refused."""
-        request = pb.DeleteStreamRequest(stream=stream, force=force)
+        """True when the stream existed. Without `force` a stream with groups that are to be trained is refused.
+
+        It deletes the stream that this client knows by the name, and no later one, however often it is retried.
+        """
+        try:
+            stream_id = await self._stream_id(stream)
+        except NotFound:
+            return False
+        request = pb.DeleteStreamRequest(stream=stream, force=force, stream_id=stream_id)
         reply: pb.DeleteStreamResponse = await self._call(self._stub.DeleteStream, request)
+        self._stream_ids.pop(stream, None)
         return reply.deleted
 
     async def list_streams(self) -> Sequence[pb.StreamConfig]:
@@ -70,7 +94,7 @@ class BufferClient(Buffer):
     async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
         """Group ids, one for each prompt."""
         request = pb.SubmitPromptsRequest(stream=stream, prompts=prompts)
-        reply: pb.SubmitPromptsResponse = await self._call(self._stub.SubmitPrompts, request)
+        reply: pb.SubmitPromptsResponse = await self._call_of_stream(self._stub.SubmitPrompts, request)
         return reply.group_ids
 
     # Producers
@@ -98,7 +122,8 @@ class BufferClient(Buffer):
             oldest_version=oldest_version,
         )
         awaited = (stream, oldest_version) if request_id is None else request.request_id
-        reply: pb.LeaseGroupsResponse = await self._wait(awaited, self._stub.LeaseGroups, request)
+        async with self._of_stream(request):
+            reply: pb.LeaseGroupsResponse = await self._wait(awaited, self._stub.LeaseGroups, request)
         for sample in (sample for lease in reply.leases for sample in lease.partial_samples):
             if sample.envelope.out_of_line:
                 sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
@@ -138,7 +163,7 @@ class BufferClient(Buffer):
     ) -> pb.RetryGroupsResponse:
         """Queues FAILED groups with all of their attempts; without ids the latest 4,096. Repeats do nothing."""
         request = pb.RetryGroupsRequest(stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids)
-        reply: pb.RetryGroupsResponse = await self._call(self._stub.RetryGroups, request)
+        reply: pb.RetryGroupsResponse = await self._call_of_stream(self._stub.RetryGroups, request)
         return reply
 
     async def drop_groups(
@@ -148,7 +173,7 @@ class BufferClient(Buffer):
         request = pb.DropGroupsRequest(
             stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids, reason=reason
         )
-        reply: pb.DropGroupsResponse = await self._call(self._stub.DropGroups, request)
+        reply: pb.DropGroupsResponse = await self._call_of_stream(self._stub.DropGroups, request)
         return reply
 
     # The trainer
@@ -160,7 +185,7 @@ class BufferClient(Buffer):
         request = pb.RewindRequest(
             stream=stream, step=step, request_id=request_id or uuid.uuid4().hex, least_epoch=least_epoch
         )
-        reply: pb.RewindResponse = await self._call(self._stub.Rewind, request)
+        reply: pb.RewindResponse = await self._call_of_stream(self._stub.Rewind, request)
         return reply
 
     async def try_lease_batch(
@@ -168,12 +193,13 @@ class BufferClient(Buffer):
     ) -> pb.LeaseBatchResponse:
         """The batch when it is full, else the number of groups that are ready."""
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
-        reply: pb.LeaseBatchResponse = await self._wait((stream, epoch, step), self._stub.LeaseBatch, request)
-        while reply.next_group:
-            request.first_group = reply.next_group
-            page: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request)
-            reply.groups.extend(page.groups)
-            reply.next_group = page.next_group
+        async with self._of_stream(request):
+            reply: pb.LeaseBatchResponse = await self._wait((stream, epoch, step), self._stub.LeaseBatch, request)
+            while reply.next_group:
+                request.first_group = reply.next_group
+                page: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request)
+                reply.groups.extend(page.groups)
+                reply.next_group = page.next_group
         return reply
 
     async def fetch_samples(
@@ -249,19 +275,19 @@ class BufferClient(Buffer):
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """Records that the step has used its batch; returns the next step."""
         request = pb.ConsumeBatchRequest(stream=stream, epoch=epoch, step=step, digest=digest)
-        reply: pb.ConsumeBatchResponse = await self._call(self._stub.ConsumeBatch, request)
+        reply: pb.ConsumeBatchResponse = await self._call_of_stream(self._stub.ConsumeBatch, request)
         return reply.next_step
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
         """Records that a checkpoint holds every step below `step`; returns the number of groups committed."""
         request = pb.CommitStepRequest(stream=stream, epoch=epoch, step=step)
-        reply: pb.CommitStepResponse = await self._call(self._stub.CommitStep, request)
+        reply: pb.CommitStepResponse = await self._call_of_stream(self._stub.CommitStep, request)
         return reply.num_groups
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Records the version that the engines serve; returns the number of groups that expired by it."""
         request = pb.SetPolicyVersionRequest(stream=stream, epoch=epoch, policy_version=policy_version)
-        reply: pb.SetPolicyVersionResponse = await self._call(self._stub.SetPolicyVersion, request)
+        reply: pb.SetPolicyVersionResponse = await self._call_of_stream(self._stub.SetPolicyVersion, request)
         return reply.num_expired
 
     # Readers
@@ -319,6 +345,27 @@ class BufferClient(Buffer):
 
     async def _call(self, method: Callable[..., Any], request: Message) -> Any:
         return await rpc.call(method, request, deadline_seconds=self._deadline_seconds, peer=self._peer)
+
+    async def _call_of_stream(self, method: Callable[..., Any], request: _OfStream) -> Any:
+        async with self._of_stream(request):
+            return await self._call(method, request)
+
+    @asynccontextmanager
+    async def _of_stream(self, request: _OfStream) -> AsyncIterator[None]:
+        """Names the request's stream by its id, too. Where it is not there any more, the next call asks who it is."""
+        request.stream_id = await self._stream_id(request.stream)
+        try:
+            yield
+        except (Fenced, NotFound, FailedPrecondition) as error:
+            if error.reason in ("FENCED", "NOT_FOUND", "OTHER_LEDGER"):
+                self._stream_ids.pop(request.stream, None)
+            raise
+
+    async def _stream_id(self, stream: str) -> str:
+        """Empty where the buffer is of a release without such ids. Raises NotFound."""
+        if stream not in self._stream_ids:
+            self._stream_ids[stream] = (await self.stats(stream)).stream_id
+        return self._stream_ids[stream]
 
     async def _wait(
         self, awaited: Hashable, method: Callable[..., Any], request: pb.LeaseGroupsRequest | pb.LeaseBatchRequest

@@ -53,6 +53,7 @@ def train_stream(job: Job) -> StreamConfig:
         shard=shard,
         num_shards=num_shards,
         vocab_size=_vocab_size(job.model.hf_checkpoint),
+        needs_reward=job.needs_reward,
     )
 
 

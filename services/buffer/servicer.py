@@ -9,7 +9,10 @@ import grpc
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import DataLoss, NotFound
 from headrace.rpc.interceptor import seconds_left
+from headrace.rpc.log import log
 from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import (
     cut_text,
@@ -76,11 +79,14 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
         config, created = await self._buffer.create_stream_of_client(wire_stream.config_from_proto(request.config))
-        return pb.CreateStreamResponse(config=wire_stream.config_to_proto(config), created=created)
+        stream_id = self._buffer.ledger.stream_id(config.name)
+        return pb.CreateStreamResponse(config=wire_stream.config_to_proto(config), created=created, stream_id=stream_id)
 
     async def DeleteStream(self, request: pb.DeleteStreamRequest, context: Context) -> pb.DeleteStreamResponse:
         stream = require_id(request.stream, "stream")
-        return pb.DeleteStreamResponse(deleted=await self._buffer.delete_stream(stream, force=request.force))
+        stream_id = _stream_id(request.stream_id)
+        deleted = await self._buffer.delete_stream(stream, force=request.force, stream_id=stream_id)
+        return pb.DeleteStreamResponse(deleted=deleted)
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.wait_until_durable()
@@ -91,7 +97,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_some(len(request.prompts), "prompts")
         require_at_most(len(request.prompts), MAX_PROMPTS_PER_CALL, "prompts")
         prompts = [wire.prompt_from_proto(prompt, i) async for i, prompt in paced(enumerate(request.prompts))]
-        return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
+        stream_id = _stream_id(request.stream_id)
+        return pb.SubmitPromptsResponse(
+            group_ids=await self._buffer.submit(request.stream, prompts, stream_id=stream_id)
+        )
 
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Context) -> pb.LeaseGroupsResponse:
         require_some(request.max_groups, "max_groups")
@@ -102,15 +111,28 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             min(request.max_groups, MAX_GROUPS_PER_LEASE),
             _wait_seconds(request.wait_seconds, context),
             request.oldest_version if request.HasField("oldest_version") else MAX_COUNTER,
+            stream_id=_stream_id(request.stream_id),
         )
-        leases = [await self._lease(group) async for group in paced(groups)]
+        found = [await self._lease(group) async for group in paced(groups)]
+        leases = [lease for lease in found if lease is not None]
         return wire.leases_to_proto(leases, reason, self._buffer.ledger.stream(request.stream).oldest_wanted())
 
-    async def _lease(self, group: Group) -> pb.GroupLease:
-        payloads = await self._buffer.payloads(group.partials) if group.partials else []
-        partials = [wire.sample_to_proto(r, p) for r, p in zip(group.partials, payloads, strict=True)]
+    async def _lease(self, group: Group) -> pb.GroupLease | None:
+        """None when the lease has ended since: an operator dropped the group, say, or deleted its stream."""
+        partials = await self._partials(group) if group.partials else []
         seconds = self._buffer.lease_seconds_left(group.live_lease.lease_id)
+        if seconds is None:
+            return None
         return wire.lease_to_proto(group, seconds, self._n_samples(group.stream), partials)
+
+    async def _partials(self, group: Group) -> list[sample_pb2.Sample]:
+        """None of them when one cannot be read: its group is generated from the start then."""
+        try:
+            payloads = await self._buffer.payloads(group.partials)
+        except (DataLoss, NotFound) as error:
+            log.warning("partial_samples_not_read", group_id=group.group_id, error=error.message)
+            return []
+        return [wire.sample_to_proto(r, p) for r, p in zip(group.partials, payloads, strict=True)]
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
@@ -130,7 +152,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
         require_at_most(len(request.group_ids), MAX_RETRIES_PER_CALL, "group_ids")
         request_id = require_id(request.request_id, "request_id")
-        retried = await self._buffer.retry(request.stream, request_id, request.group_ids)
+        stream_id = _stream_id(request.stream_id)
+        retried = await self._buffer.retry(request.stream, request_id, request.group_ids, stream_id=stream_id)
         return pb.RetryGroupsResponse(num_groups=retried.num_groups, num_failed=retried.num_failed)
 
     async def DropGroups(self, request: pb.DropGroupsRequest, context: Context) -> pb.DropGroupsResponse:
@@ -139,19 +162,28 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         group_ids = [require_id(group_id, "group_ids") for group_id in request.group_ids]
         require_some(len(request.reason), "reason")
         request_id = require_id(request.request_id, "request_id")
-        dropped = await self._buffer.drop(request.stream, request_id, group_ids, cut_text(request.reason))
+        dropped = await self._buffer.drop(
+            *(request.stream, request_id, group_ids, cut_text(request.reason)),
+            stream_id=_stream_id(request.stream_id),
+        )
         return pb.DropGroupsResponse(num_groups=dropped.num_groups, num_batches=dropped.num_batches)
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:  # type: ignore[override]  # raw puts
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
-        results = await self._buffer.put([await wire.put_from_proto(put) async for put in paced(request)])
+        needs_reward = self._buffer.ledger.needs_reward
+        puts = [
+            await wire.put_from_proto(put, needs_reward=needs_reward(put.rest.group_id)) async for put in paced(request)
+        ]
+        results = await self._buffer.put(puts)
         return pb.PutGroupsResponse(results=[wire.put_result_to_proto(result) for result in results])
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
         wait_seconds = _wait_seconds(request.wait_seconds, context)
-        batch, num_ready = await self._buffer.lease_batch(request.stream, request.epoch, request.step, wait_seconds)
+        batch, num_ready = await self._buffer.lease_batch(
+            *(request.stream, request.epoch, request.step, wait_seconds), stream_id=_stream_id(request.stream_id)
+        )
         if batch is None:
             return pb.LeaseBatchResponse(ready=False, groups_ready=num_ready).SerializeToString()
         rest = batch.groups[request.first_group :]
@@ -168,25 +200,34 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             yield b"".join(part for record, payload in chunk for part in sample_bytes(record, payload))
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
-        next_step = await self._buffer.consume(request.stream, request.epoch, request.step, request.digest)
+        next_step = await self._buffer.consume(
+            *(request.stream, request.epoch, request.step, request.digest), stream_id=_stream_id(request.stream_id)
+        )
         return pb.ConsumeBatchResponse(next_step=next_step)
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
         require_counter(request.step, "step")
-        return pb.CommitStepResponse(num_groups=await self._buffer.commit(request.stream, request.epoch, request.step))
+        stream_id = _stream_id(request.stream_id)
+        num_groups = await self._buffer.commit(request.stream, request.epoch, request.step, stream_id=stream_id)
+        return pb.CommitStepResponse(num_groups=num_groups)
 
     async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
         step = require_counter(request.step, "step")
         request_id = require_id(request.request_id, "request_id")
         least_epoch = require_counter(request.least_epoch, "least_epoch")
-        epoch, num_groups = await self._buffer.rewind(request.stream, step, request_id, least_epoch)
+        stream_id = _stream_id(request.stream_id)
+        epoch, num_groups = await self._buffer.rewind(
+            request.stream, step, request_id, least_epoch, stream_id=stream_id
+        )
         return pb.RewindResponse(epoch=epoch, num_groups=num_groups)
 
     async def SetPolicyVersion(
         self, request: pb.SetPolicyVersionRequest, context: Context
     ) -> pb.SetPolicyVersionResponse:
         require_counter(request.policy_version, "policy_version")
-        num_expired = await self._buffer.set_policy_version(request.stream, request.epoch, request.policy_version)
+        num_expired = await self._buffer.set_policy_version(
+            *(request.stream, request.epoch, request.policy_version), stream_id=_stream_id(request.stream_id)
+        )
         return pb.SetPolicyVersionResponse(num_expired=num_expired)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
@@ -268,10 +309,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     def _stats(self, stream: IndexedStream) -> pb.StreamStats:
         stats = wire_stats.stats_to_proto(stream)
         stats.trouble = self._buffer.trouble_of(stream.state.name) or ""
+        stats.stream_id = self._buffer.ledger.stream_id(stream.state.name)
         return stats
 
     def _n_samples(self, stream: str) -> int:
         return self._buffer.ledger.stream(stream).state.config.n_samples_per_prompt
+
+
+def _stream_id(sent: str) -> str | None:
+    return require_id(sent, "stream_id") if sent else None
 
 
 def _wait_seconds(asked: float, context: Context) -> float:

@@ -194,7 +194,7 @@ async def at_the_limits(buffer: BufferApplication, call: Calls) -> None:
     await call("ListStreams", pb.ListStreamsRequest())
     await call("DeleteStream", pb.DeleteStreamRequest(stream="train", force=True))
     with call.watchdog.watching("DeleteStream and what follows"):
-        while buffer.ledger.deleted["train"].groups:
+        while "train" in buffer.ledger.leftovers:
             await asyncio.sleep(0.01)
 
 

@@ -20,16 +20,17 @@ class FinishedGroup:
     """The samples of one group, as its data source gave them."""
 
     samples: tuple[sample_pb2.Sample, ...]
+    needs_reward: bool
 
     @classmethod
-    def parse(cls, packed: Sequence[bytes], n_samples: int, prompt_id: str) -> FinishedGroup:
+    def parse(cls, packed: Sequence[bytes], n_samples: int, prompt_id: str, *, needs_reward: bool) -> FinishedGroup:
         """Raises InvalidArgument for a group of fewer than `n_samples`."""
         if len(packed) < n_samples:
             raise InvalidArgument(
                 f"the data source brought {len(packed)} finished samples for {prompt_id}, n_samples_per_prompt is "
                 f"{n_samples}: return them as one list, or with one group_index"
             )
-        return cls(tuple(sample_pb2.Sample.FromString(data) for data in packed))
+        return cls(tuple(sample_pb2.Sample.FromString(data) for data in packed), needs_reward)
 
     def named(self, group_id: str, lease_id: str) -> tuple[NewSample, ...]:
         """Returns the samples as a producer would put them. Raises InvalidArgument for what cannot be put."""
@@ -43,5 +44,6 @@ class FinishedGroup:
             envelope.sample_id, envelope.group_id = f"{group_id}/again/{place}", group_id
             envelope.rollout_id = rollouts.setdefault(sample.envelope.rollout_id, envelope.sample_id)
             raw = RawSample(envelope.SerializeToString(deterministic=True), sample.payload)
-            new.append(to_finished(raw, group_id, payload_key(lease_id, place)))
+            key = payload_key(lease_id, place)
+            new.append(to_finished(raw, group_id, key, needs_reward=self.needs_reward))
         return distinct(new)

@@ -40,6 +40,11 @@ _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in 
 _STATE_NUMBERS = {state: number for number, state in _STATES.items()}
 _CONVERTED_AT_ONCE = 8
 """Samples before other work runs: their envelopes have half a MiB at most."""
+_SCORED = (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
+_NO_REWARD = sample_pb2.Failure(
+    reason="NO_REWARD",
+    message="the sample was put without a reward, and its stream trains by rewards: score samples before they are put",
+)
 _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
 
 
@@ -54,8 +59,8 @@ def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
-async def put_from_proto(put: RawPut) -> GroupPut:
-    """Checks everything about the put but its payloads' digests."""
+async def put_from_proto(put: RawPut, *, needs_reward: bool = False) -> GroupPut:
+    """Checks everything about the put but its payloads' digests. `needs_reward`: its stream trains by rewards."""
     message = put.rest
     group_id = require_id(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
@@ -72,7 +77,8 @@ async def put_from_proto(put: RawPut) -> GroupPut:
     new: list[NewSample] = []
     async for first in paced(range(0, len(samples), _CONVERTED_AT_ONCE)):
         some = enumerate(samples[first : first + _CONVERTED_AT_ONCE], first)
-        new += [to_finished(sample, group_id, payload_key(message.lease_id, i)) for i, sample in some]
+        keyed = [(payload_key(message.lease_id, i), sample) for i, sample in some]
+        new += [to_finished(sample, group_id, key, needs_reward=needs_reward) for key, sample in keyed]
     return GroupPut(
         lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
@@ -83,9 +89,13 @@ async def put_from_proto(put: RawPut) -> GroupPut:
     )
 
 
-def to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
+def to_finished(sample: RawSample, group_id: str, key: str, *, needs_reward: bool) -> NewSample:
+    """Makes a sample FAILED that lacks the reward by which it would be trained; the rest of its group stays."""
     envelope = _parse_envelope(sample.envelope)
     _check_finished(envelope)
+    if needs_reward and envelope.status in _SCORED and not envelope.HasField("reward"):
+        envelope.status = sample_pb2.SAMPLE_STATUS_FAILED
+        envelope.failure.CopyFrom(_NO_REWARD)
     # However a producer has encoded it: the same envelope is the same bytes, by which puts are compared.
     canonical = envelope.SerializeToString(deterministic=True)
     return _to_sample(RawSample(canonical, sample.payload), envelope, group_id, key)

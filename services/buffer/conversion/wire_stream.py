@@ -69,6 +69,7 @@ def config_from_proto(message: pb.StreamConfig) -> StreamConfig:
         shard=message.shard,
         num_shards=message.num_shards or 1,
         vocab_size=message.vocab_size if message.HasField("vocab_size") else None,
+        needs_reward=message.needs_reward,
     )
 
 
@@ -123,6 +124,7 @@ def config_to_proto(config: StreamConfig) -> pb.StreamConfig:
         over_sampling_groups=config.over_sampling_groups,
         limiter=_from_limiter(config.limiter) if config.limiter else None,
         vocab_size=config.vocab_size,
+        needs_reward=config.needs_reward,
     )
 
 

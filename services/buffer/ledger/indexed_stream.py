@@ -93,7 +93,7 @@ class IndexedStream:
 
     def note_lost(self, group_id: str) -> None:
         """Notes that the group's record is damaged, unless the name cannot be a group of this stream."""
-        if group_id not in self.groups and 0 <= self.seq_of(group_id) < self.state.next_seq:
+        if group_id not in self.groups and self.state.first_seq <= self.seq_of(group_id) < self.state.next_seq:
             self.lost_groups.add(group_id)
 
     def seq_of(self, group_id: str) -> int:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, Fenced, InvalidArgument, NotFound
 from headrace.wire.checks import shown
 from services.buffer.ledger.commands import producing, prompting, training
 from services.buffer.ledger.commands.dropping import Dropped, drop
@@ -49,8 +49,10 @@ class Ledger:
         """The history starts here; events below were deleted."""
         self._retain_events = retain_events
         self.streams: dict[str, IndexedStream] = {}
-        self.deleted: dict[str, IndexedStream] = {}
-        """Deleted streams; `purge_deleted` deletes their remaining groups."""
+        self.deleted: dict[str, StreamState] = {}
+        """The last stream of each name that no stream has now: its group numbers and epochs are not used again."""
+        self.leftovers: dict[str, list[Group]] = {}
+        """Groups of deleted streams by name, until `purge_deleted` deletes them. The name may be in use again."""
         self.lost_streams: frozenset[str] = frozenset()
         self.problems: list[str] = []
         """Counters that did not fit the groups that `restore` loaded."""
@@ -76,11 +78,17 @@ class Ledger:
         self.position = position
         self.oldest_position = oldest_position
         for state in streams:
-            (self.deleted if state.deleted else self.streams)[state.name] = IndexedStream(state)
+            if state.deleted:
+                self.deleted[state.name] = state
+            else:
+                self.streams[state.name] = IndexedStream(state)
         for group in sorted(groups, key=lambda g: g.position):
-            stream = self.deleted.get(group.stream) or self.stream(group.stream)
+            if group.stream in self.deleted or group.seq < self.stream(group.stream).state.first_seq:
+                self.leftovers.setdefault(group.stream, []).append(group)
+                continue
+            stream = self.stream(group.stream)
             stream.place(group)
-            if group.lease and not stream.state.deleted:
+            if group.lease:
                 self._leases.grant(group, now.monotonic + stream.state.config.lease_seconds)
         lost_groups = list(lost_groups)
         lacking = {group_id.rpartition("/")[0] for group_id in lost_groups}
@@ -100,10 +108,35 @@ class Ledger:
             )
         return self.streams[stream]
 
+    def stream_id(self, stream: str) -> str:
+        """Names the stream beyond its name: no other stream, of this ledger or another, has the same id."""
+        return f"{self.stream(stream).state.created_at}.{self._ledger_id}"
+
+    def require_same(self, stream: str, stream_id: str | None) -> None:
+        """Raises Fenced when the stream of this id was deleted and its name is used again. None: any stream will do."""
+        if stream_id is None or stream_id == (now_id := self.stream_id(stream)):
+            return
+        if stream_id.rpartition(".")[2] != self._ledger_id:
+            raise FailedPrecondition(
+                f"stream {stream} has the stream_id {now_id} in this ledger, the call says {shown(stream_id)}, which "
+                "is of another ledger: ask GetStats for the stream_id, or check the buffer's address and --data-dir",
+                reason="OTHER_LEDGER",
+            )
+        raise Fenced(
+            f"the stream {stream} with the stream_id {shown(stream_id)} was deleted, and another one of this name was "
+            f"created (stream_id {now_id}): stop what works on the deleted one; to use the new one, ask GetStats for "
+            "its stream_id"
+        )
+
     def vocab_size(self, group_id: str) -> int | None:
         """The vocabulary of the group's stream; None when it is unknown or the stream does not exist."""
         stream = self.streams.get(group_id.rpartition("/")[0])
         return None if stream is None else stream.state.config.vocab_size
+
+    def needs_reward(self, group_id: str) -> bool:
+        """True when samples of the group's stream are trained by their rewards."""
+        stream = self.streams.get(group_id.rpartition("/")[0])
+        return stream is not None and stream.state.config.needs_reward
 
     # Streams
 
@@ -119,7 +152,8 @@ class Ledger:
         work = self._work(now)
         if known is None:
             if gone := self.deleted.pop(state.name, None):
-                state = replace(state, next_seq=gone.state.next_seq, epoch=gone.state.epoch + 1)
+                state = replace(state, next_seq=gone.next_seq, first_seq=gone.next_seq, epoch=gone.epoch + 1)
+            state = replace(state, created_at=work.position + 1)
             stream = self.streams[state.name] = IndexedStream(state)
             work.set_state(stream, state)
             work.announce(stream, "stream_created")
@@ -136,11 +170,11 @@ class Ledger:
             work.announce(stream, "limits_changed", detail=changes)
         return self._done(work, None)
 
-    def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
+    def delete_stream(self, now: Instant, stream: str, *, force: bool, stream_id: str | None = None) -> Result[bool]:
         """True when the stream existed. Its groups are deleted by `purge_deleted`. Raises FailedPrecondition."""
         work = self._work(now)
         indexed = self.streams.get(stream)
-        if indexed is None:
+        if indexed is None or stream_id not in (None, self.stream_id(stream)):
             return self._done(work, False)
         if indexed.num_groups and not force:
             raise FailedPrecondition(
@@ -148,26 +182,25 @@ class Ledger:
                 "set force to delete them",
                 reason="NOT_EMPTY",
             )
-        self.deleted[stream] = self.streams.pop(stream)
+        state = self.streams.pop(stream).state
         work.announce(indexed, "stream_deleted", detail=f"with {len(indexed.groups)} groups")
-        state = indexed.state
         emptied = StreamState(state.config, state.epoch, next_seq=state.next_seq, deleted=True)
         work.set_state(indexed, emptied)
+        self.deleted[stream] = emptied
+        self.leftovers.setdefault(stream, []).extend(indexed.groups.values())
         return self._done(work, True)
 
     def purge_deleted(self, now: Instant, stream: str) -> Result[int]:
-        """Deletes a chunk of a deleted stream's groups; returns how many."""
+        """Deletes a chunk of the groups of deleted streams of this name; returns how many."""
         work = self._work(now)
-        if (indexed := self.deleted.get(stream)) is None:
-            return self._done(work, 0)
-        groups = list(islice(indexed.groups.values(), MAX_CHANGES))
-        for group in groups:
-            if group.lease and self._leases.find(group.lease.lease_id):
-                self._leases.end(group.lease.lease_id)
-            work.delete_payloads(group.records)
-            work.delete_group(indexed, group.group_id)
-            work.set_state(indexed, indexed.state)
-        return self._done(work, len(groups))
+        groups = self.leftovers.get(stream, [])
+        some = groups[-MAX_CHANGES:]
+        del groups[-MAX_CHANGES:]
+        if not groups:
+            self.leftovers.pop(stream, None)
+        for group in some:
+            work.purge(group)
+        return self._done(work, len(some))
 
     # Producers
 
@@ -210,9 +243,9 @@ class Ledger:
         """Returns why no group may be leased now; None when one may."""
         return producing.no_lease_reason(self.stream(stream))
 
-    def lease_seconds_left(self, now: Instant, lease_id: str) -> float:
-        """Returns the time until a live lease expires."""
-        return self._leases.seconds_left(lease_id, now.monotonic)
+    def lease_seconds_left(self, now: Instant, lease_id: str) -> float | None:
+        """Returns the time until a lease expires; None when it has ended."""
+        return self._leases.seconds_left(lease_id, now.monotonic) if self._live(lease_id) else None
 
     def renew(self, now: Instant, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns (renewed ids, ids of leases that have ended). It is not durable, because deadlines are not."""
@@ -280,10 +313,10 @@ class Ledger:
         work = self._work(now)
         due = self._leases.due(now.monotonic, MAX_CHANGES)
         for group in due:
-            if group.stream in self.streams:
-                producing.expire_lease(work, self.streams[group.stream], group)
-            elif group.lease:
-                self._leases.end(group.lease.lease_id)
+            if (stream := self._stream_with(group)) is not None:
+                producing.expire_lease(work, stream, group)
+            else:
+                self._leases.end(group.live_lease.lease_id)
         return self._done(work, len(due))
 
     def next_lease_deadline(self) -> float | None:
@@ -382,7 +415,12 @@ class Ledger:
     def _live(self, lease_id: str) -> Group | None:
         """Returns the group under a live lease; None when the lease ended or its stream is deleted."""
         group = self._leases.find(lease_id)
-        return group if group and group.stream in self.streams else None
+        return group if group and self._stream_with(group) else None
+
+    def _stream_with(self, group: Group) -> IndexedStream | None:
+        """None for a group of a deleted stream. Another stream of its name does not have it: ids are not used again."""
+        stream = self.streams.get(group.stream)
+        return stream if stream and group.group_id in stream.groups else None
 
     def _require_whole(self, stream: str) -> None:
         if stream in self.lost_streams:

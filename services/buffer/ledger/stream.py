@@ -36,6 +36,7 @@ _LIMITS = (
     "over_sampling_groups",
     "limiter",
     "vocab_size",
+    "needs_reward",
 )
 
 
@@ -88,6 +89,8 @@ class StreamConfig:
     num_shards: int = 1
     vocab_size: int | None = None
     """Token ids of samples are below it; None: not checked here."""
+    needs_reward: bool = False
+    """A COMPLETED or TRUNCATED sample without a reward is stored as FAILED."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -164,6 +167,10 @@ class StreamState(msgspec.Struct, frozen=True):
     """State → number of its groups that were deleted."""
     deleted: bool = False
     """The stream was deleted; its row stays, so that its group numbers and epochs are not used again."""
+    created_at: int = 0
+    """Position of its `stream_created` event, which no other stream has; 0 for streams of earlier releases."""
+    first_seq: int = 0
+    """Its first group's number. Lower ones were those of deleted streams with the same name."""
 
     @property
     def name(self) -> str:

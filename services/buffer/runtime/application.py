@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.errors import ResourceExhausted
+from headrace.errors import ResourceExhausted, RetryableError
 from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
@@ -135,7 +136,7 @@ class BufferApplication:
         opening = [task for indexed in ledger.streams.values() if (task := sources.resume(indexed.state))]
         if opening:
             await asyncio.wait(opening, timeout=_OPENING_SECONDS)
-        for stream in ledger.deleted:
+        for stream in list(ledger.leftovers):
             buffer._purge_deleted(stream)
         buffer._timer.start()
         buffer.store_watch.start()
@@ -192,20 +193,23 @@ class BufferApplication:
         if limits.name in self.ledger.streams:
             await self._changes.commit(self.ledger.set_limits(now(), limits))
 
-    async def delete_stream(self, stream: str, *, force: bool) -> bool:
+    async def delete_stream(self, stream: str, *, force: bool, stream_id: str | None = None) -> bool:
         """Returns True when the stream existed; its groups are deleted in chunks."""
         async with self._sources.locks[stream], self._changing[stream]:
-            deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
+            result = self.ledger.delete_stream(now(), stream, force=force, stream_id=stream_id)
+            deleted = await self._changes.commit(result)
             if deleted:
                 await self._sources.close_stream(stream)
                 self._purge_deleted(stream)
         return deleted
 
     def _purge_deleted(self, stream: str) -> None:
+        """Another stream may have the name by then: leftovers are nobody's, and their ids are not used again."""
+
         async def purge() -> None:
-            async with self._changing[stream]:  # before it may be created again
-                while await self._changes.commit(self.ledger.purge_deleted(now(), stream)):
-                    pass
+            while stream in self.ledger.leftovers and not self.journal.failed.done():
+                with suppress(RetryableError):  # the store is away, and will hear of it
+                    await self._changes.commit(self.ledger.purge_deleted(now(), stream))
 
         task = asyncio.create_task(purge())
         self._deleting.add(task)
@@ -215,10 +219,11 @@ class BufferApplication:
         """Returns why a stream's prompts cannot be read now; None when they can."""
         return self._sources.trouble_of(stream)
 
-    async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
+    async def submit(self, stream: str, prompts: Sequence[Prompt], *, stream_id: str | None = None) -> list[str]:
         """Returns one group id for each prompt."""
         group_ids: list[str] = []
         async with self._changing[stream]:
+            self.ledger.require_same(stream, stream_id)
             self.ledger.check_submit(stream, prompts)
             for first in range(0, len(prompts), _SUBMITTED_AT_ONCE):
                 some = prompts[first : first + _SUBMITTED_AT_ONCE]
@@ -226,12 +231,23 @@ class BufferApplication:
         return group_ids
 
     async def lease(
-        self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float, known_version: int
+        self,
+        stream: str,
+        producer_id: str,
+        request_id: str,
+        max_groups: int,
+        wait_seconds: float,
+        known_version: int,
+        *,
+        stream_id: str | None = None,
     ) -> tuple[list[Group], NoLeaseReason | None]:
         """Returns leased groups, or why there are none; at once when the oldest wanted version is above the known."""
+        same_id = stream_id or self.ledger.stream_id(stream)
 
         async def attempt() -> list[Group] | None:
+            self.ledger.require_same(stream, same_id)
             await self._reading.read(stream, max_groups, self._changes.note)
+            self.ledger.require_same(stream, same_id)
             result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
             if result[0]:
                 self._timer.granted()
@@ -241,8 +257,8 @@ class BufferApplication:
         groups = await self._changes.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
-    def lease_seconds_left(self, lease_id: str) -> float:
-        """Returns the time until a live lease expires."""
+    def lease_seconds_left(self, lease_id: str) -> float | None:
+        """Returns the time until a lease expires; None when it has ended."""
         return self.ledger.lease_seconds_left(now(), lease_id)
 
     def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -262,18 +278,26 @@ class BufferApplication:
         self._columns.require(samples)
         return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
 
-    async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
+    async def retry(
+        self, stream: str, request_id: str, group_ids: Sequence[str], *, stream_id: str | None = None
+    ) -> Retried:
+        self.ledger.require_same(stream, stream_id)
         return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
 
-    async def drop(self, stream: str, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
+    async def drop(
+        self, stream: str, request_id: str, group_ids: Sequence[str], reason: str, *, stream_id: str | None = None
+    ) -> Dropped:
+        self.ledger.require_same(stream, stream_id)
         return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
 
     async def lease_batch(
-        self, stream: str, epoch: int, step: int, wait_seconds: float
+        self, stream: str, epoch: int, step: int, wait_seconds: float, *, stream_id: str | None = None
     ) -> tuple[StepBatch | None, int]:
         """Returns the batch (or None), and how many groups are READY."""
+        same_id = stream_id or self.ledger.stream_id(stream)
 
         async def attempt() -> StepBatch | None:
+            self.ledger.require_same(stream, same_id)
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             if batch is None and self.ledger.is_starved(stream):
                 self._sources.require(self.ledger.stream(stream).state)
@@ -281,7 +305,6 @@ class BufferApplication:
                 return await self._choose(self._chooser, stream, epoch, step)
             return batch
 
-        self.ledger.stream(stream)
         batch = await self._changes.wait(stream, attempt, wait_seconds)
         return batch, self.ledger.stream(stream).counts[GroupState.READY]
 
@@ -295,6 +318,7 @@ class BufferApplication:
                 await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
                 chosen, dropped = await chooser.choose(step, packed, indexed.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
+            # A stream that was deleted meanwhile, and created again, is at another epoch.
             return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 
     def _packed(self, group: Group) -> list[bytes]:
@@ -302,33 +326,41 @@ class BufferApplication:
         samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
         return [wire.sample_to_proto(record, payload).SerializeToString() for record, payload in samples]
 
-    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes, *, stream_id: str | None = None) -> int:
         """Returns the next step."""
+        self.ledger.require_same(stream, stream_id)
         return await self._changes.commit(self.ledger.consume(now(), stream, epoch, step, digest))
 
-    async def commit(self, stream: str, epoch: int, step: int) -> int:
+    async def commit(self, stream: str, epoch: int, step: int, *, stream_id: str | None = None) -> int:
         """Returns the number of groups that became COMMITTED."""
         num_groups = 0
         async with self._changing[stream]:
+            self.ledger.require_same(stream, stream_id)
             for until in self.ledger.commit_steps(stream, epoch, step):
                 num_groups += await self._changes.commit(self.ledger.commit(now(), stream, epoch, until))
             while await self._changes.commit(self.ledger.delete_ended(now(), stream)) == MAX_CHANGES:
                 pass
         return num_groups
 
-    async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
+    async def rewind(
+        self, stream: str, step: int, request_id: str, least_epoch: int, *, stream_id: str | None = None
+    ) -> tuple[int, int]:
         """Returns (new epoch, groups that are READY again)."""
         num_back = 0
         async with self._changing[stream]:
+            self.ledger.require_same(stream, stream_id)
             for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
                 _, num_back = await self._changes.commit(self.ledger.rewind(now(), stream, until, None, 0, num_back))
             rewound = self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
             return await self._changes.commit(rewound)
 
-    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
+    async def set_policy_version(
+        self, stream: str, epoch: int, policy_version: int, *, stream_id: str | None = None
+    ) -> int:
         """Returns the number of groups that expired."""
         num_expired, some = 0, MAX_CHANGES
         while some == MAX_CHANGES:
+            self.ledger.require_same(stream, stream_id)
             some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
             num_expired += some
         return num_expired

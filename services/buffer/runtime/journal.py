@@ -106,7 +106,7 @@ class Journal:
         write: Callable[[Sequence[Transaction]], None],
         transactions: Sequence[Transaction],
     ) -> None:
-        changed = [t for t in transactions if t.events or t.streams]
+        changed = [t for t in transactions if t.events or t.streams or t.forgotten]
         try:
             if changed:
                 await asyncio.get_running_loop().run_in_executor(thread, write, changed)

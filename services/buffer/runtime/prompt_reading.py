@@ -69,7 +69,8 @@ class PromptReading:
                     ready[event.stream].append(group)
         for stream, groups in ready.items():
             packed = [each async for each in self._packed(groups)]
-            if stream in self._ledger.streams:  # else it was deleted since
+            known = self._ledger.streams.get(stream)
+            if known and groups[0].group_id in known.groups:  # else its stream was deleted since
                 await self._sources.hand_over(self._ledger.stream(stream).state, packed, partial(self._kept, stream))
 
     async def _choose(self, stream: str, count: int, note: Callable[[Result[None]], None]) -> None:
@@ -90,11 +91,13 @@ class PromptReading:
 
     async def _finished(self, stream: str, packed: Mapping[str, Sequence[bytes]]) -> dict[str, Finish]:
         """Raises FailedPrecondition for samples that could not be trained."""
-        n_samples = self._ledger.stream(stream).state.config.n_samples_per_prompt
+        config = self._ledger.stream(stream).state.config
         finished: dict[str, Finish] = {}
         try:
             async for prompt_id, samples in paced(list(packed.items())):
-                group = FinishedGroup.parse(samples, n_samples, prompt_id)
+                group = FinishedGroup.parse(
+                    samples, config.n_samples_per_prompt, prompt_id, needs_reward=config.needs_reward
+                )
                 trial = f"{stream}/0"
                 await self._check([(trial, sample) for sample in group.named(trial, f"{trial}#1")])
                 finished[prompt_id] = group.named

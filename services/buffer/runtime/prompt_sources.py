@@ -42,6 +42,7 @@ class PromptSources:
         self._data_sources: dict[str, DataSourceReader] = {}
         self._opening: dict[str, asyncio.Task[PromptMix]] = {}
         self._reading: dict[str, asyncio.Task[MixReading]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._troubles: dict[str, str] = {}
         self._tried: dict[str, float] = {}
         # A file that never answers keeps its thread: opening others must not keep those that are open from being read.
@@ -137,6 +138,7 @@ class PromptSources:
     async def close_stream(self, stream: str) -> None:
         """Closes the sources of a deleted stream."""
         await self._close(stream)
+        self._opening.pop(stream, None)
         self._troubles.pop(stream, None)
 
     async def close(self) -> None:
@@ -167,10 +169,15 @@ class PromptSources:
         return mix
 
     def _opened(self, state: StreamState, task: asyncio.Task[PromptMix]) -> None:
-        del self._opening[state.name]
         if task.cancelled():
             return
         error = task.exception()
+        if self._opening.get(state.name) is not task:  # its stream was deleted meanwhile
+            if error is None:
+                self._closing.add(closing := asyncio.create_task(task.result().close()))
+                closing.add_done_callback(self._closing.discard)
+            return
+        del self._opening[state.name]
         if error is None:
             self._mixes[state.name] = task.result()
             del self._troubles[state.name]

@@ -1,6 +1,7 @@
 """Columns too large for a message are files named by their SHA-256, stored for as long as a sample names them.
 
 absent → (upload, chunk by chunk) → partial → (the last chunk; checked, synced, renamed) → whole
+partial → (its caller has left, and another upload needs the room) → absent
 whole → (a put names it) → pinned → (the last sample that names it is deleted) → absent
 pinned → (its file is missing or has other bytes) → damaged → (upload) → pinned
 A column that no sample named within an hour is deleted, too. The samples' records say which columns they name.
@@ -33,6 +34,8 @@ from services.buffer.store.copy import CopiedFile
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
+_ABANDONED_SECONDS = 60.0
+"""An upload whose next chunk does not come for so long makes room for others."""
 _FILE_NAME = re.compile(r"[0-9a-f]{64}(\.part|\.\d+\.deleted)?")
 _THREADS = 4
 _CHECKED_AT_START_SECONDS = 5.0
@@ -52,7 +55,11 @@ async def _to_its_end(work: Coroutine[Any, Any, _Answer]) -> _Answer:
 
 @dataclass(slots=True)
 class _Upload:
-    """An unfinished upload. `num_bytes` is the announced size; after a restart it is None until announced again."""
+    """An unfinished upload. `num_bytes` is the announced size.
+
+    It is None after a restart, and when its caller has left, until the size is announced again: meanwhile others may
+    have the room.
+    """
 
     num_bytes: int | None
     reserved_bytes: int
@@ -162,20 +169,27 @@ class Columns:
         if sha256 in self._whole and await self._is_intact(sha256):
             return self._again(sha256, num_bytes)
         upload = self._upload(sha256, num_bytes)
-        async with upload.lock:
-            if sha256 in self._whole:
-                return num_bytes, True
-            try:
-                answer = await _to_its_end(self._pool.run(append, self._path(sha256), num_bytes, offset, data))
-            except (DataLoss, OSError):
-                self._uploads.pop(sha256, None)
-                raise
-            if answer[1]:
-                self._uploads.pop(sha256, None)
-                self._whole[sha256] = num_bytes
-                self._damaged.pop(sha256, None)
-                if (state := state_of(self._path(sha256))) is not None:
-                    self._checked[sha256] = state
+        try:
+            async with upload.lock:
+                if sha256 in self._whole:
+                    return num_bytes, True
+                return await _to_its_end(self._append(sha256, num_bytes, offset, data))
+        except asyncio.CancelledError:
+            upload.num_bytes = None
+            raise
+
+    async def _append(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        try:
+            answer = await self._pool.run(append, self._path(sha256), num_bytes, offset, data)
+        except (DataLoss, OSError):
+            self._uploads.pop(sha256, None)
+            raise
+        if answer[1]:
+            self._uploads.pop(sha256, None)
+            self._whole[sha256] = num_bytes
+            self._damaged.pop(sha256, None)
+            if (state := state_of(self._path(sha256))) is not None:
+                self._checked[sha256] = state
         return answer
 
     def _again(self, sha256: bytes, num_bytes: int) -> tuple[int, bool]:
@@ -196,24 +210,44 @@ class Columns:
             )
         if upload and upload.num_bytes == num_bytes:
             return upload
-        self._require_room(num_bytes - (upload.reserved_bytes if upload else 0))
-        upload = self._uploads[sha256] = _Upload(num_bytes, num_bytes)
+        upload = upload or _Upload(None, 0)
+        self._make_room(upload, num_bytes - upload.reserved_bytes)
+        upload.num_bytes = upload.reserved_bytes = num_bytes
+        self._uploads[sha256] = upload
         return upload
 
-    def _require_room(self, num_bytes: int) -> None:
+    def _make_room(self, upload: _Upload, num_bytes: int) -> None:
+        """Deletes uploads whose callers have left, the oldest first, as far as this one needs their room."""
         self._folder  # noqa: B018  # raises where there is none
-        if len(self._uploads) >= MAX_UPLOADS:
-            raise ResourceExhausted(
-                f"{len(self._uploads)} uploads of columns are unfinished, which is the limit: finish some, or wait "
-                f"{_ORPHAN_SECONDS:g} s until abandoned ones are deleted",
+        others = [sha256 for sha256, other in self._uploads.items() if other is not upload]
+        ages = sorted((self._touched.get(sha256, 0.0), sha256) for sha256 in others)
+        abandoned = iter([age for age in ages if self._is_abandoned(*age)])
+        while refusal := self._refusal(upload, num_bytes):
+            if (oldest := next(abandoned, None)) is None:
+                raise refusal
+            del self._uploads[oldest[1]]
+            self._unlink(self._path(oldest[1]).with_suffix(PART))
+
+    def _is_abandoned(self, touched: float, sha256: bytes) -> bool:
+        upload = self._uploads[sha256]
+        has_left = upload.num_bytes is None or time.monotonic() - touched > _ABANDONED_SECONDS
+        return has_left and not upload.lock.locked()
+
+    def _refusal(self, upload: _Upload, num_bytes: int) -> ResourceExhausted | None:
+        num_others = sum(one is not upload for one in self._uploads.values())
+        if num_others >= MAX_UPLOADS:
+            return ResourceExhausted(
+                f"{num_others} uploads of columns are unfinished, which is the limit: finish some, or wait "
+                f"{_ABANDONED_SECONDS:g} s until abandoned ones may be deleted",
                 retry_after_seconds=5.0,
             )
         if self.num_bytes + num_bytes > self._max_bytes:
-            raise ResourceExhausted(
+            return ResourceExhausted(
                 f"columns hold {self.num_bytes} bytes, {num_bytes} more exceed {self._max_bytes} (max_payload_bytes): "
                 "raise it, or save checkpoints more often",
                 retry_after_seconds=1.0,
             )
+        return None
 
     # What samples name
 
@@ -222,20 +256,19 @@ class Columns:
         for sample in samples:
             if not sample.columns:
                 continue
-            missing = next((sha256 for sha256 in sample.columns if sha256 not in self._whole), None)
-            if missing is not None:
-                raise FailedPrecondition(
-                    f"sample {sample.record.sample_id} names the column {missing.hex()[:16]}…, which was not uploaded: "
-                    "call UploadColumn before the put",
-                    reason="COLUMN_MISSING",
-                )
-            num_bytes = sum([self._whole[sha256] for sha256 in sample.columns])
-            if num_bytes != sample.record.column_bytes:
-                raise InvalidArgument(
-                    f"sample {sample.record.sample_id} says that its columns have {sample.record.column_bytes} bytes "
-                    f"out of line, but they have {num_bytes}",
-                    field="samples.envelope.out_of_line",
-                )
+            for column in sample_pb2.SampleEnvelope.FromString(sample.record.envelope).out_of_line:
+                named = f"sample {sample.record.sample_id} names the column {column.sha256.hex()[:16]}…"
+                num_bytes = self._whole.get(column.sha256)
+                if num_bytes is None:
+                    raise FailedPrecondition(
+                        f"{named}, which was not uploaded: call UploadColumn before the put", reason="COLUMN_MISSING"
+                    )
+                if num_bytes != column.num_bytes:
+                    raise InvalidArgument(
+                        f"{named} with {column.num_bytes} bytes, but {num_bytes} bytes were uploaded: give the "
+                        "column's length as num_bytes",
+                        field="samples.envelope.out_of_line",
+                    )
 
     def pin(self, record: SampleRecord, columns: Sequence[bytes]) -> None:
         """Pins the columns that the sample names."""
@@ -271,7 +304,7 @@ class Columns:
         gone = path.with_suffix(f".{self._num_deleted}.deleted")
         try:
             path.rename(gone)
-        except FileNotFoundError:
+        except FileNotFoundError:  # nothing of it was written yet, or the file is what is damaged
             return
         unlinking = asyncio.ensure_future(self._pool.run(gone.unlink))
         self._unlinking.add(unlinking)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +32,8 @@ from headrace.rpc import call as rpc
 from headrace.trajectory import Sample
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import StreamConfig
-from services.buffer.ledger.transaction import Transaction
+from services.buffer.ledger.transaction import Instant, Transaction
+from services.buffer.runtime import clock as runtime_clock
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
@@ -444,3 +445,79 @@ async def test_two_samples_of_one_index_need_a_shared_rollout_id(client: BufferC
         sample.envelope.rollout_id = "one"
     (result,) = await client.put_groups([put])
     assert (result.state, result.HasField("refused")) == (pb.GROUP_STATE_READY, False)
+
+
+async def trained(client: BufferClient, epoch: int, num_steps: int) -> list[pb.LeaseBatchResponse]:
+    """So many steps from 0 on, none committed."""
+    batches = []
+    for step in range(num_steps):
+        await client.submit_prompts("train", text_prompts(*(f"{step}/{i}" for i in range(2))))
+        await client.put_groups([complete_put(x) for x in (await client.lease_groups("train", "p", 2)).leases])
+        batches.append(await client.lease_batch("train", epoch, step))
+        await client.consume("train", epoch, step, batches[-1].digest)
+        await client.set_policy_version("train", epoch, step + 1)
+    return batches
+
+
+@pytest.mark.parametrize(("committed", "checkpoint"), [(0, 1), (0, 4), (1, 3), (2, 5)])
+async def test_after_a_rewind_no_step_before_the_checkpoint_is_given_again(
+    tmp_path: Path, committed: int, checkpoint: int
+) -> None:
+    """Though no commit covers it yet: the trainer's checkpoint has trained on it. So it is after a restart."""
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(stream())
+        epoch = (await client.rewind("train", 0)).epoch
+        batches = await trained(client, epoch, 5)
+        await client.commit("train", epoch, committed)
+        epoch = (await client.rewind("train", checkpoint)).epoch
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        for step in range(checkpoint):
+            with pytest.raises(FailedPrecondition, match=f"steps from {checkpoint} on can be leased again"):
+                await client.try_lease_batch("train", epoch, step)
+            with pytest.raises(FailedPrecondition, match=f"steps from {checkpoint} on can be leased again"):
+                await client.consume("train", epoch, step, batches[step].digest)
+        for step in range(checkpoint, 5):
+            again = await client.try_lease_batch("train", epoch, step)
+            assert again.digest == batches[step].digest
+            await client.consume("train", epoch, step, again.digest)
+        earlier = (await client.rewind("train", committed)).epoch
+        assert (await client.try_lease_batch("train", earlier, committed)).digest == batches[committed].digest
+
+
+class AwayStore(MemoryStore):
+    """Its database is away while `away` is set."""
+
+    away = False
+
+    @property
+    def waiting_for(self) -> Unavailable | None:
+        return Unavailable("the database is away: try again") if self.away else None
+
+
+@pytest.mark.parametrize(
+    ("lease_seconds", "away_seconds", "num_leases"), [(60.0, 61.0, 1), (5.0, 3_600.0, 3), (600.0, 601.0, 40)]
+)
+async def test_leases_have_their_full_time_when_the_database_is_back(
+    monkeypatch: pytest.MonkeyPatch, lease_seconds: float, away_seconds: float, num_leases: int
+) -> None:
+    clock = [0.0]
+    real = runtime_clock.now
+    later: Callable[[], Instant] = lambda: Instant(real().monotonic + clock[0], real().unix)  # noqa: E731
+    for module in ("application", "lease_timer"):
+        monkeypatch.setattr(f"services.buffer.runtime.{module}.now", later)
+    store = AwayStore()
+    async with served_buffer(store) as (buffer, server), BufferClient(server.address) as client:
+        heard: asyncio.Queue[bool] = asyncio.Queue()
+        buffer.store_watch.listeners.append(heard.put)  # told after those that keep the leases
+        await client.create_stream(stream(lease_seconds=lease_seconds, max_staleness=100))
+        await client.submit_prompts("train", text_prompts(*(f"{i}" for i in range(num_leases))))
+        leases = (await client.lease_groups("train", "p", num_leases)).leases
+        assert len(leases) == num_leases
+        store.away = True
+        assert not await heard.get()
+        clock[0] += away_seconds
+        store.away = False
+        assert await heard.get()
+        clock[0] += lease_seconds / 2
+        assert len(buffer.renew([x.lease_id for x in leases])[0]) == num_leases
+        assert (await client.stats("train")).groups["LEASED"] == num_leases

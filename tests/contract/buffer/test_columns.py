@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import os
+import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn, taken_out
 from headrace.errors import DataLoss, FailedPrecondition, HeadraceError, NotFound
 from headrace.job.schema.buffer import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
+from services.buffer.store import column_file
 from services.buffer.store.columns import Columns
 from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.verify import verify
@@ -349,3 +355,231 @@ async def kill_in_the_middle(buffer: BufferProcess, folder: Path) -> None:
         await asyncio.sleep(0.005)
     await buffer.kill()
     await buffer.start()
+
+
+ROOM = 64 << 10
+"""What all columns of the small buffer may have."""
+
+
+@asynccontextmanager
+async def small_buffer(tmp_path: Path) -> AsyncIterator[BufferClient]:
+    store, folder = SqliteStore(tmp_path / "ledger"), tmp_path / "ledger" / "columns"
+    async with (
+        served_buffer(store, columns_folder=folder, max_column_bytes=ROOM) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        yield client
+
+
+def chunk(data: bytes, end: int, *, offset: int = 0) -> pb.UploadColumnRequest:
+    sha256 = hashlib.sha256(data).digest()
+    return pb.UploadColumnRequest(sha256=sha256, num_bytes=len(data), offset=offset, data=data[offset:end])
+
+
+@dataclasses.dataclass
+class HeldAppend:
+    """Writes of columns wait while it holds them, so that a caller can leave in the middle of one."""
+
+    entered: threading.Event = dataclasses.field(default_factory=threading.Event)
+    may_go_on: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def __call__(self, path: Path, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        self.entered.set()
+        assert self.may_go_on.wait(60)
+        return column_file.append(path, num_bytes, offset, data)
+
+
+async def left_in_the_middle(client: BufferClient, request: pb.UploadColumnRequest, held: HeldAppend) -> None:
+    """A call whose caller leaves while its chunk is written."""
+    held.entered.clear()
+    held.may_go_on.clear()
+    call = client._stub.UploadColumn(request, timeout=60.0)
+    async with asyncio.timeout(60):
+        while not held.entered.is_set():
+            await asyncio.sleep(0.002)
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await client.position()  # a call behind it on the connection: the server has heard of the cancellation
+    held.may_go_on.set()
+
+
+async def upload_when_there_is_room(client: BufferClient, data: bytes) -> None:
+    """The server may hear a moment later that another caller has left."""
+    is_refused, end = True, time.monotonic() + 2
+    while is_refused and time.monotonic() < end:
+        try:
+            await client._stub.UploadColumn(chunk(data, len(data)), timeout=60.0)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            await asyncio.sleep(0.02)
+        else:
+            is_refused = False
+    assert not is_refused, "the room of callers that have left is reserved"
+
+
+@pytest.mark.parametrize(
+    ("announced", "written"), [((ROOM,), 1), ((ROOM // 2, ROOM // 2), ROOM // 4), ((1_000, ROOM - 2_000, 900), 500)]
+)
+async def test_a_caller_that_leaves_in_the_middle_of_an_upload_leaves_its_room_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: tuple[int, ...], written: int
+) -> None:
+    held = HeldAppend()
+    monkeypatch.setattr("services.buffer.store.columns.append", held)
+    async with small_buffer(tmp_path) as client:
+        for i, num_bytes in enumerate(announced):
+            await left_in_the_middle(client, chunk(bytes([i]) * num_bytes, written), held)
+        for seed in (b"a", b"b"):  # the second one is refused, as the first one is whole
+            data = seed * (ROOM - 100)
+            if seed == b"a":
+                await upload_when_there_is_room(client, data)
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
+                    await client._stub.UploadColumn(chunk(data, len(data)), timeout=60.0)
+
+
+@pytest.mark.parametrize("silent_seconds", [61.0, 200.0, 3_500.0])
+async def test_an_upload_whose_next_chunk_does_not_come_leaves_its_room_after_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_seconds: float
+) -> None:
+    """And goes on from its beginning when its caller is back and there is room again."""
+    first, second = b"1" * (ROOM - 10), b"2" * 5_000
+    later = [0.0]
+    real = time.monotonic
+    monkeypatch.setattr("services.buffer.store.columns.time.monotonic", lambda: real() + later[0])
+    async with small_buffer(tmp_path) as client:
+        upload = client._stub.UploadColumn
+        assert (await upload(chunk(first, 20_000), timeout=60.0)).next_offset == 20_000
+        with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
+            await upload(chunk(second, 5_000), timeout=60.0)
+        later[0] = 30.0
+        assert (await upload(chunk(first, 40_000, offset=20_000), timeout=60.0)).next_offset == 40_000
+        later[0] += silent_seconds
+        (answer,) = await asyncio.gather(upload(chunk(second, 5_000), timeout=60.0), return_exceptions=True)
+        assert isinstance(answer, pb.UploadColumnResponse), answer
+        assert answer.complete
+        with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
+            await upload(chunk(first, ROOM, offset=40_000), timeout=60.0)
+        assert (await upload(chunk(b"3" * (ROOM - 6_000), 1), timeout=60.0)).next_offset == 1
+
+
+async def test_a_caller_that_leaves_and_is_back_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldAppend()
+    monkeypatch.setattr("services.buffer.store.columns.append", held)
+    async with small_buffer(tmp_path) as client:
+        data = bytes(range(250)) * 200
+        await left_in_the_middle(client, chunk(data, 10_000), held)
+        assert (await client._stub.UploadColumn(chunk(data, 0), timeout=60.0)).next_offset == 10_000
+        await left_in_the_middle(client, chunk(data, len(data), offset=10_000), held)
+        # The last chunk was written all the same: the column is there, and its bytes count once.
+        assert (await client._stub.UploadColumn(chunk(data, 0), timeout=60.0)).complete
+        await upload_when_there_is_room(client, b"x" * (ROOM - len(data)))
+        with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
+            await client._stub.UploadColumn(chunk(b"y", 1), timeout=60.0)
+
+
+async def leased_with_partial(client: BufferClient, seed: int) -> pb.GroupLease:
+    """Leases the one group and releases it with a partial sample that has a column of its own."""
+    (lease,) = (await client.lease_groups("train", "p", 1)).leases
+    partial = with_experts(lease, 0, 2 * MIB, seed).pack()
+    await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=[partial])])
+    return lease
+
+
+def failed(lease: pb.GroupLease, outcome: pb.PutOutcome.ValueType) -> pb.GroupPut:
+    failure = sample_pb2.Failure(reason="WHY", message="for the test")
+    return pb.GroupPut(lease_id=lease.lease_id, group_id=lease.group_id, outcome=outcome, failure=failure)
+
+
+@pytest.mark.parametrize(
+    "end", ["newer partials", "complete", "failed", "dropped", "by an operator", "with its stream"]
+)
+async def test_columns_of_partial_samples_go_when_the_group_does_not_need_them(
+    client: BufferClient, tmp_path: Path, end: str
+) -> None:
+    await client.delete_stream("train")
+    await client.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=1, max_attempts=1))
+    await client.submit_prompts("train", text_prompts("a"))
+    await leased_with_partial(client, 1)
+    first = files(tmp_path)
+    assert len(first) == 1
+    if end == "newer partials":
+        await leased_with_partial(client, 2)
+        await become(tmp_path, 1)
+        assert files(tmp_path).isdisjoint(first)
+        return
+    (lease,) = (await client.lease_groups("train", "p", 1)).leases
+    if end == "complete":
+        await client.put_groups([put_of(lease, [completed_sample(lease, i, 0) for i in range(2)])])
+    elif end == "by an operator":
+        await client.drop_groups("train", [lease.group_id], "poison")
+    elif end == "with its stream":
+        await client.delete_stream("train", force=True)
+    else:
+        outcome = pb.PUT_OUTCOME_FAILED if end == "failed" else pb.PUT_OUTCOME_DROPPED
+        await client.put_groups([failed(lease, outcome)])
+    await become(tmp_path, 0)
+
+
+async def test_a_release_without_partial_samples_keeps_the_earlier_ones(client: BufferClient, tmp_path: Path) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    await leased_with_partial(client, 1)
+    before = files(tmp_path)
+    for _ in range(3):
+        (lease,) = (await client.lease_groups("train", "p", 1)).leases
+        assert len(lease.partial_samples) == 1
+        await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id)])
+    assert files(tmp_path) == before
+
+
+async def test_columns_of_a_deleted_stream_go_and_those_of_others_stay(client: BufferClient, tmp_path: Path) -> None:
+    """READY, in a batch, CONSUMED and partial ones; one column is also another stream's."""
+    other = pb.StreamConfig(name="other", n_samples_per_prompt=2, groups_per_step=1)
+    await client.create_stream(other)
+    await client.submit_prompts("other", text_prompts("a"))
+    (lease,) = (await client.lease_groups("other", "p", 1)).leases
+    kept = put_of(lease, [with_experts(lease, i, 2 * MIB, seed) for i, seed in enumerate((1, 77))])
+    await client.put_groups([kept])
+    epoch = (await client.rewind("train", 0)).epoch
+    for name, seeds in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6))):
+        await put_one(client, name, seeds)
+    batch = await client.lease_batch("train", epoch, 0, timeout_seconds=10)
+    await client.consume("train", epoch, 0, batch.digest)
+    await client.lease_batch("train", epoch, 1, timeout_seconds=10)
+    await client.submit_prompts("train", text_prompts("d"))
+    await leased_with_partial(client, 7)
+    assert len(files(tmp_path)) == 8
+    await client.delete_stream("train", force=True)
+    await become(tmp_path, 2)
+    ids = [sample.envelope.sample_id for sample in kept.samples]
+    assert await client.fetch_samples("other", ids) == list(kept.samples)
+
+
+async def test_payloads_of_a_deleted_stream_go_from_the_disk(tmp_path: Path) -> None:
+    """Those of 1,200 groups, READY and with partial samples, over two starts."""
+    store = SqliteStore(tmp_path)
+    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(pb.StreamConfig(name="s", n_samples_per_prompt=1, groups_per_step=1))
+        await client.submit_prompts("s", text_prompts(*(f"{i}" for i in range(1_200))))
+        leases: list[pb.GroupLease] = []
+        while len(leases) < 1_200:
+            leases += (await client.lease_groups("s", "p", 600, request_id=f"{len(leases)}")).leases
+        await client.put_groups([put_of(lease, [completed_sample(lease, 0, 0)]) for lease in leases[:900]])
+        partials = [(lease, completed_sample(lease, 0, 0).pack()) for lease in leases[900:]]
+        await client.release_leases([pb.LeaseRelease(lease_id=x.lease_id, partial_samples=[s]) for x, s in partials])
+        await client.delete_stream("s", force=True)
+    store = SqliteStore(tmp_path)
+    async with served_buffer(store) as (buffer, _):
+        async with asyncio.timeout(60):
+            while buffer.ledger.leftovers:
+                await asyncio.sleep(0.005)
+    database = sqlite3.connect(tmp_path / "ledger.sqlite")
+    counts = {table: database.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in TABLES}
+    database.close()
+    assert counts == dict.fromkeys(TABLES, (0,))
+
+
+TABLES = ("groups", "prompts", "samples", "payloads")

@@ -12,6 +12,10 @@ The sample ledger: prompts in, groups leased, samples stored, batches leased, st
 
 Every mutating call is idempotent by the key named at its request, so every call may be retried. What was answered
 OK is durable. Every call needs a deadline; calls that wait answer empty shortly before it rather than fail.
+A stream's name may be used again after DeleteStream. CreateStream and GetStats answer a `stream_id` that no other stream
+has. Send it with every call that changes the stream: a call of a deleted stream that is repeated, or late, then never
+touches the stream that has the name now. Without it a call acts on the stream that has the name when it arrives.
+Lease ids belong to one stream: a lease of a deleted stream is lost.
 Every field has a bound: docs/protocol.md has them all by name. A call with too many entries is refused with
 INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. Answers are filled by bytes: what does not fit comes with the
 next call. A host has a limited number of calls in progress.
@@ -19,8 +23,9 @@ next call. A host has a limited number of calls in progress.
 Errors common to all calls: INVALID_ARGUMENT (BadRequest names the field), NOT_FOUND (no such stream; create it),
 FAILED_PRECONDITION with reason STREAM_IN_TROUBLE (its prompts cannot be read, the message says why; only for calls
 that need them: READY groups are still served),
-ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop), RESOURCE_EXHAUSTED with
-RetryInfo (a limit; nothing was stored, try again later), DEADLINE_EXCEEDED.
+ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop. Or the stream of this `stream_id`
+was deleted and its name is used again), FAILED_PRECONDITION with reason OTHER_LEDGER (the `stream_id` is of another
+ledger), RESOURCE_EXHAUSTED with RetryInfo (a limit; nothing was stored, try again later), DEADLINE_EXCEEDED.
 """
 
 from collections import abc as _abc
@@ -371,6 +376,7 @@ class StreamConfig(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    NEEDS_REWARD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"train", "eval/gsm8k", …: letters, digits and ._/- , at most 128."""
     n_samples_per_prompt: _builtins.int
@@ -409,6 +415,11 @@ class StreamConfig(_message.Message):
     """How many there are. 0 means 1."""
     vocab_size: _builtins.int
     """Token ids of samples are below it: others are refused by PutGroups. Absent: only negative ones are."""
+    needs_reward: _builtins.bool
+    """Samples are trained by their rewards. PutGroups stores a COMPLETED or TRUNCATED sample without a reward as FAILED, with
+    the reason NO_REWARD; the other samples of its group stay as they are. False: rewards are optional, as for supervised
+    fine-tuning and distillation.
+    """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSource]:
         """Where prompts come from besides SubmitPrompts. Of several each keeps its share of the trained batches by weight,
@@ -442,10 +453,11 @@ class StreamConfig(_message.Message):
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
         vocab_size: _builtins.int | None = ...,
+        needs_reward: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "_vocab_size", b"_vocab_size", "limiter", b"limiter", "max_staleness", b"max_staleness", "retain_steps", b"retain_steps", "vocab_size", b"vocab_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "_vocab_size", b"_vocab_size", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "num_shards", b"num_shards", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection", "shard", b"shard", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "_vocab_size", b"_vocab_size", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "needs_reward", b"needs_reward", "num_shards", b"num_shards", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection", "shard", b"shard", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
@@ -494,8 +506,11 @@ class CreateStreamResponse(_message.Message):
 
     CONFIG_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
     """False when it was there already."""
+    stream_id: _builtins.str
+    """Names this stream; a stream of the same name that is created after DeleteStream has another."""
     @_builtins.property
     def config(self) -> Global___StreamConfig:
         """As kept, defaults filled in."""
@@ -505,10 +520,11 @@ class CreateStreamResponse(_message.Message):
         *,
         config: Global___StreamConfig | None = ...,
         created: _builtins.bool = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "created", b"created"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "created", b"created", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -522,19 +538,23 @@ class DeleteStreamRequest(_message.Message):
 
     STREAM_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream; its name is the idempotency key."""
     force: _builtins.bool
     """Also where it has groups that are not COMMITTED, DROPPED or FAILED."""
+    stream_id: _builtins.str
+    """Deletes only the stream with this id; another stream of the name is left as it is. Empty: the one that has the name."""
     def __init__(
         self,
         *,
         stream: _builtins.str = ...,
         force: _builtins.bool = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,8 +631,11 @@ class SubmitPromptsRequest(_message.Message):
 
     STREAM_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Prompt]:
         """At least one, at most 10,000; the same prompt_id with another content is ALREADY_EXISTS, and then nothing of the call is kept."""
@@ -622,10 +645,11 @@ class SubmitPromptsRequest(_message.Message):
         *,
         stream: _builtins.str = ...,
         prompts: _abc.Iterable[_sample_pb2.Prompt] | None = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,6 +691,7 @@ class LeaseGroupsRequest(_message.Message):
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     OLDEST_VERSION_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     producer_id: _builtins.str
@@ -679,6 +704,8 @@ class LeaseGroupsRequest(_message.Message):
     """Seconds to wait for the first group; 0 answers at once. Cut to the call's deadline."""
     oldest_version: _builtins.int
     """The last answer's oldest_version: this call is answered at once when that has grown. Not set: it does not matter."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
@@ -688,10 +715,11 @@ class LeaseGroupsRequest(_message.Message):
         max_groups: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
         oldest_version: _builtins.int | None = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "max_groups", b"max_groups", "oldest_version", b"oldest_version", "producer_id", b"producer_id", "request_id", b"request_id", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "max_groups", b"max_groups", "oldest_version", b"oldest_version", "producer_id", b"producer_id", "request_id", b"request_id", "stream", b"stream", "stream_id", b"stream_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
@@ -923,10 +951,13 @@ class RetryGroupsRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     request_id: _builtins.str
     """Idempotency key, a new one for every wish: the same id answers what it answered and changes nothing more."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Which, at most 4,096. Empty: the latest 4,096 that are FAILED."""
@@ -937,10 +968,11 @@ class RetryGroupsRequest(_message.Message):
         stream: _builtins.str = ...,
         request_id: _builtins.str = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "request_id", b"request_id", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -982,12 +1014,15 @@ class DropGroupsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     request_id: _builtins.str
     """Idempotency key, a new one for every wish: the same id answers what it answered and changes nothing more."""
     reason: _builtins.str
     """Why, for the history and ListGroups."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Which, 1 to 1,024. Those that are DROPPED already stay as they are and are not counted."""
@@ -999,10 +1034,11 @@ class DropGroupsRequest(_message.Message):
         request_id: _builtins.str = ...,
         group_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "request_id", b"request_id", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,6 +1217,7 @@ class LeaseBatchRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     FIRST_GROUP_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     epoch: _builtins.int
@@ -1194,6 +1231,8 @@ class LeaseBatchRequest(_message.Message):
     """Seconds to wait for a full batch. Cut to the call's deadline."""
     first_group: _builtins.int
     """The first group wanted, counted from 0: `next_group` of the answer before."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
@@ -1202,10 +1241,11 @@ class LeaseBatchRequest(_message.Message):
         step: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
         first_group: _builtins.int = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_group", b"first_group", "step", b"step", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_group", b"first_group", "step", b"step", "stream", b"stream", "stream_id", b"stream_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1347,6 +1387,7 @@ class ConsumeBatchRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     epoch: _builtins.int
@@ -1355,6 +1396,8 @@ class ConsumeBatchRequest(_message.Message):
     """The step."""
     digest: _builtins.bytes
     """As LeaseBatch gave it. FAILED_PRECONDITION: it is another batch."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
@@ -1362,10 +1405,11 @@ class ConsumeBatchRequest(_message.Message):
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "step", b"step", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1402,22 +1446,26 @@ class CommitStepRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     epoch: _builtins.int
     """The trainer's epoch."""
     step: _builtins.int
     """Every step below it is in the checkpoint."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
         stream: _builtins.str = ...,
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "step", b"step", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1455,6 +1503,7 @@ class RewindRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LEAST_EPOCH_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     step: _builtins.int
@@ -1467,6 +1516,8 @@ class RewindRequest(_message.Message):
     """The epoch to open is at least this: so that the shards of a ledger agree on one. 0: the one after the newest. At most
     1,000,000 above the newest.
     """
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
@@ -1474,10 +1525,11 @@ class RewindRequest(_message.Message):
         step: _builtins.int = ...,
         request_id: _builtins.str = ...,
         least_epoch: _builtins.int = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_epoch", b"least_epoch", "request_id", b"request_id", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_epoch", b"least_epoch", "request_id", b"request_id", "step", b"step", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1518,22 +1570,26 @@ class SetPolicyVersionRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     epoch: _builtins.int
     """The trainer's epoch."""
     policy_version: _builtins.int
     """The step whose weights these are. May go back only after Rewind; at most 1,000,000 above the next step to consume."""
+    stream_id: _builtins.str
+    """The id of the stream, from CreateStream or GetStats. Empty: the stream that has the name now."""
     def __init__(
         self,
         *,
         stream: _builtins.str = ...,
         epoch: _builtins.int = ...,
         policy_version: _builtins.int = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version", "stream", b"stream", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1893,6 +1949,7 @@ class StreamStats(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
     PRODUCTION_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     payload_bytes: _builtins.int
@@ -1919,6 +1976,8 @@ class StreamStats(_message.Message):
     """What counts towards max_payload_bytes: payloads, envelopes, partial samples, columns and prompts."""
     trouble: _builtins.str
     """Why its prompts cannot be read now. Empty: they can."""
+    stream_id: _builtins.str
+    """Names this stream; a stream of the same name that is created after DeleteStream has another."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups in each state, by its name ("QUEUED", …); deleted ones included."""
@@ -1950,10 +2009,11 @@ class StreamStats(_message.Message):
         stored_bytes: _builtins.int = ...,
         trouble: _builtins.str = ...,
         production: Global___Production | None = ...,
+        stream_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "production", b"production"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "production", b"production", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stored_bytes", b"stored_bytes", "stream", b"stream", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "production", b"production", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stored_bytes", b"stored_bytes", "stream", b"stream", "stream_id", b"stream_id", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admissible_groups: _TypeAlias = _typing.Literal["admissible_groups"]  # noqa: Y015
     _WhichOneofArgType__admissible_groups: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups"]  # noqa: Y015

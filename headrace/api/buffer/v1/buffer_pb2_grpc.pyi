@@ -12,6 +12,10 @@ The sample ledger: prompts in, groups leased, samples stored, batches leased, st
 
 Every mutating call is idempotent by the key named at its request, so every call may be retried. What was answered
 OK is durable. Every call needs a deadline; calls that wait answer empty shortly before it rather than fail.
+A stream's name may be used again after DeleteStream. CreateStream and GetStats answer a `stream_id` that no other stream
+has. Send it with every call that changes the stream: a call of a deleted stream that is repeated, or late, then never
+touches the stream that has the name now. Without it a call acts on the stream that has the name when it arrives.
+Lease ids belong to one stream: a lease of a deleted stream is lost.
 Every field has a bound: docs/protocol.md has them all by name. A call with too many entries is refused with
 INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. Answers are filled by bytes: what does not fit comes with the
 next call. A host has a limited number of calls in progress.
@@ -19,8 +23,9 @@ next call. A host has a limited number of calls in progress.
 Errors common to all calls: INVALID_ARGUMENT (BadRequest names the field), NOT_FOUND (no such stream; create it),
 FAILED_PRECONDITION with reason STREAM_IN_TROUBLE (its prompts cannot be read, the message says why; only for calls
 that need them: READY groups are still served),
-ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop), RESOURCE_EXHAUSTED with
-RetryInfo (a limit; nothing was stored, try again later), DEADLINE_EXCEEDED.
+ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop. Or the stream of this `stream_id`
+was deleted and its name is used again), FAILED_PRECONDITION with reason OTHER_LEDGER (the `stream_id` is of another
+ledger), RESOURCE_EXHAUSTED with RetryInfo (a limit; nothing was stored, try again later), DEADLINE_EXCEEDED.
 """
 
 from collections import abc as _abc

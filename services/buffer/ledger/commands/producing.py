@@ -83,7 +83,7 @@ def lease(
     work: Work, stream: IndexedStream, producer_id: str, request_id: str, max_groups: int, ledger_id: str
 ) -> list[Group]:
     """Leases at most `max_groups` groups that fit one answer. A repeated request gets its live leases again."""
-    held = work.leases.of_request(stream.state.name, request_id)
+    held = [g for g in work.leases.of_request(stream.state.name, request_id) if g.group_id in stream.groups]
     if held or no_lease_reason(stream) is not None:
         return held
     most = stream.state.config.max_leases

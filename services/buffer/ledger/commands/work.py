@@ -116,6 +116,13 @@ class Work:
         self.transaction.forgotten.append(group)
         return group
 
+    def purge(self, group: Group) -> None:
+        """Deletes a group of a deleted stream from the store, with its lease and its payloads."""
+        if group.lease and self.leases.find(group.lease.lease_id):
+            self.leases.end(group.lease.lease_id)
+        self.delete_payloads(group.records)
+        self.transaction.forgotten.append(group)
+
     def delete_payloads(self, records: Iterable[SampleRecord]) -> None:
         """Deletes the records' payloads."""
         self.transaction.deleted_payloads.extend(record.key for record in records)

@@ -134,3 +134,27 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
     assert refused.value.reason == "EXHAUSTED"
     assert buffer.ledger.stream("train").counts[GroupState.READY] == 1
     await buffer.close()
+
+
+@pytest.mark.parametrize("num_deleted", [1, 2, 1_500])
+def test_groups_of_a_deleted_stream_that_are_still_there_are_not_the_next_ones(num_deleted: int) -> None:
+    """Nothing was purged before the next stream of the name is there, nor before a restart."""
+    it = LedgerUnderTest()
+    it.create(max_staleness=None)
+    it.submit(*(f"{i}" for i in range(num_deleted)))
+    leases = it.do(it.ledger.lease(it.now, "train", "p", "request", 1_000))
+    lease_ids = [group.live_lease.lease_id for group in leases]
+    it.do(it.ledger.delete_stream(it.now, "train", force=True))
+    it.create(max_staleness=None)
+    assert it.ledger.renew(it.now, lease_ids) == ([], lease_ids)
+    assert it.do(it.ledger.lease(it.now, "train", "p", "request", 1_000)) == []
+    kept = it.submit("0")
+    for _ in range(2):
+        it.restart()
+        assert sorted(it.states()) == kept
+        assert it.ledger.renew(it.now, lease_ids) == ([], lease_ids)
+    it.do(it.ledger.delete_stream(it.now, "train", force=True))
+    it.restart()
+    while it.do(it.ledger.purge_deleted(it.now, "train")):
+        pass
+    assert it.store.load().groups == ()
