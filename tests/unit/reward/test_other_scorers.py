@@ -107,7 +107,7 @@ def test_chance_is_fair_and_the_same_for_the_same_sample() -> None:
     ("said", "expected"),
     [
         (r"Good. \boxed{7}", 0.7),
-        ("I give it 8/10: 8", 0.8),
+        ("I give it 8/10.", 0.8),
         (r"<think>\boxed{1}</think>\boxed{10}", 1.0),
         (r"\boxed{7.5}", 0.75),
         (r"\boxed{0}", 0.0),

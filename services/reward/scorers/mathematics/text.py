@@ -97,7 +97,7 @@ def normalized(text: str) -> str:
     text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
     text = _LOOKS.sub(lambda match: match[1] or "", text)
     text = _UPRIGHT.sub(_symbol, text)
-    text = _NAMES.sub(r"\\\g<0> ", text).replace(r"\lg ", r"\log_{10} ").replace("**", "^")
+    text = _NAMES.sub(r"\\\g<0> ", text).replace(r"\lg ", r"\log_{10} ").replace(r"\log_e", r"\ln ").replace("**", "^")
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
     text = _SPACES.sub(" ", text).strip()
     text = _MONEY.sub(r"\g<sign>", _MINUS.sub("-", _ABOUT.sub("", text)))
