@@ -19,7 +19,7 @@ from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking
 from services.reward.scorers.mathematics import values
-from services.reward.scorers.mathematics.number import is_same, number
+from services.reward.scorers.mathematics.number import Number, is_same, number
 from services.reward.scorers.mathematics.size import is_too_large
 from services.reward.scorers.mathematics.solutions import solutions
 from services.reward.scorers.mathematics.text import final, is_doubted, normalized, plain, word
@@ -40,6 +40,7 @@ _UNFINISHED = re.compile(
 )
 # math-verify adds neighbours: it takes `4 2` for 6.
 _ADJACENT = re.compile(r"(?<!frac)(?<!frac )(?<!binom )(?<![\d.^_])\d+(?:\.\d+)?\s+\d|\d_\{?\d|\\phantom")
+_POWER_OF_TEN = re.compile(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})$")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?){2,}")
 _EXTRACTION = LatexExtractionConfig(
     normalization_config=NormalizationConfig(
@@ -99,12 +100,23 @@ def _is_equal(label: str, answer: str) -> bool:
     (wanted, of), (given, in_unit) = unit(label), unit(answer)
     if of and in_unit and of != in_unit:
         return False
-    left, right = number(_PERCENT.sub("", wanted)), number(_PERCENT.sub("", given))
+    (wanted_share, left), (given_share, right) = _percentage(wanted), _percentage(given)
     if left and right:
+        if wanted_share != given_share and Fraction(left.value, 100 if wanted_share else 1) == Fraction(
+            right.value, 100 if given_share else 1
+        ):
+            return True
         return is_same(left, right)
+    wanted, given = _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", wanted), _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", given)
     if _ADJACENT.search(given) and not _ADJACENT.search(wanted):
         return False
     return _is_verified(wanted, given)
+
+
+def _percentage(text: str) -> tuple[bool, Number | None]:
+    """Returns whether a percent sign ends the text, and the number before it."""
+    before = _PERCENT.sub("", text)
+    return before != text, number(before)
 
 
 def _holds(label: str, members: list[str]) -> bool:

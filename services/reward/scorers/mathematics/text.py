@@ -45,6 +45,8 @@ _UPRIGHT = re.compile(
     rf"|{_WRAPPER}\s*(?P<bare>[ei])(?![a-zA-Z])"
 )
 _LOOKS = re.compile(r"\\(?:underline|mathbf|boldsymbol|bm|mathrm|mathit|text)\s*\{\s*(-?\d[\d.,]*)\s*\}|\\(?:text)?color\s*\{[a-zA-Z]+\}")
+_STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({\\-])")
+_ROOT_OF = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d+|[a-z])")
 _SIGNED_POWER = re.compile(r"\^\s*(-\s*(?:\d+|[a-z]))")
 _MIXED = re.compile(r"(?<![\d.^_/])(\d+) (\d+)\s*/\s*(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
@@ -97,7 +99,8 @@ def normalized(text: str) -> str:
     text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
     text = _LOOKS.sub(lambda match: match[1] or "", text)
     text = _UPRIGHT.sub(_symbol, text)
-    text = _NAMES.sub(r"\\\g<0> ", text).replace(r"\lg ", r"\log_{10} ").replace(r"\log_e", r"\ln ").replace("**", "^")
+    text = _NAMES.sub(r"\\\g<0> ", text).replace(r"\lg ", r"\log_{10} ").replace(r"\log_e", r"\ln ")
+    text = _STARS.sub("^", _ROOT_OF.sub(r"\\sqrt\1{\2}", text))
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
     text = _SPACES.sub(" ", text).strip()
     text = _MONEY.sub(r"\g<sign>", _MINUS.sub("-", _ABOUT.sub("", text)))
@@ -204,6 +207,8 @@ def _of_phrase(phrase: str, rest: str) -> str:
     return corrections[-1] if corrections else phrase
 
 
+_IN_MARKS = re.compile(r"\$[^$]+\$|\\\(.+?\\\)")
+_WORDS_AROUND = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|is)\b)[A-Za-z]{2,}")
 _LAST_VALUE = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|-?\d(?:[\d,.]*\d)?|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}")
 _DOUBT_BEFORE = re.compile(
     r"(?:\b(?:not|never|at least|at most|(?:more|less|fewer|greater|larger|smaller|other|rather) than|up to|instead of|except"
@@ -229,6 +234,9 @@ def is_doubted(prose: str) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    """True for three words or more, or a sentence that goes on."""
+    """True for three words or more, words around mathematics, or a sentence that goes on."""
+    around = _IN_MARKS.sub("", text)
+    if around != text and _WORDS_AROUND.search(around):
+        return True
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", _TEXT.sub("", text))
     return len(words) > 2 or bool(re.search(r"[.!?:]\s+\S", _COLON.sub(":", text)))

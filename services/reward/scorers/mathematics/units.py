@@ -9,7 +9,7 @@ _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"{_WRAPPER}\s*\{{[^{{}}]*\}}{_POWER}"
 _DEGREES = rf"\^\s*(?:\\circ(?![a-z])|\{{\s*\\circ\s*\}})(?:\s*(?:[CF]|{_WRAPPER}\s*\{{\s*[CF]\s*\}}))?"
 _WORDS = rf"(?<=\s)[A-Za-zµΩ][A-Za-zµΩ./ ]*{_POWER}"
-_UNIT = re.compile(rf"\s*(?P<unit>(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+|(?<=[\d)}}\]i])\s*{_WORDS}|{_DEGREES})$")
+_UNIT = re.compile(rf"\s*(?P<unit>(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+|(?<=[\d)}}\]i])\s*{_WORDS}|(?<=\d)\s+\([A-Za-z][A-Za-z ]{{2,}}\)|{_DEGREES})$")
 _DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})|\\circ(?![a-z])")
 _CURRENCY = re.compile(r"\s*\\?[$€£¥₹¢]\s*")
 _ENDS_IN_A_VALUE = re.compile(r"[\dA-Za-z)}\]|!]$")

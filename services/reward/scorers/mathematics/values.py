@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from latex2sympy2_extended.logic import And as Chain
 from sympy import (
     Abs,
     Add,
@@ -72,7 +73,18 @@ def with_constants(parsed: Any) -> Any:
     bound = {symbol.name for part in parsed.atoms(*_CALCULUS) for symbol in getattr(part, "bound_symbols", ())}
     meanings = {symbol: _meaning(symbol, symbol.name in bound) for symbol in parsed.atoms(Symbol)}
     changed = {symbol: meaning for symbol, meaning in meanings.items() if symbol != meaning}
-    return parsed.xreplace(changed) if changed else parsed
+    return _replaced(parsed, changed) if changed else parsed
+
+
+def _replaced(parsed: Any, changed: dict[Symbol, Expr]) -> Any:
+    """Replaces symbols, and evaluates no relation: sympy would make True or False of some."""
+    if isinstance(parsed, Chain):
+        return Chain(*(_replaced(part, changed) for part in parsed._unsorted_args))
+    if isinstance(parsed, Relational):
+        return parsed.func(*(_replaced(part, changed) for part in parsed.args), evaluate=False)
+    if isinstance(parsed, FiniteSet | Tuple):
+        return type(parsed)(*(_replaced(part, changed) for part in getattr(parsed, "_unsorted_args", parsed.args)))
+    return parsed.xreplace(changed)
 
 
 def _meaning(symbol: Symbol, is_bound: bool) -> Expr:
