@@ -32,7 +32,10 @@ _SAID = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _STATED = re.compile(r"\b(?:answer|choice|option)" + _IS + r"\s*(?P<text>[^\n]+)", re.IGNORECASE)
-_UNSURE = re.compile(r"[\s)\]]*(?:,|/|\bor\b|\band\b)(?:\s*(?:and|or)\b)?[\s(\[]*(?:option |choice )?(?-i:[A-Z])(?![\w'’])", re.IGNORECASE)
+_UNSURE = re.compile(
+    r"[\s)\]]*(?:,|/|\bor\b|\band\b)(?:\s*(?:and|or)\b)?[\s(\[]*(?:option |choice )?(?-i:[A-Z])(?![\w'’])",
+    re.IGNORECASE,
+)
 _SEVERAL = re.compile(r"\W*[A-Za-z]\W+(?:(?:and|or)\W+)?[A-Za-z]\W*(?:\W(?:(?:and|or)\W+)?[A-Za-z]\W*)*")
 _ALONE = re.compile(
     r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)|so|thus|therefore|hence)\b\W*)*"

@@ -52,7 +52,9 @@ _GRADE = re.compile(
 )
 _BOXES = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # The response that is graded may have a box of its own, and the judge may quote it.
-_QUOTED = re.compile(r"```.*?```|^\s*>[^\n]*$|\"[^\"\n]*\"|“[^”]*”|<(response|answer)>.*?</\1>", re.DOTALL | re.MULTILINE)
+_QUOTED = re.compile(
+    r"```.*?```|^\s*>[^\n]*$|\"[^\"\n]*\"|“[^”]*”|<(response|answer)>.*?</\1>", re.DOTALL | re.MULTILINE
+)
 _SENTENCE_END = re.compile(
     r"[.!?][\"')\]*]*\s|(?<![:,;])(?<!\bsaid)(?<!\bsays)(?<!\bwrote)(?<!\bwrites)(?<!\bwith)(?<!\bis)(?<!\bwas)(?<!\bhas)"
     r"(?<!\bgave)(?<!\bboxed)(?<!\banswer)(?<!\bresponse)\n\s*\n"

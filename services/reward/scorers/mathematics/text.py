@@ -44,7 +44,9 @@ _UPRIGHT = re.compile(
     rf"(?:{_WRAPPER}\s*\{{\s*|\{{\\(?:rm|bf|it)\s+)(?P<symbol>[abcdefijknopqrtuvwxyz]|\\[a-zA-Z]+|{_FUNCTIONS})\s*\}}"
     rf"|{_WRAPPER}\s*(?P<bare>[ei])(?![a-zA-Z])"
 )
-_LOOKS = re.compile(r"\\(?:underline|mathbf|boldsymbol|bm|mathrm|mathit|text)\s*\{\s*(-?\d[\d.,]*)\s*\}|\\(?:text)?color\s*\{[a-zA-Z]+\}")
+_LOOKS = re.compile(
+    r"\\(?:underline|mathbf|boldsymbol|bm|mathrm|mathit|text)\s*\{\s*(-?\d[\d.,]*)\s*\}|\\(?:text)?color\s*\{[a-zA-Z]+\}"
+)
 _STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({\\-])")
 _ROOT_OF = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d+|[a-z])")
 _SIGNED_POWER = re.compile(r"\^\s*(-\s*(?:\d+|[a-z]))")
@@ -52,7 +54,8 @@ _MIXED = re.compile(r"(?<![\d.^_/])(\d+) (\d+)\s*/\s*(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
 _OF_ANGLES = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _ABOUT = re.compile(
-    rf"^(?:\\approx(?![a-z])|(?:{_WRAPPER}\s*\{{\s*)?\b(?:approximately|about|roughly|exactly)\b\s*\}}?)\s*", re.IGNORECASE
+    rf"^(?:\\approx(?![a-z])|(?:{_WRAPPER}\s*\{{\s*)?\b(?:approximately|about|roughly|exactly)\b\s*\}}?)\s*",
+    re.IGNORECASE,
 )
 _MINUS = re.compile(r"^(?:negative|minus)\s+(?=[\d\\])", re.IGNORECASE)
 _MONEY = re.compile(
@@ -73,7 +76,9 @@ _CHOICE = re.compile(
 _SEVERAL_CHOICES = re.compile(r"\b(?:or|and)\b|\b[A-Z]\)")
 _SYMBOLS = re.compile(r"[uvwxyz]+|[a-z](?:-[a-z])*|pi|oo|inf|infty|infinity", re.IGNORECASE)
 _SAID = r"{}s?\s*\**(?:is|are|:|=)+\s*\**:?"
-_NAMED = re.compile(rf"(?:{_SAID.format('answer')}|####)\s*(?P<said>(?:(?!{_SAID.format('answer')})[^\n])+)", re.IGNORECASE)
+_NAMED = re.compile(
+    rf"(?:{_SAID.format('answer')}|####)\s*(?P<said>(?:(?!{_SAID.format('answer')})[^\n])+)", re.IGNORECASE
+)
 _FOUND = _SAID.format("(?:result|solution)")
 _RESULT = re.compile(rf"{_FOUND}\s*(?P<said>(?:(?!{_FOUND})[^\n])+)", re.IGNORECASE)
 _DENIED = re.compile(r"\W*(?:not|never|wrong|incorrect|unknown|unclear)\b", re.IGNORECASE)
@@ -89,6 +94,7 @@ _CORRECTED = re.compile(
     re.IGNORECASE,
 )
 _DEFINITE = re.compile(r"[\d\\$]|^\(?[A-Z]\)?$")
+
 
 def normalized(text: str) -> str:
     """Removes dollars, a box, blanks without a meaning, and thousands separators; writes words for numbers as numbers."""

@@ -9,7 +9,9 @@ _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"{_WRAPPER}\s*\{{[^{{}}]*\}}{_POWER}"
 _DEGREES = rf"\^\s*(?:\\circ(?![a-z])|\{{\s*\\circ\s*\}})(?:\s*(?:[CF]|{_WRAPPER}\s*\{{\s*[CF]\s*\}}))?"
 _WORDS = rf"(?<=\s)[A-Za-zµΩ][A-Za-zµΩ./ ]*{_POWER}"
-_UNIT = re.compile(rf"\s*(?P<unit>(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+|(?<=[\d)}}\]i])\s*{_WORDS}|(?<=\d)\s+\([A-Za-z][A-Za-z ]{{2,}}\)|{_DEGREES})$")
+_UNIT = re.compile(
+    rf"\s*(?P<unit>(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+|(?<=[\d)}}\]i])\s*{_WORDS}|(?<=\d)\s+\([A-Za-z][A-Za-z ]{{2,}}\)|{_DEGREES})$"
+)
 _DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})|\\circ(?![a-z])")
 _CURRENCY = re.compile(r"\s*\\?[$€£¥₹¢]\s*")
 _ENDS_IN_A_VALUE = re.compile(r"[\dA-Za-z)}\]|!]$")
@@ -113,7 +115,9 @@ def _is_unit(content: str, *, is_wrapped: bool) -> bool:
         return False
     if any(word.lower() in _NO_UNITS for word in words if len(word) > 1) or words[0].lower() in _NOT_FIRST:
         return words == ["in"]
-    if any(len(word) == 1 and word not in _LETTERS and (word != "a" or number == 0) for number, word in enumerate(words)):
+    if any(
+        len(word) == 1 and word not in _LETTERS and (word != "a" or number == 0) for number, word in enumerate(words)
+    ):
         return bool(_HALF_OF_DAY.fullmatch(plain.strip()))
     return is_wrapped or not any(_is_product(word) for word in words)
 
