@@ -44,7 +44,8 @@ async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | 
 
 def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310 - a rule checks the scheme
+    # A rule of the job checks the scheme.
+    request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
     try:
         with _opener.open(request, timeout=seconds) as answer:
             text = answer.read(MAX_JSON_BYTES + 1)
@@ -52,8 +53,8 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
         if 300 <= error.code < 400:
             there = shown(error.headers.get("location") or "nowhere")
             raise InvalidArgument(
-                f"{url} answered {error.code}, a redirect to {there}. Redirects are not followed: give the address that "
-                "answers"
+                f"{url} answered {error.code}, a redirect to {there}. Redirects are not followed: "
+                "give the address that answers"
             ) from None
         said = error.read(400).decode(errors="replace")
         if error.code >= 500 or error.code in _MAY_PASS:

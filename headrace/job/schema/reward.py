@@ -42,5 +42,5 @@ class RewardSection(Section):
     judge_scale: Above = Field(10.0, description="The highest grade that the judge gives; it is a reward of 1.")
     judge_json: bool = Field(
         False,
-        description="Ask the judge for its verdict as JSON with a grade, by response_format, which its server must know.",
+        description="Ask the judge for JSON with a grade, by response_format; its server must know that.",
     )

@@ -25,8 +25,10 @@ _OPENED = r"[\s:(\[{]*(?:(?:option|choice|answer)\s*[(\[]*)?"
 _SAID = re.compile(
     r"\b(?:answer|choice|option)s?(?:\s+(?:to|for)\b[^.\n:]{0,60}?)?" + _IS + _OPENED + _LETTER.format("is")
     + r"|\b(?:choose|chose|pick|select|go with|going with|opt for)\b" + _OPENED + _LETTER.format("chosen")
-    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+(?:is|must be|should be)\s+(?:therefore |clearly |thus )?"
-    r"(?:the\s+)?(?:only\s+)?(?:correct|right|best)\b(?!(?:\s+(?:answer|choice|option))?\s+(?:only\s+)?(?:if|when|unless|for)\b)"
+    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+(?:is|must be|should be)\s+"
+    r"(?:therefore |clearly |thus )?"
+    r"(?:the\s+)?(?:only\s+)?(?:correct|right|best)\b"
+    r"(?!(?:\s+(?:answer|choice|option))?\s+(?:only\s+)?(?:if|when|unless|for)\b)"
     + r"|\bnot\s+(?:option |choice )?\(?[A-Z]\)?,?\s+but\s+(?:rather |instead )?" + _OPENED + _LETTER.format("but")
     + r"|\banswer\s+" + _LETTER.format("behind") + r"(?=[\s.)\]]*(?:\n|$))",
     re.IGNORECASE,
@@ -38,7 +40,8 @@ _UNSURE = re.compile(
 )
 _SEVERAL = re.compile(r"\W*[A-Za-z]\W+(?:(?:and|or)\W+)?[A-Za-z]\W*(?:\W(?:(?:and|or)\W+)?[A-Za-z]\W*)*")
 _ALONE = re.compile(
-    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)|so|thus|therefore|hence)\b\W*)*"
+    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)|so|thus|therefore|hence)"
+    r"\b\W*)*"
     r"[\s(\[.:]*([A-Za-z])[\s)\].:,!]*",
     re.IGNORECASE,
 )

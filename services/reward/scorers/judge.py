@@ -1,8 +1,8 @@
 """A language model as the judge, at any URL that speaks OpenAI's chat completions.
 
 `--judge-prompt` is a file with {prompt}, {response} and {label}. The judge ends its text with one grade: in a box, or
-alone on the last line, or as JSON. The reward is the grade divided by `--judge-scale`, between 0 and 1. With `--judge-json`
-the server makes the judge answer in JSON. A text without a clear grade is an error, never a reward.
+alone on the last line, or as JSON. The reward is the grade divided by `--judge-scale`, between 0 and 1. With
+`--judge-json` the server makes the judge answer in JSON. A text without a clear grade is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ PROMPT = """You grade an answer. Be strict: what is asked has to be answered, an
 # The answer
 {response}
 
-Think about it briefly. Then end with its grade, a whole number from 0 (wrong) to {scale:g} (right and complete), in a box:
+Think about it briefly. Then end with its grade, a whole number from 0 (wrong) to {scale:g} (right and complete),
+in a box:
 \\boxed{{grade}}"""
 JSON_PROMPT = PROMPT.partition("Think about it")[0] + (
-    'Answer in JSON: {{"reason": "a brief reason", "grade": a whole number from 0 (wrong) to {scale:g} (right and complete)}}'
+    'Answer in JSON: {{"reason": "a brief reason", "grade": '
+    "a whole number from 0 (wrong) to {scale:g} (right and complete)}}"
 )
 KEY = "HEADRACE_JUDGE_KEY"
 _NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
@@ -132,8 +134,8 @@ def _boxed_grade(text: str, start: int) -> str:
 
 def _without_grade(said: str) -> InvalidArgument:
     return InvalidArgument(
-        f"the judge said {shown(said[-200:])}, without a grade: have it end with \\boxed{{grade}}, or with a line that is the "
-        "grade alone, or set --judge-json"
+        f"the judge said {shown(said[-200:])}, without a grade: have it end with \\boxed{{grade}}, or with "
+        "the grade alone on a line, or set --judge-json"
     )
 
 

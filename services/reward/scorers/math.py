@@ -1,8 +1,8 @@
 r"""Mathematics: 1 when a response's answer equals the label, else 0.
 
 The last boxed answer counts if there is one; otherwise what the response says that its answer is; otherwise the last
-expression that math-verify finds. Words and plain numbers are compared here, all else by math-verify. Labels may be
-plain (`3/4`), LaTeX (`\frac{3}{4}`, `$…$`) or boxed.
+expression that math-verify finds. Words, plain numbers and values are compared here, all else by math-verify. Labels
+may be plain (`3/4`), LaTeX (`\frac{3}{4}`, `$…$`) or boxed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking
 from services.reward.scorers.mathematics import values
-from services.reward.scorers.mathematics.number import Number, is_same, number
+from services.reward.scorers.mathematics.number import is_same, number
 from services.reward.scorers.mathematics.size import is_too_large
 from services.reward.scorers.mathematics.solutions import solutions
 from services.reward.scorers.mathematics.text import final, is_doubted, normalized, plain, word
@@ -85,38 +85,45 @@ def _is_equal(label: str, answer: str) -> bool:
         return word(label) == word(answer)
     if _APPROXIMATELY.search(answer) and not _APPROXIMATELY.search(label):
         return _is_approximated(label, [member.strip() for member in _APPROXIMATELY.split(answer)])
-    if _UNFINISHED.search(_members(answer)[-1]) and not _UNFINISHED.search(label):
-        return False
     if _RATIO.fullmatch(label) or _RATIO.fullmatch(answer):
         return _proportions(label) == _proportions(answer)
+    if _UNFINISHED.search(_members(answer)[-1]) and not _UNFINISHED.search(label):
+        return False
+    return _is_same_mathematics(label, answer)
+
+
+def _is_same_mathematics(label: str, answer: str) -> bool:
     of_label, of_answer = solutions(label), solutions(answer)
     if of_label.names and of_answer.names and of_label.names != of_answer.names:
         return False
-    label, answer = of_label.text, of_answer.text
-    if not _EQUALS.search(label):
-        members = _members(answer)
-        if len(members) > 1 and not _holds(label, members):
-            return False
-    (wanted, of), (given, in_unit) = unit(label), unit(answer)
-    if of and in_unit and of != in_unit:
+    members = [] if _EQUALS.search(of_label.text) else _members(of_answer.text)
+    if len(members) > 1 and not _holds(of_label.text, members):
         return False
-    (wanted_share, left), (given_share, right) = _percentage(wanted), _percentage(given)
-    if left and right:
-        if wanted_share != given_share and Fraction(left.value, 100 if wanted_share else 1) == Fraction(
-            right.value, 100 if given_share else 1
-        ):
-            return True
-        return is_same(left, right)
-    wanted, given = _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", wanted), _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", given)
+    (wanted, wanted_unit), (given, given_unit) = unit(of_label.text), unit(of_answer.text)
+    if wanted_unit and given_unit and wanted_unit != given_unit:
+        return False
+    if (same := _is_same_number(wanted, given)) is not None:
+        return same
     if _ADJACENT.search(given) and not _ADJACENT.search(wanted):
         return False
-    return _is_verified(wanted, given)
+    return _is_verified(_with_power(wanted), _with_power(given))
 
 
-def _percentage(text: str) -> tuple[bool, Number | None]:
-    """Returns whether a percent sign ends the text, and the number before it."""
-    before = _PERCENT.sub("", text)
-    return before != text, number(before)
+def _is_same_number(label: str, answer: str) -> bool | None:
+    """Compares plain numbers; a percentage is its share or the number before the sign. None for all else."""
+    left, right = (number(_PERCENT.sub("", text)) for text in (label, answer))
+    if left is None or right is None:
+        return None
+    shares = [
+        plain_number.value / (100 if _PERCENT.search(text) else 1)
+        for plain_number, text in ((left, label), (right, answer))
+    ]
+    return shares[0] == shares[1] or is_same(left, right)
+
+
+def _with_power(text: str) -> str:
+    """Writes `1e-3` so that math-verify reads no Euler's number in it."""
+    return _POWER_OF_TEN.sub(r"\1\\cdot 10^{\2}", text)
 
 
 def _holds(label: str, members: list[str]) -> bool:

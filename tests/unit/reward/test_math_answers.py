@@ -156,9 +156,10 @@ def test_an_answer_that_hedges_or_leaves_the_choice_open_is_not_paid(label: str)
     wrong = (
         rf"{label} \approx {other}", rf"{label} \cong {other}", rf"{label} \equiv {other}", rf"\min({label},{other})",
         rf"\max({label}, 1)", rf"x=\min({label},{other})", rf"\gcd({label},0)", rf"\lfloor {label}.9\rfloor",
-        rf"{label} \bmod 1000", rf"{label}\text{{ or more}}", rf"\text{{at least }}{label}", rf"\ge {label}", rf"\ne {label}",
-        rf"{label}\text{{ or }}{other}", rf"{label} \pm 1", rf"{label}\ldots {other}", rf"{label}_1", rf"{label} {other}",
-        rf"{label}\text{{ is wrong}}", rf"{label[0]} {label[1]}", rf"{label}\phantom{{1}}", rf"\int_0^{{{label}}}1\,dx",
+        rf"{label} \bmod 1000", rf"{label}\text{{ or more}}", rf"\text{{at least }}{label}", rf"\ge {label}",
+        rf"\ne {label}", rf"{label}\text{{ or }}{other}", rf"{label} \pm 1", rf"{label}\ldots {other}", rf"{label}_1",
+        rf"{label} {other}", rf"{label}\text{{ is wrong}}", rf"{label[0]} {label[1]}", rf"{label}\phantom{{1}}",
+        rf"\int_0^{{{label}}}1\,dx",
     )  # fmt: skip
     right = (rf"\min({label},{other}) = {label}", rf"x \approx {label}", rf"{label} \approx {label}.0")
     assert not wrongly_scored({label: (right, wrong)})

@@ -204,7 +204,8 @@ async def graded(flags: dict[str, Any], said: list[str]) -> dict[str, float | No
 
 async def test_a_grade_is_read_with_its_scale(verdicts: dict[str, Any]) -> None:
     expected = {
-        r"Two steps are missing. \boxed{4/10}": 0.4, r"\boxed{0 out of 10}": 0.0, "**Score: 6/10**": 0.6, "Rating: 2 of 10": 0.2,
+        r"Two steps are missing. \boxed{4/10}": 0.4, r"\boxed{0 out of 10}": 0.0, "**Score: 6/10**": 0.6,
+        "Rating: 2 of 10": 0.2,
         r"\boxed{\dfrac{9}{10}}": 0.9, r"My grade is \boxed{7 / 10}.": 0.7, "The final grade is 6.5 out of 10.": 0.65,
         r"\boxed{\text{Grade: } 5}": 0.5, "### Grade\n8": 0.8, r"It is right.\n\n\[\n\boxed{10}\n\]": 1.0,
     }  # fmt: skip
@@ -224,7 +225,8 @@ async def test_a_box_or_a_number_that_the_judge_only_quotes_is_no_grade(verdicts
 async def test_a_verdict_in_json_is_its_grade_and_no_other_number(verdicts: dict[str, Any]) -> None:
     expected = {
         '{"grade": 3, "reason": "2 errors in 10 lines"}': 0.3, '{"score": 8, "steps": 10}': 0.8,
-        '```json\n{"grade": 7.5, "of": 10}\n```': 0.75, '{"verdict": "right", "steps": 10}': None, '{"grade": "10"}': None,
+        '```json\n{"grade": 7.5, "of": 10}\n```': 0.75, '{"verdict": "right", "steps": 10}': None,
+        '{"grade": "10"}': None,
     }  # fmt: skip
     assert await graded(verdicts, list(expected)) == expected
 

@@ -97,7 +97,7 @@ _DEFINITE = re.compile(r"[\d\\$]|^\(?[A-Z]\)?$")
 
 
 def normalized(text: str) -> str:
-    """Removes dollars, a box, blanks without a meaning, and thousands separators; writes words for numbers as numbers."""
+    """Removes dollars, a box, blanks without a meaning, thousands separators; writes words for numbers as numbers."""
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_AS_DIGITS)}}}", text.translate(_UNICODE))
     text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_AS_DIGITS)}}}", text)
     text = _undressed(text.strip())
@@ -217,25 +217,23 @@ _IN_MARKS = re.compile(r"\$[^$]+\$|\\\(.+?\\\)")
 _WORDS_AROUND = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|is)\b)[A-Za-z]{2,}")
 _LAST_VALUE = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|-?\d(?:[\d,.]*\d)?|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}")
 _DOUBT_BEFORE = re.compile(
-    r"(?:\b(?:not|never|at least|at most|(?:more|less|fewer|greater|larger|smaller|other|rather) than|up to|instead of|except"
-    r"|between \S+ and|\w+ or)|n['’]t(?: be)?)\s*\**$",
+    r"(?:\b(?:not|never|at least|at most|(?:more|less|fewer|greater|larger|smaller|other|rather) than|up to|instead of"
+    r"|except|between \S+ and|\w+ or)|n['’]t(?: be)?)\s*\**$",
     re.IGNORECASE,
 )
 _DOUBT_BEHIND = re.compile(
-    r"^[\s,]*(?:or (?:more|less|fewer|so|higher|lower|greater|above|below)\b|(?:is|was|are|would be) (?:not|wrong|false|incorrect)"
-    r"|(?:isn|wasn|can)['’]?t\b|cannot be)",
+    r"^[\s,]*(?:or (?:more|less|fewer|so|higher|lower|greater|above|below)\b"
+    r"|(?:is|was|are|would be) (?:not|wrong|false|incorrect)|(?:isn|wasn|can)['’]?t\b|cannot be)",
     re.IGNORECASE,
 )
 
 
 def is_doubted(prose: str) -> bool:
     """True when the last value of the prose is denied or is the end of a range: `not 5`, `at least 5`, `5 or more`."""
-    last = None
-    for last in _LAST_VALUE.finditer(prose):
-        pass
-    if last is None:
+    found = list(_LAST_VALUE.finditer(prose))
+    if not found:
         return False
-    before, behind = prose[: last.start()].rstrip(), prose[last.end() :]
+    before, behind = prose[: found[-1].start()].rstrip(), prose[found[-1].end() :]
     return bool(_DOUBT_BEFORE.search(before[-40:]) or _DOUBT_BEHIND.match(behind))
 
 

@@ -9,9 +9,9 @@ _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
 _WRAPPED = rf"{_WRAPPER}\s*\{{[^{{}}]*\}}{_POWER}"
 _DEGREES = rf"\^\s*(?:\\circ(?![a-z])|\{{\s*\\circ\s*\}})(?:\s*(?:[CF]|{_WRAPPER}\s*\{{\s*[CF]\s*\}}))?"
 _WORDS = rf"(?<=\s)[A-Za-zµΩ][A-Za-zµΩ./ ]*{_POWER}"
-_UNIT = re.compile(
-    rf"\s*(?P<unit>(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+|(?<=[\d)}}\]i])\s*{_WORDS}|(?<=\d)\s+\([A-Za-z][A-Za-z ]{{2,}}\)|{_DEGREES})$"
-)
+_WRAPPED_UNITS = rf"(?:{_WRAPPED}\s*(?:(?:/|\\cdot(?![a-z]))\s*)?)+"
+_IN_PARENTHESES = r"(?<=\d)\s+\([A-Za-z][A-Za-z ]{2,}\)"
+_UNIT = re.compile(rf"\s*(?P<unit>{_WRAPPED_UNITS}|(?<=[\d)}}\]i])\s*{_WORDS}|{_IN_PARENTHESES}|{_DEGREES})$")
 _DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})|\\circ(?![a-z])")
 _CURRENCY = re.compile(r"\s*\\?[$€£¥₹¢]\s*")
 _ENDS_IN_A_VALUE = re.compile(r"[\dA-Za-z)}\]|!]$")
@@ -21,28 +21,28 @@ _WORD = re.compile(r"[A-Za-zµΩ]+")
 _MOST_WORDS = 6
 _LETTERS = frozenset("AFCJKLNTVWghlmsµΩ")
 """Single letters that are units; any other is a variable."""
-_SHORT = frozenset(
-    "am pm cm mm km nm dm kg mg ml mL dL cL ft in yd mi lb oz hr hrs min sec kW MW Hz Pa eV GB MB KB TB mph kph kmh pt qt "
-    "gal cc sq cu ft rad deg th st nd rd kJ kN kV mA mol ha ly au rs Rs".split()
-)
+_SHORT_UNITS = """
+am pm cm mm km nm dm kg mg ml mL dL cL ft in yd mi lb oz hr hrs min sec kW MW Hz Pa eV GB MB KB TB mph kph kmh pt qt
+gal cc sq cu rad deg th st nd rd kJ kN kV mA mol ha ly au rs Rs
+"""
+_SHORT = frozenset(_SHORT_UNITS.split())
 # What comes behind a number and is no unit: a comparison, a doubt, a verb, another operation.
-_NO_UNITS = frozenset(
-    "this that these those it they we i you and or nor not no never none nothing neither either both but except "
-    "excluding including without unless if when where while until since because so then thus hence although though "
-    "is are was were be been being isn aren wasn weren do does did don doesn didn has have had can cannot could may might "
-    "must shall should will would "
-    "more less fewer greater larger smaller higher lower least most above below over under beyond within between up upward "
-    "upwards down downward downwards onward onwards plus minus times divided than to from at as with versus vs "
-    "about approximately approx roughly around almost nearly close maybe perhaps possibly probably likely unlikely ish "
-    "maximum minimum max wrong incorrect false invalid impossible rejected excluded extraneous correct "
-    "instead rather otherwise unknown undefined infinity infinite inf nan pi sqrt root log ln exp sin cos tan mod modulo "
-    "choose factorial squared cubed inverse reciprocal imaginary remainder halves half third thirds "
-    "quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths "
-    "hundredth hundredths thousandth thousandths millionth millionths billionth billionths twice double triple "
-    "hundred thousand million billion trillion dozen percent percentage hundreds thousands millions billions "
-    "trillions dozens lakh crore also another any others something etc for answer repeating recurring base"
-    "".split()
-)
+_OTHER_WORDS = """
+this that these those it they we i you and or nor not no never none nothing neither either both but except excluding
+including without unless if when where while until since because so then thus hence although though is are was were
+be been being isn aren wasn weren do does did don doesn didn has have had can cannot could may might must shall
+should will would more less fewer greater larger smaller higher lower least most above below over under beyond
+within between up upward upwards down downward downwards onward onwards plus minus times divided than to from at as
+with versus vs about approximately approx roughly around almost nearly close maybe perhaps possibly probably likely
+unlikely ish maximum minimum max wrong incorrect false invalid impossible rejected excluded extraneous correct
+instead rather otherwise unknown undefined infinity infinite inf nan pi sqrt root log ln exp sin cos tan mod modulo
+choose factorial squared cubed inverse reciprocal imaginary remainder halves half third thirds quarter quarters
+fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth
+hundredths thousandth thousandths millionth millionths billionth billionths twice double triple hundred thousand
+million billion trillion dozen percent percentage hundreds thousands millions billions trillions dozens lakh crore
+also another any others something etc for answer repeating recurring base
+"""
+_NO_UNITS = frozenset(_OTHER_WORDS.split())
 _NOT_FIRST = frozenset({"of", "in", "on", "only"})
 _SAME = {
     alias: name
@@ -79,7 +79,7 @@ _ORDINAL = re.compile(rf"(?<=\d)\s*(?:\^\s*)?\{{?\s*(?:{_WRAPPER}\s*\{{\s*)?(?:s
 
 
 def with_words_as_numbers(text: str) -> str:
-    r"""Writes `5 million` as `5\cdot 10^{6}`, `3 halves` as a fraction, `5 squared` as a power, `5 percent` with a sign."""
+    r"""Writes `5 million` as `5\cdot 10^{6}`, `3 halves` as a fraction, `5 squared` as a power."""
     text = _MAGNITUDE.sub(_magnitude, text)
     text = _PART.sub(lambda match: rf"\frac{{{match['number']}}}{{{_PARTS[match['word'].lower()]}}}", text)
     text = _RAISED.sub(lambda match: match["base"] + _RAISED_TO[match["word"].lower()], text)
