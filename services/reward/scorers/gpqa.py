@@ -38,10 +38,12 @@ _UNSURE = re.compile(
     r"[\s)\]]*(?:,|/|\bor\b|\band\b)(?:\s*(?:and|or)\b)?[\s(\[]*(?:option |choice )?(?-i:[A-Z])(?![\w'’])",
     re.IGNORECASE,
 )
-_SEVERAL = re.compile(r"\W*[A-Za-z]\W+(?:(?:and|or)\W+)?[A-Za-z]\W*(?:\W(?:(?:and|or)\W+)?[A-Za-z]\W*)*")
+_SEVERAL = re.compile(
+    r"[\s(\[]*[A-Z][\s)\].]*(?:(?:,|/|&|;|and\b|or\b)[\s,(\[]*(?:and\b|or\b)?[\s(\[]*[A-Z][\s)\].]*)+"
+)
 _ALONE = re.compile(
-    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)|so|thus|therefore|hence)"
-    r"\b\W*)*"
+    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)"
+    r"|so|thus|therefore|hence)\b\W*)*"
     r"[\s(\[.:]*([A-Za-z])[\s)\].:,!]*",
     re.IGNORECASE,
 )

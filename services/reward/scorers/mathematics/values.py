@@ -259,10 +259,8 @@ def _with_exact_decimals(expression: Expr) -> Expr:
 
 
 def _same_constants(one: Expr, other: Expr, precision: int) -> bool | None:
-    values = [_value(expression, {}, precision) for expression in (one, other)]
-    if values[0] is None or values[1] is None:
-        return None
-    return _is_near(values[0], values[1], precision)
+    left, right = _value(one, {}, precision), _value(other, {}, precision)
+    return None if left is None or right is None else _is_near(left, right, precision)
 
 
 def _same_at_points(
@@ -271,12 +269,11 @@ def _same_at_points(
     """Compares real functions where one of them at least is real, and complex ones everywhere."""
     real = other_points = 0
     for point in _points(variables):
-        values = [_value(expression, point, precision) for expression in (one, other)]
-        if values[0] is None or values[1] is None:
+        left, right = _value(one, point, precision), _value(other, point, precision)
+        if left is None or right is None:
             continue
-        is_real = [value.is_real is True for value in values]
-        near = _is_near(values[0], values[1], precision)
-        if any(is_real) or is_complex:
+        near = _is_near(left, right, precision)
+        if left.is_real or right.is_real or is_complex:
             if not near:
                 return False
             real += 1
