@@ -118,7 +118,8 @@ def _is_same_number(label: str, answer: str) -> bool | None:
         plain_number.value / (100 if _PERCENT.search(text) else 1)
         for plain_number, text in ((left, label), (right, answer))
     ]
-    return shares[0] == shares[1] or is_same(left, right)
+    is_the_share = left.names_base == right.names_base and shares[0] == shares[1]
+    return is_the_share or is_same(left, right)
 
 
 def _with_power(text: str) -> str:
