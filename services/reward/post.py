@@ -1,7 +1,8 @@
 """Asks another server for a score, over HTTP. Runs in a worker.
 
 A server that is away, too busy or too slow raises an exception of Python's own, which the service reports as a failure
-that may pass; an answer that will stay wrong raises InvalidArgument.
+that may pass; an answer that will stay wrong raises InvalidArgument. A redirect is not followed: urllib would send the
+key to wherever it points.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from headrace.errors import InvalidArgument
 from headrace.wire.checks import shown
@@ -21,6 +22,16 @@ from headrace.wire.limits import MAX_JSON_BYTES
 _AT_ONCE = 64
 _threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="post")
 _MAY_PASS = (408, 425, 429)
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes an HTTPError of each redirect."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = build_opener(_NoRedirects)
 
 
 async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | None = None) -> Any:
@@ -33,11 +44,18 @@ async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | 
 
 def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310 - a rule checks the scheme
+    # A rule of the job checks the scheme.
+    request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
     try:
-        with urlopen(request, timeout=seconds) as answer:  # noqa: S310
+        with _opener.open(request, timeout=seconds) as answer:
             text = answer.read(MAX_JSON_BYTES + 1)
     except HTTPError as error:
+        if 300 <= error.code < 400:
+            there = shown(error.headers.get("location") or "nowhere")
+            raise InvalidArgument(
+                f"{url} answered {error.code}, a redirect to {there}. Redirects are not followed: "
+                "give the address that answers"
+            ) from None
         said = error.read(400).decode(errors="replace")
         if error.code >= 500 or error.code in _MAY_PASS:
             raise ConnectionError(f"{url} answered {error.code}: {said}") from None

@@ -58,6 +58,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "judge_model": ("judge_url", lambda job: job.reward.judge_url is not None),
     "judge_prompt": ("judge_url", lambda job: job.reward.judge_url is not None),
     "judge_scale": ("judge_url", lambda job: job.reward.judge_url is not None),
+    "judge_json": ("judge_url", lambda job: job.reward.judge_url is not None),
     "rollout_timeout_seconds": (
         "rollout_function_path",
         lambda job: job.rollout.rollout_function_path is not None,

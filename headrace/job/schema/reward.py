@@ -40,3 +40,7 @@ class RewardSection(Section):
         None, description="File of what the judge is told, with {prompt}, {response}, {label}; absent: a plain one."
     )
     judge_scale: Above = Field(10.0, description="The highest grade that the judge gives; it is a reward of 1.")
+    judge_json: bool = Field(
+        False,
+        description="Ask the judge for JSON with a grade, by response_format; its server must know that.",
+    )

@@ -11,7 +11,7 @@ from headrace.score import ScoreItem
 from services.reward.scorers import math
 
 _TAIL_CHARACTERS = 300
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*:\s*((?:(?!answer\s*:)[^\n])+)", re.IGNORECASE)
 
 
 def score(item: ScoreItem) -> Reward:

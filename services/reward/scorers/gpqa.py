@@ -10,6 +10,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
@@ -18,12 +19,38 @@ from services.reward.scorers.answers import after_thinking, boxed, last_line, ta
 
 _LETTERS = string.ascii_uppercase
 _DEFAULT_LETTERS = "ABCDEFGH"
+_LETTER = r"(?P<{}>(?-i:[A-Z])(?![\w'’])|[a-z](?=\W*(?:\n|$)))"
+_IS = r"(?:\s*(?:is|are|would be|should be|must be|will be|[:=])+)"
+_OPENED = r"[\s:(\[{]*(?:(?:option|choice|answer)\s*[(\[]*)?"
 _SAID = re.compile(
-    r"(?i:answer|choice|option)\b\s*(?i:is|would be|should be)?\s*[:=]?\s*[\"'*_(\[{]*(?:\\(?:text|mathrm)\{)?"
-    r"(?:([A-Z])(?![\w'])|([a-z])(?=[\"'*_)\]}.]*\s*(?:\n|$)))"
+    r"\b(?:answer|choice|option)s?(?:\s+(?:to|for)\b[^.\n:]{0,60}?)?" + _IS + _OPENED + _LETTER.format("is")
+    + r"|\b(?:choose|chose|pick|select|go with|going with|opt for)\b" + _OPENED + _LETTER.format("chosen")
+    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+(?:is|must be|should be)\s+"
+    r"(?:therefore |clearly |thus )?"
+    r"(?:the\s+)?(?:only\s+)?(?:correct|right|best)\b"
+    r"(?!(?:\s+(?:answer|choice|option))?\s+(?:only\s+)?(?:if|when|unless|for)\b)"
+    + r"|\bnot\s+(?:option |choice )?\(?[A-Z]\)?,?\s+but\s+(?:rather |instead )?" + _OPENED + _LETTER.format("but")
+    + r"|\banswer\s+" + _LETTER.format("behind") + r"(?=[\s.)\]]*(?:\n|$))",
+    re.IGNORECASE,
+)  # fmt: skip
+_STATED = re.compile(r"\b(?:answer|choice|option)" + _IS + r"\s*(?P<text>[^\n]+)", re.IGNORECASE)
+_UNSURE = re.compile(
+    r"[\s)\]]*(?:,|/|\bor\b|\band\b)(?:\s*(?:and|or)\b)?[\s(\[]*(?:option |choice )?(?-i:[A-Z])(?![\w'’])",
+    re.IGNORECASE,
 )
-_ALONE = re.compile(r"[\s\"'*_(\[{.]*(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])\)?[\s\"'*_)\]}.:,]*")
+_SEVERAL = re.compile(
+    r"[\s(\[]*[A-Z][\s)\].]*(?:(?:,|/|&|;|and\b|or\b)[\s,(\[]*(?:and\b|or\b)?[\s(\[]*[A-Z][\s)\].]*)+"
+)
+_ALONE = re.compile(
+    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)"
+    r"|so|thus|therefore|hence)\b\W*)*"
+    r"[\s(\[.:]*([A-Za-z])[\s)\].:,!]*",
+    re.IGNORECASE,
+)
+_WRAPPER = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|boldsymbol)\s*\{([^{}]*)\}")
+_MARKS = re.compile(r"\\[()\[\]]|\*\*|__|[$`\"“”]")
 _BLANKS = re.compile(r"\W+")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +71,67 @@ class _Question:
 
     def letter(self, answer: str) -> str | None:
         """The choice that an answer names: by its letter, by letter and text, or by text."""
+        answer = _unmarked(answer).strip()
         if (alone := _ALONE.fullmatch(answer)) and alone[1].upper() in self.letters:
             return alone[1].upper()
-        for letter, text in self.texts.items():
-            if _plain(answer) in (_plain(text), _plain(f"{letter} {text}")):
-                return letter
-        begins = re.match(r"[\s*_\"']*\(?([A-Z])[).:]", answer)
+        for plain in (_plain, _words):
+            named = [
+                letter
+                for letter, text in self.texts.items()
+                if plain(answer) in (plain(text), plain(f"{letter} {text}"), plain(f"({letter}) {text}"))
+            ]
+            if len(named) == 1:
+                return named[0]
+        begins = re.match(r"[\s_']*\(?([A-Z])[).:]", answer)
         return begins[1] if begins and begins[1] in self.letters else None
+
+    def stated(self, text: str) -> str | None:
+        """The choice that the text's last statement about the answer names; empty where that names several."""
+        text = _unmarked(text)
+        last: tuple[int, str] | None = None
+        for match in _SAID.finditer(text):
+            letter = next(letter for letter in match.groupdict().values() if letter).upper()
+            if letter in self.letters:
+                last = match.start(), "" if _UNSURE.match(text, match.end()) else letter
+        for match in _STATED.finditer(text) if self.texts else ():
+            named = next(filter(None, map(self.letter, _beginnings(match["text"]))), None)
+            if named is not None and (last is None or match.start() >= last[0]) and not (last and last[1] == ""):
+                last = match.start(), named
+        return last[1] if last else None
 
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when the right choice cannot be told from label and metadata."""
     question = _Question.of(item)
     text = after_thinking(item.response)
-    for answer in (boxed(text), tagged(text)):
-        if answer is not None:
-            return float(question.letter(answer) == question.right)
-    named = ((upper or lower).upper() for upper, lower in _SAID.findall(text))
-    said = [letter for letter in named if letter in question.letters]
-    if said:
-        return float(said[-1] == question.right)
-    return float(question.letter(last_line(text)) == question.right)
+    for answer in (*reversed(_boxes(text)), tagged(text)):
+        if answer is None:
+            continue
+        if (letter := question.letter(answer)) is not None:
+            return float(letter == question.right)
+        if _SEVERAL.fullmatch(_unmarked(answer)):
+            return 0.0
+    stated = question.stated(text)
+    return float((question.letter(last_line(text)) if stated is None else stated) == question.right)
+
+
+def _boxes(text: str) -> list[str]:
+    """Returns the contents of the boxes, in order."""
+    starts = [match.start() for match in _BOX.finditer(text)]
+    contents = (boxed(text[start:end]) for start, end in pairwise([*starts, len(text)]))
+    return [content for content in contents if content is not None]
+
+
+def _beginnings(text: str) -> list[str]:
+    """Returns a statement, and its part before the first full stop or comma: the rest may be the reason."""
+    return [text, *(text[: match.start()] for match in re.finditer(r"[.,;](?=\s|$)|\s(?=because|since|as)\b", text))]
+
+
+def _unmarked(text: str) -> str:
+    """Removes the marks of Markdown and LaTeX around words."""
+    for _ in range(2):
+        text = _WRAPPER.sub(r"\1", text)
+    return _MARKS.sub("", text)
 
 
 def _texts(choices: object) -> dict[str, str]:
@@ -98,4 +165,8 @@ def _right(named: object, letters: str, texts: Mapping[str, str]) -> str:
 
 
 def _plain(text: str) -> str:
+    return re.sub(r"[\s{}\\]+", "", _unmarked(text)).rstrip(".").casefold()
+
+
+def _words(text: str) -> str:
     return _BLANKS.sub(" ", text).strip().lower()

@@ -1,7 +1,8 @@
 """A language model as the judge, at any URL that speaks OpenAI's chat completions.
 
-`--judge-prompt` is a file with {prompt}, {response} and {label}. Of the judge's answer counts the last box, else the
-last number: divided by `--judge-scale`, between 0 and 1.
+`--judge-prompt` is a file with {prompt}, {response} and {label}. The judge ends its text with one grade: in a box, or
+alone on the last line, or as JSON. The reward is the grade divided by `--judge-scale`, between 0 and 1. With
+`--judge-json` the server makes the judge answer in JSON. A text without a clear grade is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.score import ScoreItem
 from headrace.wire.checks import shown
 from headrace.wire.json_text import from_json
 from services.reward.post import post
-from services.reward.scorers.answers import after_thinking, boxed
+from services.reward.scorers.answers import boxed, last_line
 
 PROMPT = """You grade an answer. Be strict: what is asked has to be answered, and answered right.
 
@@ -31,10 +32,47 @@ PROMPT = """You grade an answer. Be strict: what is asked has to be answered, an
 # The answer
 {response}
 
-Think about it briefly. Then end with its grade, a whole number from 0 (wrong) to 10 (right and complete), in a box:
+Think about it briefly. Then end with its grade, a whole number from 0 (wrong) to {scale:g} (right and complete),
+in a box:
 \\boxed{{grade}}"""
+JSON_PROMPT = PROMPT.partition("Think about it")[0] + (
+    'Answer in JSON: {{"reason": "a brief reason", "grade": '
+    "a whole number from 0 (wrong) to {scale:g} (right and complete)}}"
+)
 KEY = "HEADRACE_JUDGE_KEY"
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_LEAD = (
+    r"(?:(?:so|thus|therefore|hence|overall|in conclusion|conclusion)\W+)?"
+    r"(?:(?:the|my|its|final|overall|total|a|i|would|will|i'd|give|assign|award|this|it)\W+)*"
+    r"(?:(?:grade|score|rating|mark|points?|verdict|result)\b(?:\s+of)?\W*(?:is|are|would be|should be|of)?)?"
+)
+_GRADE = re.compile(
+    rf"\W*?{_LEAD}[\s:=*_`$(\[]*(?:\\[dt]?frac\s*\{{\s*(?P<above>{_NUMBER})\s*\}}\s*\{{\s*(?P<below>{_NUMBER})\s*\}}|"
+    rf"(?P<number>{_NUMBER})(?:\s*(?:/|out of|of)\s*(?P<scale>{_NUMBER}))?)\s*(?:points?)?[\s.*_`$)\]!]*",
+    re.IGNORECASE,
+)
+_BOXES = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# The response that is graded may have a box of its own, and the judge may quote it.
+_QUOTED = re.compile(
+    r"```.*?```|^\s*>[^\n]*$|\"[^\"\n]*\"|“[^”]*”|<(response|answer)>.*?</\1>", re.DOTALL | re.MULTILINE
+)
+_SENTENCE_END = re.compile(
+    r"[.!?][\"')\]*]*\s|(?<![:,;])(?<!\bsaid)(?<!\bsays)(?<!\bwrote)(?<!\bwrites)(?<!\bwith)(?<!\bis)(?<!\bwas)(?<!\bhas)"
+    r"(?<!\bgave)(?<!\bboxed)(?<!\banswer)(?<!\bresponse)\n\s*\n"
+)
+_QUOTES = re.compile(
+    r"\b(?:sa(?:ys|id|y)|wr(?:ites|ote|itten)|writes|response|answer(?:s|ed)?|student|model|claim(?:s|ed)?|state[sd]?|"
+    r"conclude[sd]?|gave|gives|end(?:s|ed)?|quote[sd]?|box(?:ed)?|obtain(?:s|ed)?|get|got|gets|result(?:s|ed)?|put)\b",
+    re.IGNORECASE,
+)
+_NAMES_A_GRADE = re.compile(
+    r"\b(?:grade|score|rating|mark|verdict|points?)\b\W*(?:(?:is|are|of|would be|should be|:|=)\W*)*$"
+    r"|\b(?:correct|right|wrong|incorrect|complete|incomplete|valid|partial|partially)\b[\w\s]*,?\s*(?:so|thus|therefore|hence)\W*$",
+    re.IGNORECASE,
+)
+_FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
+_GRADE_KEYS = ("grade", "score", "rating")
 
 
 async def score(item: ScoreItem, args: HookArgs) -> float:
@@ -43,27 +81,97 @@ async def score(item: ScoreItem, args: HookArgs) -> float:
         raise InvalidArgument("scorer judge has no model to ask: set --judge-url and --judge-model")
     asked = {
         "model": args.judge_model,
-        "messages": [{"role": "user", "content": _filled(args.judge_prompt, item)}],
+        "messages": [{"role": "user", "content": _filled(args, item)}],
         "temperature": 0.0,
-    }
+    } | ({"response_format": _response_format(args.judge_scale)} if args.judge_json else {})
     url = f"{args.judge_url.rstrip('/')}/chat/completions"
     answer = await post(url, asked, seconds=args.reward_timeout_seconds, key=os.environ.get(KEY))
-    return grade(_content(url, answer), args.judge_scale)
+    said = _content(url, answer)
+    return (json_grade if args.judge_json else grade)(said, args.judge_scale)
 
 
 def grade(said: str, scale: float) -> float:
-    """The judge's grade over the highest one. Raises InvalidArgument where there is none, or none in its range."""
-    text = after_thinking(said)
-    found = boxed(text)
-    numbers = _NUMBER.findall(found if found is not None else text)
-    if not numbers:
-        raise InvalidArgument(
-            f"the judge said {shown(said[-200:])}, without a grade: have it end with \\boxed{{grade}}"
-        )
-    given = float(numbers[-1])
+    """Returns the judge's grade over the highest one.
+
+    Raises InvalidArgument for a text without one clear grade, and for a grade outside of its range.
+    """
+    text = _verdict(said)
+    verdict = _json_object(text)
+    if verdict is not None:
+        return _from_json(verdict, said, scale)
+    text = _QUOTED.sub(" ", text).strip()
+    boxes = [match.start() for match in _BOXES.finditer(text)]
+    match = _GRADE.fullmatch(_boxed_grade(text, boxes[-1]) if boxes else last_line(text))
+    if match is None:
+        raise _without_grade(said)
+    highest = match["below"] or match["scale"]
+    return _in_range(float(match["above"] or match["number"]), float(highest) if highest else None, scale)
+
+
+def json_grade(said: str, scale: float) -> float:
+    """Returns the `grade` of the judge's JSON over the highest one. Raises InvalidArgument as `grade` does."""
+    return _from_json(_json_object(_verdict(said)), said, scale)
+
+
+def _verdict(said: str) -> str:
+    """Returns what follows the judge's own thoughts; a later `</think>` is the response's, which the judge quotes."""
+    _, found, verdict = said.partition("</think>")
+    return (verdict if found else said).strip()
+
+
+def _boxed_grade(text: str, start: int) -> str:
+    """Returns what the last box has, where it ends the text or stands alone, and is no quotation; empty otherwise."""
+    content = boxed(text[start:])
+    if content is None:
+        return ""
+    before = text[:start].rstrip(" $*_`([\n")
+    sentences = list(_SENTENCE_END.finditer(before + " "))
+    sentence = before[sentences[-1].end() :] if sentences else before
+    if _QUOTES.search(sentence) and not _NAMES_A_GRADE.search(before):
+        return ""
+    return _WRAPPER.sub(r" \1 ", content)
+
+
+def _without_grade(said: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"the judge said {shown(said[-200:])}, without a grade: have it end with \\boxed{{grade}}, or with "
+        "the grade alone on a line, or set --judge-json"
+    )
+
+
+def _in_range(given: float, highest: float | None, scale: float) -> float:
+    if highest is not None and highest != scale:
+        raise InvalidArgument(f"the judge gave {given:g} of {highest:g}, and --judge-scale is {scale:g}: use one scale")
     if not 0 <= given <= scale:
         raise InvalidArgument(f"the judge gave {given:g}, outside 0 to --judge-scale {scale:g}")
     return given / scale
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    if match := _FENCE.match(text):
+        text = match[1]
+    try:
+        return from_json(text) if text.startswith("{") else None
+    except InvalidArgument:
+        return None
+
+
+def _from_json(verdict: dict[str, Any] | None, said: str, scale: float) -> float:
+    given = [verdict[key] for key in _GRADE_KEYS if key in verdict] if verdict is not None else []
+    if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], int | float):
+        raise InvalidArgument(f'the judge said {shown(said[-200:])}, which is not JSON with one number as "grade"')
+    return _in_range(float(given[0]), None, scale)
+
+
+def _response_format(scale: float) -> dict[str, Any]:
+    grade_schema = {"type": "number", "minimum": 0, "maximum": scale}
+    schema = {
+        "type": "object",
+        "properties": {"reason": {"type": "string"}, "grade": grade_schema},
+        "required": ["reason", "grade"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
 
 
 def _content(url: str, answer: Any) -> str:
@@ -76,10 +184,11 @@ def _content(url: str, answer: Any) -> str:
     return content
 
 
-def _filled(path: str | None, item: ScoreItem) -> str:
-    template = PROMPT if path is None else _template(path)
+def _filled(args: HookArgs, item: ScoreItem) -> str:
     parts = {"prompt": _text(item.prompt), "response": item.response, "label": item.label or "(not known)"}
-    return template.format_map(parts)
+    if args.judge_prompt is not None:
+        return _template(args.judge_prompt).format_map(parts)
+    return (JSON_PROMPT if args.judge_json else PROMPT).format_map({**parts, "scale": args.judge_scale})
 
 
 @cache

@@ -83,6 +83,57 @@ def test_gpqa_reads_the_chosen_letter_or_the_choices_text(response: str, right: 
     )
 
 
+SHIFTS = ["10^3", "10^{-3}", "the red giant", "no change"]
+
+
+def chosen(response: str) -> str:
+    """Returns the letters that the scorer takes for the response's choice."""
+    return "".join(letter for letter in "ABCD" if gpqa.score(item(response, letter, choices=SHIFTS)) == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        (r"So the answer is $\mathrm{C}$.", "C"),
+        (r"The correct choice is \textbf{(C)}.", "C"),
+        (r"The answer is \( C \).", "C"),
+        ("Hence **C**", "C"),
+        ("C must be correct.", "C"),
+        ("Option (C) is the right choice.", "C"),
+        ("I would go with C.", "C"),
+        ("It's C", "C"),
+        ("The answer is **the red giant**.", "C"),
+        ("The answer is the red giant, since it is cooler.", "C"),
+        (r"\boxed{\textbf{the red giant}}", "C"),
+        (r"The answer is $10^{-3}$.", "B"),
+        (r"\boxed{10^{3}}", "A"),
+        (r"From \boxed{F = ma} it follows that the answer is C", "C"),
+    ],
+)
+def test_gpqa_reads_a_choice_in_the_ways_that_people_write_it(response: str, letter: str) -> None:
+    assert chosen(response) == letter
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("Answer: C\n\nOption A cannot be, and option D is worse.", "C"),
+        ("The answer is C, not option D.", "C"),
+        ("The answer is not A but C.", "C"),
+        ("Answer: C\nOption D is incorrect. Choice A would be right only at rest.", "C"),
+        ("The answer is C because choice B has the wrong sign.", "C"),
+        ("I choose A. No wait, the answer is C.", "C"),
+        ("The answer is A or C", ""),
+        ("Answer: B and C", ""),
+        (r"\boxed{A, C}", ""),
+        ("C is not the correct answer.", ""),
+        ("The answer is not C.", ""),
+    ],
+)
+def test_gpqa_takes_the_choice_that_is_stated_and_none_that_is_only_discussed(response: str, letter: str) -> None:
+    assert chosen(response) == letter
+
+
 def test_a_choice_whose_text_is_a_number_is_not_taken_for_the_number_of_a_choice() -> None:
     assert gpqa.score(item("D", "2", choices=CHOICES)) == 1.0
     assert gpqa.score(item("C", "2", choices=["x", "y", "z"])) == 1.0
@@ -107,7 +158,7 @@ def test_chance_is_fair_and_the_same_for_the_same_sample() -> None:
     ("said", "expected"),
     [
         (r"Good. \boxed{7}", 0.7),
-        ("I give it 8/10: 8", 0.8),
+        ("I give it 8/10.", 0.8),
         (r"<think>\boxed{1}</think>\boxed{10}", 1.0),
         (r"\boxed{7.5}", 0.75),
         (r"\boxed{0}", 0.0),

@@ -31,6 +31,8 @@ class AnsweringServer:
     def __init__(self, answer: Answer) -> None:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.visits: list[str | None] = []
+        """The keys of requests that follow a redirect."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,9 +42,15 @@ class AnsweringServer:
                 outer.keys.append(self.headers.get("authorization"))
                 status, text = answer(body)
                 self.send_response(status)
+                if 300 <= status < 400:
+                    self.send_header("location", text.decode())
                 self.send_header("content-length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
+
+            def do_GET(self) -> None:
+                outer.visits.append(self.headers.get("authorization"))
+                self.send_error(404)
 
             def log_message(self, *_: object) -> None: ...
 
@@ -169,6 +177,96 @@ async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
     assert {call["messages"][0]["content"] for call in judge.asked} == {
         f'Q 2 + 5 = A {response} L 7. Answer as {{"grade": n}}.' for response in ("seven", "silence")
     }
+
+
+@pytest.fixture
+def verdicts(answering: Callable[[Answer], AnsweringServer], tmp_path: Path) -> dict[str, Any]:
+    """The flags of a judge that says what it is asked: the response of the item."""
+
+    def echo(body: dict[str, Any]) -> tuple[int, bytes]:
+        said = body["messages"][0]["content"]
+        return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+
+    prompt = tmp_path / "echo.txt"
+    prompt.write_text("{response}")
+    return {"rm_type": "judge", "judge_url": answering(echo).url, "judge_model": "big", "judge_prompt": prompt}
+
+
+async def graded(flags: dict[str, Any], said: list[str]) -> dict[str, float | None]:
+    """Returns what each verdict is worth; None for an error."""
+    async with serving(**flags) as client:
+        results = await client.score([item(verdict) for verdict in said], deadline_seconds=120)
+    return {
+        verdict: round(result.value, 6) if isinstance(result, Score) else None
+        for verdict, result in zip(said, results, strict=True)
+    }
+
+
+async def test_a_grade_is_read_with_its_scale(verdicts: dict[str, Any]) -> None:
+    expected = {
+        r"Two steps are missing. \boxed{4/10}": 0.4, r"\boxed{0 out of 10}": 0.0, "**Score: 6/10**": 0.6,
+        "Rating: 2 of 10": 0.2,
+        r"\boxed{\dfrac{9}{10}}": 0.9, r"My grade is \boxed{7 / 10}.": 0.7, "The final grade is 6.5 out of 10.": 0.65,
+        r"\boxed{\text{Grade: } 5}": 0.5, "### Grade\n8": 0.8, r"It is right.\n\n\[\n\boxed{10}\n\]": 1.0,
+    }  # fmt: skip
+    assert await graded(verdicts, list(expected)) == expected
+
+
+async def test_a_box_or_a_number_that_the_judge_only_quotes_is_no_grade(verdicts: dict[str, Any]) -> None:
+    quotes = [
+        r"No grade here: the student wrote \boxed{10}", "The response ended with\n\\boxed{9}", r'It says "\boxed{10}".',
+        "> \\boxed{10}", r"I saw </think> twice: the response has </think>\boxed{10}", "There are 10 steps.", "7 or 8",
+        r"\boxed{4/5}", r"\boxed{7, 8}", "It solved 10 of 10 parts but has no proof, which I cannot grade",
+        r"Grade: \boxed{3}. The response had \boxed{10}",
+    ]  # fmt: skip
+    assert await graded(verdicts, quotes) == dict.fromkeys(quotes)
+
+
+async def test_a_verdict_in_json_is_its_grade_and_no_other_number(verdicts: dict[str, Any]) -> None:
+    expected = {
+        '{"grade": 3, "reason": "2 errors in 10 lines"}': 0.3, '{"score": 8, "steps": 10}': 0.8,
+        '```json\n{"grade": 7.5, "of": 10}\n```': 0.75, '{"verdict": "right", "steps": 10}': None,
+        '{"grade": "10"}': None,
+    }  # fmt: skip
+    assert await graded(verdicts, list(expected)) == expected
+
+
+async def test_a_judge_is_asked_for_json_and_its_verdict_is_read(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        limits = body["response_format"]["json_schema"]["schema"]["properties"]["grade"]
+        said = json.dumps({"reason": "The 9 is right.", "grade": limits["maximum"] / 2})
+        return 200, json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+
+    judge = answering(answer)
+    flags = {"judge_url": judge.url, "judge_model": "big", "judge_scale": 4.0, "judge_json": True}
+    async with serving(rm_type="judge", **flags) as client:
+        (result,) = await client.score([item("seven")], deadline_seconds=120)
+    assert isinstance(result, Score)
+    assert result.value == 0.5
+    assert "from 0 (wrong) to 4" in judge.asked[0]["messages"][0]["content"]
+    assert "boxed" not in judge.asked[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
+    status: int, answering: Callable[[Answer], AnsweringServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_JUDGE_KEY", "secret")
+    thief = answering(lambda _: (200, b"1"))
+    there = f"{thief.url}/v1/chat/completions"
+    door = answering(lambda _: (status, there.encode()))
+    for flags in (
+        {"judge_url": door.url, "judge_model": "m", "rm_type": "judge"},
+        {"rm_url": door.url, "rm_type": "remote_rm"},
+    ):
+        async with serving(**flags) as client:
+            (result,) = await client.score([item("7")], deadline_seconds=120)
+        assert (thief.visits, thief.keys) == ([], [])
+        assert isinstance(result, ScoreError)
+        assert there in result.message
+        assert not result.retryable
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ _BOUNDED = re.compile(rf"(?P<name>[a-zA-Z])\s*{_RELATION}(?P<bound>[^=<>]+)")
 _WITHIN = re.compile(
     rf"(?P<low>[^=<>]+?)(?P<left>{_NOT_MORE}|{_LESS})\s*(?P<name>[a-zA-Z])\s*(?P<right>{_NOT_MORE}|{_LESS})(?P<high>[^=<>]+)"
 )
+_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
+_FALLING = re.compile(rf"([^=<>]+?)({_NOT_LESS}|{_MORE})\s*([a-zA-Z])\s*({_NOT_LESS}|{_MORE})([^=<>]+)")
 _POINT_WITH_A_NAME = re.compile(r"[A-Z]\s*(\([^()]*,[^()]*\))")
 
 
@@ -34,6 +36,10 @@ def solutions(text: str) -> Solutions:
     """Returns the list, point or union that a normalized text means, or the text itself when it means none of them."""
     if point := _POINT_WITH_A_NAME.fullmatch(text):
         return Solutions(point[1])
+    text = _with_both_signs(text)
+    if falling := _FALLING.fullmatch(text):
+        high, left, name, right, low = falling.groups()
+        return Solutions(f"{low.strip()}{_risen(right)}{name}{_risen(left)}{high.strip()}")
     parts = [part.strip() for part in _parts(text)]
     if len(parts) < 2:
         return Solutions(text)
@@ -47,6 +53,25 @@ def solutions(text: str) -> Solutions:
         if len(_AND.findall(text)) == len(parts) - 1 == 1:
             return Solutions(_common(*(interval for _, interval in intervals)) or text)
     return Solutions(text)
+
+
+def _with_both_signs(text: str) -> str:
+    r"""Writes a `\pm` inside of brackets as two solutions; outside of them, math-verify does so."""
+    signs = list(_PLUS_MINUS.finditer(text))
+    if not signs or not any(_depth(text[: sign.start()]) for sign in signs):
+        return text
+    upper = _PLUS_MINUS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
+    lower = _PLUS_MINUS.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
+    name, equals, value = lower.partition("=")
+    return f"{upper}, {value.strip() if equals and name.strip().isalpha() else lower}"
+
+
+def _depth(text: str) -> int:
+    return sum(text.count(mark) for mark in _OPEN) - sum(text.count(mark) for mark in _CLOSE)
+
+
+def _risen(sign: str) -> str:
+    return r"\le " if _is_closed(sign) else "<"
 
 
 def _of_assigned(assigned: list[tuple[str, str]]) -> Solutions:
