@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -107,18 +108,31 @@ def _model(path: str, model_path: str | None) -> Any:
 
 
 def checked_reward(path: str, reward: Any) -> Reward | NoReward:
-    """Converts a hook's return to a plain number or a dict of them, or says why it is not a reward."""
+    """Converts a hook's return to a plain number or a dict of them, or says why it is not a reward.
+
+    A dict may hold other values too, such as the extracted answer as text. They are left out.
+    """
     try:
         if not isinstance(reward, dict):
             return _number(reward)
-        require_at_most(len(reward), MAX_TAGS, "its parts")
-        return {_name(name): _number(part) for name, part in reward.items()}
+        numbers = {name: part for name, part in reward.items() if _is_number(part)}
+        if not numbers:
+            raise InvalidArgument(f"the dict {reward!r:.80} without a number")
+        require_at_most(len(numbers), MAX_TAGS, "its parts")
+        return {_name(name): _number(part) for name, part in numbers.items()}
     except InvalidArgument as error:
         return f"hook {path} returned {error.message}; a reward is a finite number or a dict of them"
 
 
-def _number(value: Any) -> float:
+def _is_number(value: Any) -> bool:
+    """False for an array or a tensor of several numbers too, which has a `__float__` that fails."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return False
+    return math.prod(getattr(value, "shape", ())) == 1
+
+
+def _number(value: Any) -> float:
+    if not _is_number(value):
         raise InvalidArgument(_shown(value))
     try:
         number = float(value)

@@ -252,7 +252,7 @@ MAX_SCORE_ITEMS: Final = 16_384
 MAX_SCORER_SECONDS: Final = 30.0
 """One item in a scorer of headrace's own, unless reward_timeout_seconds is less; a custom function has that alone."""
 MAX_MATH_CPU_SECONDS: Final = 2.0
-"""Processor time of one item in scorers math and deepscaler: an answer that takes longer is wrong."""
+"""Processor time of one item in scorers of mathematics and in reasoning_gym: an answer that takes longer is wrong."""
 MAX_REGEX_SECONDS: Final = 5.0
 """One item in scorer regex: patterns come with the items, and some never come to an end."""
 MAX_CODE_SECONDS: Final = 600.0

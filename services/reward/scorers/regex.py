@@ -13,7 +13,9 @@ from headrace.score import ScoreItem
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when there is no pattern or it does not compile."""
-    pattern = item.metadata.get("pattern", item.label)
+    pattern = item.metadata.get("pattern")
+    if pattern is None:  # null is no pattern: a file's other rows may have one
+        pattern = item.label
     if not isinstance(pattern, str):
         raise InvalidArgument("scorer regex needs a pattern as text: put it into metadata.pattern or the label")
     try:
