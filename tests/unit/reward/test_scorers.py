@@ -219,6 +219,20 @@ def _computes_for_ever() -> None:
             sum(range(1000))
 
 
+@cpu_limit(0.05)
+def _gives_up_in_time() -> float:
+    try:
+        while True:
+            sum(range(1000))
+    except BaseException:  # noqa: BLE001 - as some tasks of reasoning_gym do
+        return 0.0
+
+
+def test_a_result_of_a_calculation_that_was_cut_short_does_not_count() -> None:
+    with pytest.raises(TooSlow):
+        _gives_up_in_time()
+
+
 def test_processor_time_is_limited_and_waiting_is_not() -> None:
     with pytest.raises(TooSlow):
         _computes_for_ever()
