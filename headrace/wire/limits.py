@@ -179,6 +179,8 @@ MAX_PROMPT_BYTES: Final = 8 << 20
 """A prompt, metadata and tools included."""
 MAX_PROMPT_LINE_BYTES: Final = 16 << 20
 """A line of a prompt file."""
+MAX_TABLE_BYTES: Final = 1 << 30
+"""A prompt file that is one JSON array, or CSV."""
 MAX_MESSAGES: Final = 4_096
 """Chat messages of a prompt; and tool calls in all messages of one request."""
 MAX_TOOLS: Final = 1_024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
+from services.reward.builtin import BOXED
 from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
@@ -27,8 +29,8 @@ _TRIED_LABELS = 4
 _SHOWN = 60
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
 _WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm")
-_TRIES_NO_ANSWER = ("code", "random")
-"""A label of tests is no program, and chance knows no answer."""
+_COMPARE = ("math", "dapo", "deepscaler", "exact_match", "f1", "gpqa")
+"""The scorers to which a label is a right answer. To others it is tests, a pattern, or a hint for a judge."""
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")
 """The forms of answers of models that reason."""
 
@@ -119,7 +121,7 @@ async def _try_labels(
         results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
         _say(labelled or rows, results, options, report)
         if hook is None and labelled:
-            await _other_forms(batch_scorer, labelled, results, report)
+            await _other_forms(batch_scorer, labelled, results, report, allows_zero=job.reward.skip_label_check)
 
 
 def _unscored(prompts: Prompts) -> list[str]:
@@ -158,7 +160,10 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, ScoreError)]
     for row, error in failed[:1]:
         sentence = f"{row.where}: the label as its own answer cannot be scored: {error.message}"
-        whose = report.warnings if scored else report.refusals
+        goes_on = scored or options.job.reward.skip_label_check
+        whose = report.warnings if goes_on else report.refusals
+        if not goes_on:
+            sentence += " (--skip-label-check starts all the same)"
         (report.unchecked if options.elsewhere else whose).append(sentence)
     for row, score in scored[:1]:
         if score.scorer == "code":
@@ -169,24 +174,47 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
 
 
 async def _other_forms(
-    batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[ScoreResult], report: Report
+    batch_scorer: BatchScorer,
+    rows: Sequence[PromptRow],
+    results: Sequence[ScoreResult],
+    report: Report,
+    *,
+    allows_zero: bool,
 ) -> None:
-    """Finds forms of the answer that score 1 where the label alone does not."""
+    """Finds forms of the answer that score 1 where the label alone does not.
+
+    Refuses labels that score nothing in any form, where none of the scorer's other labels does better.
+    """
+    best: dict[str, list[tuple[PromptRow, float]]] = defaultdict(list)
+    is_told = False
     for row, result in zip(rows, results, strict=True):
-        if not isinstance(result, Score) or result.value >= 1 or result.scorer in _TRIES_NO_ANSWER:
+        if not isinstance(result, Score) or result.scorer.removeprefix(BOXED) not in _COMPARE:
             continue
-        label = row.prompt().label[:_SHOWN]
-        for form in _FORMS:
+        highest = result.value
+        for form in _FORMS if highest < 1 else ():
             other = await _scored(batch_scorer, None, row, form)
-            if isinstance(other, Score) and other.value >= 1:
-                report.facts.append(("answers in form", f"{form.format(label)!r} scores {other.value:g}"))
-                break
+            if isinstance(other, Score) and other.value > highest:
+                highest = other.value
+                if highest >= 1 and not is_told:
+                    is_told = True
+                    shown = form.format(row.prompt().label[:_SHOWN])
+                    report.facts.append(("answers in form", f"{shown!r} scores {highest:g}"))
+        best[result.scorer].append((row, highest))
+    for scorer, tried in best.items():
+        row, highest = min(tried, key=lambda pair: pair[1])
+        if highest >= 1:
+            continue
+        said = f"{row.where}: the label {row.prompt().label[:_SHOWN]!r} as the answer scores {highest:g} by {scorer}"
+        if max(value for _, value in tried) > 0:
+            report.warnings.append(f"{said}, in every form: no answer may ever get the full reward")
+        elif allows_zero:
+            report.warnings.append(f"{said}, and --skip-label-check is set: no answer may ever get a reward")
         else:
-            report.warnings.append(
-                f"{row.where}: the label {label!r} as the answer scores {result.value:g} by {result.scorer}, and "
-                f"{_FORMS[0].format(label)!r} no more: no answer may ever get the full reward"
+            report.refusals.append(
+                f"{said}, in every form, so no answer could get a reward: name the key of the answer itself with "
+                "--label-key (KEY.INNER for an object's inner key), choose another scorer, or pass --skip-label-check "
+                "to start all the same"
             )
-        return
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class DataSection(Section):
         None, description="pkg.mod.Class or file.py:Class with get_samples(n); its dataset is prompt_data."
     )
     input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
-    label_key: str | None = Field(None, description="Key of the reference answer.")
+    label_key: str | None = Field(None, description="Key of the reference answer; a.b is b of the object a.")
     metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
     tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
     multimodal_keys: Annotated[dict[str, str], AfterValidator(_of_images), FromJson] = Field(
