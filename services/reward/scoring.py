@@ -240,7 +240,7 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
 
 
 def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
-    if hook and hook.form is RewardForm.GROUP:
+    if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
     if hook and hook.form is RewardForm.BATCH:
         return "all"
