@@ -22,6 +22,7 @@ from services.reward.builtin import BOXED
 from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
+from services.reward.scorers.answers import example
 from services.reward.scoring import BatchScorer
 from services.reward.service import describe, describe_each, worker_pool
 
@@ -135,7 +136,7 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
 
 
 async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> ScoreResult:
-    """Scores the label as the response; a group's function gets an empty response beside it."""
+    """Scores the label's answer as the response; a group's function gets an empty response beside it."""
     prompt = row.prompt()
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
     text = prompt.text if prompt.WhichOneof("content") == "text" else json.dumps(messages, ensure_ascii=False)
@@ -143,16 +144,29 @@ async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: Promp
     item = ScoreItem(
         item_id=row.where,
         prompt=text,
-        response=form.format(label or ""),
+        response="",
         label=label,
         metadata=from_json(prompt.metadata_json),
         group_id="check",
         response_tokens=1,
     )
+    item = replace(item, response=form.format(_answer(batch_scorer.registry, item)))
     items = [item]
     if hook is not None and hook.form is RewardForm.GROUP:
         items.append(replace(item, item_id="empty", response="", response_tokens=0))
     return (await batch_scorer.score(items))[0]
+
+
+def _answer(registry: Registry, item: ScoreItem) -> str:
+    """The label, or where a scorer compares with it, the answer that it holds."""
+    scorer = registry.choose(item, None)
+    if item.label is None or isinstance(scorer, ScoreError) or scorer.hook or not _compares(scorer.name):
+        return item.label or ""
+    return example(scorer.name, item.label)
+
+
+def _compares(scorer: str) -> bool:
+    return scorer.removeprefix(BOXED) in _COMPARE
 
 
 def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: CheckOptions, report: Report) -> None:
@@ -188,7 +202,7 @@ async def _other_forms(
     best: dict[str, list[tuple[PromptRow, float]]] = defaultdict(list)
     is_told = False
     for row, result in zip(rows, results, strict=True):
-        if not isinstance(result, Score) or result.scorer.removeprefix(BOXED) not in _COMPARE:
+        if not isinstance(result, Score) or not _compares(result.scorer):
             continue
         highest = result.value
         for form in _FORMS if highest < 1 else ():
@@ -197,7 +211,8 @@ async def _other_forms(
                 highest = other.value
                 if highest >= 1 and not is_told:
                     is_told = True
-                    shown = form.format(row.prompt().label[:_SHOWN])
+                    answer = example(result.scorer.removeprefix(BOXED), row.prompt().label)
+                    shown = form.format(answer[:_SHOWN])
                     report.facts.append(("answers in form", f"{shown!r} scores {highest:g}"))
         best[result.scorer].append((row, highest))
     for scorer, tried in best.items():

@@ -57,6 +57,19 @@ def right_answers(scorer: str, label: str, *, repeats_json: bool = False) -> Seq
     raise InvalidArgument(f"scorer {scorer}: the label {label!r:.80} holds no answer: write one, or leave the row out")
 
 
+def final_part(solution: str) -> str:
+    """Returns what follows the last `####`, as in GSM8K's labels, which are whole solutions; or the whole text."""
+    return solution.rpartition("####")[2].strip()
+
+
+def example(scorer: str, label: str) -> str:
+    """Returns an answer that the label should match; the label itself where it holds none."""
+    try:
+        return final_part(right_answers(scorer, label, repeats_json=True)[0])
+    except InvalidArgument:
+        return label
+
+
 def _right(scorer: str, value: Any) -> Sequence[str]:
     match value:
         case {"ground_truth": inner} | {"target": inner} if inner is not None:

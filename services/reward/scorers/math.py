@@ -15,7 +15,7 @@ from sympy import FiniteSet, Interval, Tuple
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import after_thinking, right_answers
+from services.reward.scorers.answers import after_thinking, final_part, right_answers
 from services.reward.scorers.mathematics.number import is_same, number
 from services.reward.scorers.mathematics.size import is_too_large
 from services.reward.scorers.mathematics.solutions import solutions
@@ -46,8 +46,7 @@ def labels(item: ScoreItem) -> list[str]:
     """The right answers, normalized. Raises InvalidArgument without one, or where no answer could match it."""
     if not item.label:
         raise InvalidArgument("scorer math compares with the label, and the item has none: set --label-key")
-    # GSM8K's labels are whole solutions, with the answer behind ####.
-    right = [normalized(text.rpartition("####")[2]) for text in right_answers("math", item.label)]
+    right = [normalized(final_part(text)) for text in right_answers("math", item.label)]
     if not all(right) or not right:
         raise InvalidArgument(f"scorer math cannot read the label {item.label!r:.80}: write a number, LaTeX or a word")
     return right
