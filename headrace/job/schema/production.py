@@ -51,7 +51,7 @@ def _resolved(name: str, value: int | None) -> int:
 class DataSection(Section):
     prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
         (),
-        description="Files of prompts (JSONL, Parquet, JSON, CSV), PATH or PATH@[a:b]; absent: SubmitPrompts brings them.",
+        description="JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them.",
     )
     prompt_data_weights: tuple[Above, ...] = Field(
         (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
