@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,14 @@ ACCEPTED = (
     "async def f(args, sample, **kw) -> float | dict",
     "async def f(args, samples) -> list[float | dict]      with --group-rm",
     "class C: __init__(self, model_path); compute_reward(self, prompts, responses) -> list[float]",
+    "def f(prompts, completions, **kwargs) -> list[float | None]      TRL's form, sync or async",
 )
+
+_COMPLETIONS = "completions"
+"""The argument that every reward function of TRL has, and no other form."""
+_OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+"""Further arguments that TRL gives, which mean nothing in a service."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 Reward = float | dict[str, float]
 NoReward = str
@@ -35,6 +43,7 @@ class RewardForm(Enum):
     SAMPLE = "one sample"
     GROUP = "all samples of a group"
     BATCH = "prompts and responses of any samples"
+    COMPLETIONS = "prompts, completions and columns of a group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
         return [checked_reward(path, await _awaited(target(args, sample))) for sample in samples]
     if form is RewardForm.GROUP:
         rewards = await _awaited(target(args, list(samples)))
+    elif form is RewardForm.COMPLETIONS:
+        rewards = await _awaited(target(**_columns(path, target, args, samples)))
     else:
         model = _model(path, args.reward_model_path)
         rewards = await _awaited(model.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
@@ -90,6 +101,10 @@ def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
             raise wrong_signature(hook.path, hook.target, ACCEPTED)
         return RewardForm.BATCH, method
     signature = Signature.of(hook.target)
+    if _COMPLETIONS in inspect.signature(hook.target).parameters:
+        if group_rm:
+            raise ConfigError(f"hook {hook.path} takes completions, which are those of a group: leave --group-rm out")
+        return RewardForm.COMPLETIONS, hook.target
     if len(signature.required) != 2 or signature.required_keywords:
         raise wrong_signature(hook.path, hook.target, ACCEPTED)
     if signature.required[1] == "samples" and not group_rm:
@@ -97,6 +112,44 @@ def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
     if signature.required[1] == "sample" and group_rm:
         raise ConfigError(f"hook {hook.path} takes one sample: leave --group-rm out, or take a list of `samples`")
     return (RewardForm.GROUP if group_rm else RewardForm.SAMPLE), hook.target
+
+
+def _columns(path: str, target: Any, args: HookArgs, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The arguments that TRL would give: the columns of the prompts' rows as lists, one entry a sample.
+
+    The columns are the label, by the name of its key, and the entries of metadata. A prompt of messages has its
+    completion as messages. Raises InvalidArgument naming a column that the function requires and no row has.
+    """
+    columns: dict[str, list[Any]] = {
+        "prompts": [sample.prompt for sample in samples],
+        _COMPLETIONS: [_completion(sample) for sample in samples],
+        "completion_ids": [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples],
+    }
+    names = dict.fromkeys(name for sample in samples for name in sample.metadata)
+    columns = {name: [sample.metadata.get(name) for sample in samples] for name in names} | columns
+    labels = [sample.label for sample in samples]
+    parameters = inspect.signature(target).parameters.values()
+    named = {p.name for p in parameters}
+    of_trainer = {name: value for name, value in _OF_TRAINER.items() if name in named}
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in _NAMED and p.name not in columns | of_trainer
+    ]
+    key = str(args.get("label_key") or "label").rpartition(".")[2]
+    if required and key not in required and any(label is not None for label in labels):
+        key = required[0]  # the one column that only the label can be
+    columns.setdefault(key, labels)
+    if missing := [name for name in required if name not in columns]:
+        raise InvalidArgument(
+            f"hook {path} requires the column {missing[0]!r}, and the rows have {', '.join(columns)}: name the column "
+            "with --label-key, or put it into the rows' metadata"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return of_trainer | {name: values for name, values in columns.items() if takes_all or name in named}
+
+
+def _completion(sample: Sample) -> str | list[dict[str, str]]:
+    is_chat = isinstance(sample.prompt, list)
+    return [{"role": "assistant", "content": sample.response}] if is_chat else sample.response
 
 
 @cache
@@ -107,18 +160,31 @@ def _model(path: str, model_path: str | None) -> Any:
 
 
 def checked_reward(path: str, reward: Any) -> Reward | NoReward:
-    """Converts a hook's return to a plain number or a dict of them, or says why it is not a reward."""
+    """Converts a hook's return to a plain number or a dict of them, or says why it is not a reward.
+
+    A dict may hold other values too, such as the extracted answer as text. They are left out.
+    """
     try:
         if not isinstance(reward, dict):
             return _number(reward)
-        require_at_most(len(reward), MAX_TAGS, "its parts")
-        return {_name(name): _number(part) for name, part in reward.items()}
+        numbers = {name: part for name, part in reward.items() if _is_number(part)}
+        if not numbers:
+            raise InvalidArgument(f"the dict {reward!r:.80} without a number")
+        require_at_most(len(numbers), MAX_TAGS, "its parts")
+        return {_name(name): _number(part) for name, part in numbers.items()}
     except InvalidArgument as error:
         return f"hook {path} returned {error.message}; a reward is a finite number or a dict of them"
 
 
-def _number(value: Any) -> float:
+def _is_number(value: Any) -> bool:
+    """False for an array or a tensor of several numbers too, which has a `__float__` that fails."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return False
+    return math.prod(getattr(value, "shape", ())) == 1
+
+
+def _number(value: Any) -> float:
+    if not _is_number(value):
         raise InvalidArgument(_shown(value))
     try:
         number = float(value)

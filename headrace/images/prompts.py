@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.images.columns import MAX_IMAGES
+from headrace.prompts.row import value_at
 from headrace.wire.checks import require_bytes, shown
 from headrace.wire.limits import MAX_JSON_BYTES, MAX_PATH_CHARACTERS
 
@@ -31,10 +32,10 @@ Messages = list[dict[str, Any]]
 def with_images(content: str | Messages, row: Mapping[str, Any], key: str, folder: Path) -> Messages:
     """The prompt as messages whose placeholders are content parts of type image. A text is one user turn.
 
-    `row[key]` is an image or a list of them: a path (from `folder`), a data: URL, base64, or, of Parquet, bytes or a
-    struct of bytes and path. Raises InvalidArgument unless there are as many as placeholders.
+    The key's value is an image or a list of them: a path (from `folder`), a data: URL, base64, or, of Parquet, bytes
+    or a struct of bytes and path. Raises InvalidArgument unless there are as many as placeholders.
     """
-    value = row.get(key)
+    value = value_at(row, key)
     given = [] if value is None else value if isinstance(value, list) else [value]
     if len(given) > MAX_IMAGES:
         raise InvalidArgument(f"{key!r} has {len(given)} images, may have {MAX_IMAGES}")

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+_FLOAT32_PRECISION = 2.0**-23
+
+
+def is_same_setting(one: Any, other: Any) -> bool:
+    """Compares settings. Two floats are equal to float32, in which converters write 1e-5 as 9.999999747378752e-06."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_FLOAT32_PRECISION)
+    return bool(one == other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,24 +2,86 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.wire.checks import shown
+from headrace.wire.limits import MAX_PROMPT_LINE_BYTES, MAX_TABLE_BYTES
+
+_BOM = b"\xef\xbb\xbf"
+_SEPARATED = (".csv", ".tsv")
+_PEEKED_BYTES = 4096
 
 
-def parse_row(line: str | bytes) -> dict[str, Any]:
-    """A line of JSONL. Raises InvalidArgument unless it is a JSON object."""
+def is_table(file: BinaryIO, path: str | os.PathLike[str]) -> bool:
+    """True for CSV, by the file's name, and for one JSON array. The file is read from its start, and left there."""
+    if os.fspath(path).lower().endswith(_SEPARATED):
+        return True
+    lines = iter(lambda: file.readline(MAX_PROMPT_LINE_BYTES + 1), b"")
+    first = next((line for line in lines if line.removeprefix(_BOM).strip()), b"").removeprefix(_BOM).strip()
+    is_array = first.startswith(b"[") and (not _is_json(first) or not file.read(_PEEKED_BYTES).strip())
+    file.seek(0)
+    return is_array
+
+
+def table(file: BinaryIO, path: str | os.PathLike[str]) -> list[Any] | None:
+    """All rows of a file that is one JSON array, or CSV with a header; None for a file of JSON lines.
+
+    The file is read from its start, and stands there again where it has lines. Raises InvalidArgument for a file that
+    is too large to be read as a whole, or is neither.
+    """
+    if not is_table(file, path):
+        return None
+    is_separated = os.fspath(path).lower().endswith(_SEPARATED)
+    content = file.read(MAX_TABLE_BYTES + 1).removeprefix(_BOM)
+    if len(content) > MAX_TABLE_BYTES:
+        raise InvalidArgument(
+            f"{path} is larger than {MAX_TABLE_BYTES} bytes, and is not read line by line: write it as JSONL, one "
+            "JSON object a line, or as Parquet"
+        )
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"not JSON: {error}") from error
+        return list(_separated(content.decode(), path)) if is_separated else _array(content)
+    except (ValueError, RecursionError, csv.Error) as error:
+        kind = "CSV" if is_separated else "a JSON array"
+        raise InvalidArgument(f"{path} is not {kind} in UTF-8: {error}: write one JSON object a line") from error
+
+
+def rows_of(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
+    """Yields (number from 1, row) for `parse_row`. Blank lines are counted and left out. Raises as `table` does."""
+    rows = table(file, path)
+    for number, row in enumerate(file if rows is None else rows, 1):
+        if not isinstance(row, bytes) or row.strip():
+            yield number, row
+
+
+def parse_row(row: Any) -> dict[str, Any]:
+    """A line of JSONL, or a row of a table. Raises InvalidArgument unless it is a JSON object."""
+    if isinstance(row, str | bytes):
+        try:
+            row = json.loads(row.removeprefix("\ufeff") if isinstance(row, str) else row)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"not JSON: {error}: write one JSON object a line") from error
     if not isinstance(row, dict):
         raise InvalidArgument(f"must be a JSON object, is {shown(row)}")
     return row
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a key. `a.b` is b of the object a where there is no key `a.b`. None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
 
 
 def content_of(row: Mapping[str, Any], key: str) -> str | list[dict[str, Any]]:
@@ -33,9 +95,12 @@ def content_of(row: Mapping[str, Any], key: str) -> str | list[dict[str, Any]]:
 
 
 def required(row: Mapping[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        raise InvalidArgument(f"lacks {key!r}, has {shown(sorted(row))}")
-    return row[key]
+    value = value_at(row, key)
+    if value is None:
+        head, _, rest = key.partition(".")
+        inner = f", and {head!r} is {shown(row[head])}" if rest and head in row else ""
+        raise InvalidArgument(f"lacks {key!r}, has {shown(sorted(row))}{inner}")
+    return value
 
 
 def ordered_json(value: Any) -> str:
@@ -56,6 +121,43 @@ def chat_message(message: Mapping[str, Any]) -> sample_pb2.ChatMessage:
         content=content if isinstance(content, str) else "",
         extra_json=ordered_json(extra) if extra else "",
     )
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _array(content: bytes) -> list[Any]:
+    rows: list[Any] = json.loads(content)
+    return rows
+
+
+def _separated(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Cells are text. One with a JSON object or an array of objects is that: metadata, tools and messages."""
+    header, _, _ = text.partition("\n")
+    is_tabbed = os.fspath(path).lower().endswith(".tsv")
+    delimiter = "\t" if is_tabbed else ";" if ";" in header and "," not in header else ","
+    csv.field_size_limit(MAX_PROMPT_LINE_BYTES)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    for row in reader:
+        if None in row:
+            raise ValueError(f"the row that ends in line {reader.line_num} has more cells than the header has names")
+        yield {name: _cell(text) for name, text in row.items() if text}
+
+
+def _cell(text: str) -> Any:
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_objects = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    return value if isinstance(value, dict) or is_objects else text
 
 
 def _is_message(value: Any) -> bool:

@@ -179,6 +179,8 @@ MAX_PROMPT_BYTES: Final = 8 << 20
 """A prompt, metadata and tools included."""
 MAX_PROMPT_LINE_BYTES: Final = 16 << 20
 """A line of a prompt file."""
+MAX_TABLE_BYTES: Final = 1 << 30
+"""A prompt file that is one JSON array, or CSV."""
 MAX_MESSAGES: Final = 4_096
 """Chat messages of a prompt; and tool calls in all messages of one request."""
 MAX_TOOLS: Final = 1_024
@@ -252,7 +254,7 @@ MAX_SCORE_ITEMS: Final = 16_384
 MAX_SCORER_SECONDS: Final = 30.0
 """One item in a scorer of headrace's own, unless reward_timeout_seconds is less; a custom function has that alone."""
 MAX_MATH_CPU_SECONDS: Final = 2.0
-"""Processor time of one item in scorers math and deepscaler: an answer that takes longer is wrong."""
+"""Processor time of one item in scorers of mathematics and in reasoning_gym: an answer that takes longer is wrong."""
 MAX_REGEX_SECONDS: Final = 5.0
 """One item in scorer regex: patterns come with the items, and some never come to an end."""
 MAX_CODE_SECONDS: Final = 600.0

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError, InvalidArgument
@@ -15,6 +16,7 @@ from headrace.hooks.data_source.worker import Given, try_data_source
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
+from headrace.prompts.row import rows_of
 from headrace.wire.json_text import from_json, to_json
 from services.buffer.build import of_shard, train_stream
 from services.buffer.ledger.group import Prompt
@@ -110,18 +112,18 @@ class _File:
                 f"{total - read:,} of {total:,} rows of {path}: the first {read:,} were read when the time was over"
             )
 
-    def _rows(self) -> Iterator[tuple[int, bytes | Prompt | None]]:
+    def _rows(self) -> Iterator[tuple[int, Any]]:
         """Yields (row number from 1, the row); the row is None where it is only counted."""
         return self._of_parquet() if self._source.path.endswith(".parquet") else self._of_jsonl()
 
-    def _of_jsonl(self) -> Iterator[tuple[int, bytes | None]]:
+    def _of_jsonl(self) -> Iterator[tuple[int, Any]]:
         first, end = self._source.first_row, self._source.end_row
-        with open(self._source.path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open(self._source.path, "rb") as file:
+            for number, row in rows_of(file, self._source.path):
                 if end is not None and number > end:
                     return
-                if number > first and line.strip():
-                    yield number, line if self._goes_on() else None
+                if number > first:
+                    yield number, row if self._goes_on() else None
 
     def _of_parquet(self) -> Iterator[tuple[int, Prompt | None]]:
         from services.buffer.prompts.parquet import ParquetRows  # pyarrow: only for those who have such files
@@ -137,7 +139,7 @@ class _File:
         """True when another row should be read. The first rows always are, because the other services check them."""
         return self._parsed + len(self._bad) < _GIVEN_ROWS or not self._clock.is_over
 
-    def _take(self, number: int, row: bytes | Prompt) -> None:
+    def _take(self, number: int, row: Any) -> None:
         try:
             prompt = row if isinstance(row, Prompt) else self._reader.from_line(row, number, 0)
         except InvalidArgument as error:

@@ -86,7 +86,10 @@ BUILTINS: Sequence[Builtin] = (
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
     Builtin("random", "1 or 0 by chance."),
-    Builtin("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
+    Builtin(
+        *("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
     Builtin("regex", "1 when metadata.pattern, or the label, is found in the response.", max_seconds=MAX_REGEX_SECONDS),
     Builtin(
         "remote_rm",
@@ -129,6 +132,7 @@ async def run_remote_builtin(name: str, item: ScoreItem, args: HookArgs) -> Rewa
 
 def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> Reward | None:
     """Scores an item, or returns None when that takes more than `cpu_seconds` of processor time."""
+    importlib.import_module(f"services.reward.scorers.{name}")  # takes seconds, once, and is not the answer's fault
     try:
         with cpu_limit(cpu_seconds):
             return run_builtin(name, item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,9 +18,11 @@ from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
+from services.reward.builtin import BOXED
 from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
+from services.reward.scorers.answers import example
 from services.reward.scoring import BatchScorer
 from services.reward.service import describe, describe_each, worker_pool
 
@@ -27,8 +30,8 @@ _TRIED_LABELS = 4
 _SHOWN = 60
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
 _WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm")
-_TRIES_NO_ANSWER = ("code", "random")
-"""A label of tests is no program, and chance knows no answer."""
+_COMPARE = ("math", "dapo", "deepscaler", "exact_match", "f1", "gpqa")
+"""The scorers to which a label is a right answer. To others it is tests, a pattern, or a hint for a judge."""
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")
 """The forms of answers of models that reason."""
 
@@ -119,7 +122,7 @@ async def _try_labels(
         results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
         _say(labelled or rows, results, options, report)
         if hook is None and labelled:
-            await _other_forms(batch_scorer, labelled, results, report)
+            await _other_forms(batch_scorer, labelled, results, report, allows_zero=job.reward.skip_label_check)
 
 
 def _unscored(prompts: Prompts) -> list[str]:
@@ -133,7 +136,7 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
 
 
 async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> ScoreResult:
-    """Scores the label as the response; a group's function gets an empty response beside it."""
+    """Scores the label's answer as the response; a group's function gets an empty response beside it."""
     prompt = row.prompt()
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
     text = prompt.text if prompt.WhichOneof("content") == "text" else json.dumps(messages, ensure_ascii=False)
@@ -141,16 +144,29 @@ async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: Promp
     item = ScoreItem(
         item_id=row.where,
         prompt=text,
-        response=form.format(label or ""),
+        response="",
         label=label,
         metadata=from_json(prompt.metadata_json),
         group_id="check",
         response_tokens=1,
     )
+    item = replace(item, response=form.format(_answer(batch_scorer.registry, item)))
     items = [item]
     if hook is not None and hook.form is RewardForm.GROUP:
         items.append(replace(item, item_id="empty", response="", response_tokens=0))
     return (await batch_scorer.score(items))[0]
+
+
+def _answer(registry: Registry, item: ScoreItem) -> str:
+    """The label, or where a scorer compares with it, the answer that it holds."""
+    scorer = registry.choose(item, None)
+    if item.label is None or isinstance(scorer, ScoreError) or scorer.hook or not _compares(scorer.name):
+        return item.label or ""
+    return example(scorer.name, item.label)
+
+
+def _compares(scorer: str) -> bool:
+    return scorer.removeprefix(BOXED) in _COMPARE
 
 
 def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: CheckOptions, report: Report) -> None:
@@ -158,7 +174,10 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, ScoreError)]
     for row, error in failed[:1]:
         sentence = f"{row.where}: the label as its own answer cannot be scored: {error.message}"
-        whose = report.warnings if scored else report.refusals
+        goes_on = scored or options.job.reward.skip_label_check
+        whose = report.warnings if goes_on else report.refusals
+        if not goes_on:
+            sentence += " (--skip-label-check starts all the same)"
         (report.unchecked if options.elsewhere else whose).append(sentence)
     for row, score in scored[:1]:
         if score.scorer == "code":
@@ -169,24 +188,48 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
 
 
 async def _other_forms(
-    batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[ScoreResult], report: Report
+    batch_scorer: BatchScorer,
+    rows: Sequence[PromptRow],
+    results: Sequence[ScoreResult],
+    report: Report,
+    *,
+    allows_zero: bool,
 ) -> None:
-    """Finds forms of the answer that score 1 where the label alone does not."""
+    """Finds forms of the answer that score 1 where the label alone does not.
+
+    Refuses labels that score nothing in any form, where none of the scorer's other labels does better.
+    """
+    best: dict[str, list[tuple[PromptRow, float]]] = defaultdict(list)
+    is_told = False
     for row, result in zip(rows, results, strict=True):
-        if not isinstance(result, Score) or result.value >= 1 or result.scorer in _TRIES_NO_ANSWER:
+        if not isinstance(result, Score) or not _compares(result.scorer):
             continue
-        label = row.prompt().label[:_SHOWN]
-        for form in _FORMS:
+        highest = result.value
+        for form in _FORMS if highest < 1 else ():
             other = await _scored(batch_scorer, None, row, form)
-            if isinstance(other, Score) and other.value >= 1:
-                report.facts.append(("answers in form", f"{form.format(label)!r} scores {other.value:g}"))
-                break
+            if isinstance(other, Score) and other.value > highest:
+                highest = other.value
+                if highest >= 1 and not is_told:
+                    is_told = True
+                    answer = example(result.scorer.removeprefix(BOXED), row.prompt().label)
+                    shown = form.format(answer[:_SHOWN])
+                    report.facts.append(("answers in form", f"{shown!r} scores {highest:g}"))
+        best[result.scorer].append((row, highest))
+    for scorer, tried in best.items():
+        row, highest = min(tried, key=lambda pair: pair[1])
+        if highest >= 1:
+            continue
+        said = f"{row.where}: the label {row.prompt().label[:_SHOWN]!r} as the answer scores {highest:g} by {scorer}"
+        if max(value for _, value in tried) > 0:
+            report.warnings.append(f"{said}, in every form: no answer may ever get the full reward")
+        elif allows_zero:
+            report.warnings.append(f"{said}, and --skip-label-check is set: no answer may ever get a reward")
         else:
-            report.warnings.append(
-                f"{row.where}: the label {label!r} as the answer scores {result.value:g} by {result.scorer}, and "
-                f"{_FORMS[0].format(label)!r} no more: no answer may ever get the full reward"
+            report.refusals.append(
+                f"{said}, in every form, so no answer could get a reward: name the key of the answer itself with "
+                "--label-key (KEY.INNER for an object's inner key), choose another scorer, or pass --skip-label-check "
+                "to start all the same"
             )
-        return
 
 
 if __name__ == "__main__":

@@ -22,8 +22,15 @@ class TooSlow(BaseException):
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raises TooSlow inside. Use it in the main thread of a worker."""
-    before = signal.signal(signal.SIGVTALRM, _stop)
+    """Raises TooSlow inside, or at the end where a library caught it. Use it in the main thread of a worker."""
+    is_used_up = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_used_up
+        is_used_up = True
+        raise TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds + _GRACE_SECONDS)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_SECONDS)
     try:
@@ -32,7 +39,5 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise TooSlow
+    if is_used_up:  # its result is of a calculation that was cut short
+        raise TooSlow

@@ -167,7 +167,7 @@ class BatchScorer:
             reward: Reward = await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller)
             return reward
         digest = hashlib.sha256(
-            repr((scorer.name, item.label, item.response)).encode("utf-8", "surrogatepass")
+            repr((scorer.name, item.label, item.response, item.metadata)).encode("utf-8", "surrogatepass")
         ).digest()
         if digest in self._too_slow:
             return builtin.wrong
@@ -206,7 +206,8 @@ class BatchScorer:
             part = self._reward_key or (scorer.builtin and scorer.builtin.part)
             if part not in reward:
                 names = f"gave the parts {shown(sorted(reward))}"
-                way = f"--reward-key {self._reward_key} is not one of them" if self._reward_key else "set --reward-key"
+                key = self._reward_key
+                way = f"--reward-key {key} is not one of them, or not a number" if key else "set --reward-key"
                 return ScoreError("SCORER_RAISED", f"scorer {scorer.name} {names}: {way}")
             reward = reward[part]
         try:
@@ -239,7 +240,7 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
 
 
 def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
-    if hook and hook.form is RewardForm.GROUP:
+    if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
     if hook and hook.form is RewardForm.BATCH:
         return "all"

@@ -25,8 +25,8 @@ NUM_BOMBS = int(os.environ.get("HEADRACE_BOMBS", "2"))
 
 
 @asynccontextmanager
-async def serving(num_clients: int) -> AsyncIterator[list[RewardClient]]:
-    section = RewardSection(reward_workers=2, rm_type="math")
+async def serving(num_clients: int, **leaves: object) -> AsyncIterator[list[RewardClient]]:
+    section = RewardSection(**{"reward_workers": 2, "rm_type": "math", **leaves})
     server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     clients = [RewardClient(server.rpc.address) for _ in range(num_clients)]
     try:
@@ -89,3 +89,12 @@ async def test_an_answer_whose_process_the_kernel_ends_is_wrong_too(monkeypatch:
         monkeypatch.setattr(scoring, "run_builtin_within", refuses)  # it is remembered, and not graded again
         assert await client.score(items("7"), deadline_seconds=120) == [score]
     assert score == Score(0.0, "math", "math-verify 0.9.0")
+
+
+async def test_an_answer_that_a_task_of_reasoning_gym_computes_for_ever_is_wrong_and_no_failure() -> None:
+    entry = {"question": "?", "answer": "1", "metadata": {"source_dataset": "polynomial_multiplication"}}
+    metadata = {"reasoning_gym": entry, "answer_format": "all"}
+    asked = [ScoreItem(str(n), "", "7**8**9**7", None, metadata) for n in range(2)]
+    async with serving(1, rm_type="reasoning_gym", reward_timeout_seconds=2.0) as (client,):
+        scores = await client.score(asked, deadline_seconds=120)
+    assert [score.value if isinstance(score, Score) else score.reason for score in scores] == [0.0, 0.0]

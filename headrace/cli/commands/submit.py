@@ -16,8 +16,9 @@ from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
 from headrace.prompts.label import label_text
-from headrace.prompts.row import chat_message, content_of, parse_row
+from headrace.prompts.row import chat_message, content_of, parse_row, rows_of
 from headrace.trajectory import to_json
+from headrace.wire.json_text import canonical
 
 _AT_ONCE = 500
 
@@ -74,16 +75,15 @@ async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt
 
 
 def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:
-    """Yields one prompt for each line of a JSONL file. Raises InvalidArgument that names file and line."""
+    """Yields one prompt for each row of a file. Raises InvalidArgument that names file and line."""
     if not path.is_file():
         raise InvalidArgument(f"{path} does not exist")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            digest = hashlib.sha256(line.strip().encode()).hexdigest()[:16]
+    with path.open("rb") as file:
+        for number, row in rows_of(file, path):
+            line = row.strip() if isinstance(row, bytes) else canonical(row).encode()
+            digest = hashlib.sha256(line).hexdigest()[:16]
             try:
-                yield prompt_of(parse_row(line), f"{path.name}:{number}:{digest}", chat)
+                yield prompt_of(parse_row(row), f"{path.name}:{number}:{digest}", chat)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{path}, line {number}: {error}") from error
 

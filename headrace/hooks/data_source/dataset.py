@@ -13,7 +13,7 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
 from headrace.images.prompts import with_images
 from headrace.prompts.label import label_text
-from headrace.prompts.row import content_of, parse_row, required
+from headrace.prompts.row import content_of, parse_row, required, table, value_at
 
 
 class Dataset:
@@ -85,7 +85,7 @@ def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
         if part.end_row is not None and number >= part.end_row:
             return
         try:
-            yield _sample(args, parse_row(row) if isinstance(row, bytes) else row, part.path.parent)
+            yield _sample(args, parse_row(row), part.path.parent)
         except InvalidArgument as error:
             if not args.skip_bad_lines:
                 raise InvalidArgument(
@@ -101,13 +101,14 @@ def _rows(path: str) -> Iterator[Any]:
             yield from batch.to_pylist()
     else:
         with open(path, "rb") as file:
-            yield from file
+            rows = table(file, path)
+            yield from file if rows is None else rows
 
 
 def _sample(args: HookArgs, row: dict[str, Any], folder: Path) -> Sample:
-    metadata = dict(row.get(args.metadata_key) or {}) if args.metadata_key else {}
-    if args.tool_key and row.get(args.tool_key) is not None:
-        metadata["tools"] = row[args.tool_key]
+    metadata = dict(value_at(row, args.metadata_key) or {}) if args.metadata_key else {}
+    if args.tool_key and (tools := value_at(row, args.tool_key)) is not None:
+        metadata["tools"] = tools
     label = label_text(required(row, args.label_key)) if args.label_key else None
     prompt = content_of(row, args.input_key)
     if key := args.multimodal_keys.get("image"):

@@ -18,6 +18,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.plain import plain
+from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
 from headrace.trajectory import Sample as WireSample
 
@@ -130,7 +131,7 @@ def again(path: str, args: HookArgs, group: Sequence[Sample]) -> Again:
         wire = [_brought(path, args, sample, number) for number, sample in enumerate(group)]
         return Again("", b"", 0, [sample.pack().SerializeToString() for sample in wire], plain(group[0]))
     origin.times += 1
-    samples = [_changed(args, one, wire) for one, wire in zip(group, origin.wire, strict=True)]
+    samples = [_changed(path, args, one, wire) for one, wire in zip(group, origin.wire, strict=True)]
     packed = [sample.pack().SerializeToString() for sample in samples]
     return Again(origin.group_id, origin.generated.prompt, origin.times, packed, Sample())
 
@@ -145,12 +146,12 @@ def _current(each: Sample | list[Sample], origin: Origin) -> list[Sample]:
     return samples
 
 
-def _changed(args: HookArgs, sample: Sample, wire: WireSample) -> WireSample:
+def _changed(path: str, args: HookArgs, sample: Sample, wire: WireSample) -> WireSample:
     """Returns the generated sample with what a data source may set: reward, metadata and remove_sample."""
     mask = np.zeros_like(wire.loss_mask) if sample.remove_sample else wire.loss_mask
     changes: dict[str, Any] = {"metadata": sample.metadata, "loss_mask": mask}
     if sample.reward != (dict(wire.reward_parts) or wire.reward):
-        changes |= _scored(args, sample)
+        changes |= _scored(path, args, sample)
     return dataclasses.replace(wire, **changes)
 
 
@@ -162,10 +163,14 @@ def _brought(path: str, args: HookArgs, sample: Sample, number: int) -> WireSamp
             "as ['0'] for the weights of --hf-checkpoint, or leave its status PENDING to have it generated"
         )
     wire = from_hook(plain(sample), sample_id=name, group_id=path, index=number)
-    return dataclasses.replace(wire, **_scored(args, sample)) if sample.reward is not None else wire
+    return dataclasses.replace(wire, **_scored(path, args, sample)) if sample.reward is not None else wire
 
 
-def _scored(args: HookArgs, sample: Sample) -> dict[str, Any]:
-    parts = sample.reward if isinstance(sample.reward, dict) else {}
-    reward = None if sample.reward is None else sample.get_reward_value(args)
-    return {"reward": reward, "reward_parts": {name: float(value) for name, value in parts.items()}}
+def _scored(path: str, args: HookArgs, sample: Sample) -> dict[str, Any]:
+    if sample.reward is None:
+        return {"reward": None, "reward_parts": {}}
+    reward = checked_reward(path, sample.reward)
+    if isinstance(reward, str):
+        raise InvalidArgument(f"sample.reward: {reward}")
+    value = dataclasses.replace(sample, reward=reward).get_reward_value(args)
+    return {"reward": value, "reward_parts": reward if isinstance(reward, dict) else {}}

@@ -213,7 +213,11 @@ async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:
     form = reward_hook(path, group_rm=kind == "group_reward").form
     samples = sample_answers()
     rewards: list[Reward] = []
-    for sample, reward in zip(samples, await run_reward(path, form, args, samples), strict=True):
+    answers = await run_reward(path, form, args, samples)
+    may_pass = form is RewardForm.COMPLETIONS and not all(isinstance(reward, str) for reward in answers)
+    for sample, reward in zip(samples, answers, strict=True):
+        if isinstance(reward, str) and may_pass:
+            continue  # TRL's form may leave samples without a reward
         if isinstance(reward, str):
             raise InvalidArgument(reward)
         rewards.append(reward)

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.megatron.owned import ARCHITECTURAL
-from headrace.models.architecture import Architecture, Experts, LatentAttention, Llama3Rope, YarnRope
+from headrace.models.architecture import Architecture, Experts, LatentAttention, Llama3Rope, YarnRope, is_same_setting
 
 _ALWAYS = {
     "position_embedding_type": "rope",
@@ -120,7 +120,7 @@ def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
         return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
-    return bool(wanted == said)
+    return is_same_setting(wanted, said)
 
 
 def _every(num_layers: int, nth: int) -> list[int]:

@@ -50,7 +50,8 @@ def _resolved(name: str, value: int | None) -> int:
 
 class DataSection(Section):
     prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
-        (), description="JSONL or Parquet files of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them."
+        (),
+        description="JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them.",
     )
     prompt_data_weights: tuple[Above, ...] = Field(
         (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
@@ -63,7 +64,7 @@ class DataSection(Section):
         None, description="pkg.mod.Class or file.py:Class with get_samples(n); its dataset is prompt_data."
     )
     input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
-    label_key: str | None = Field(None, description="Key of the reference answer.")
+    label_key: str | None = Field(None, description="Key of the reference answer; a.b is b of the object a.")
     metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
     tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
     multimodal_keys: Annotated[dict[str, str], AfterValidator(_of_images), FromJson] = Field(

@@ -22,6 +22,9 @@ class RewardSection(Section):
     group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
     reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
     reward_key: str | None = Field(None, description="The part of a dict reward that is trained on.")
+    skip_label_check: bool = Field(
+        False, description="Start although the labels that were tried score 0 as their own answers."
+    )
     reward_timeout_seconds: Seconds = Field(30.0, description="Limit of scoring one sample.")
     reward_workers: Annotated[Positive, Field(le=1024)] = Field(
         2, description="Worker processes of the reward service."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture
+from headrace.models.architecture import Architecture, is_same_setting
 from headrace.models.torch_dist.folder import COMMON
 from headrace.models.torch_dist.pickled import StandIn, read_pickle
 
@@ -39,7 +39,7 @@ def require_same_arguments(folder: Path, architecture: Architecture) -> None:
     wrong = [
         f"{name} is {str(there[name])[:50]} there and {wanted} here"
         for name, wanted in here.items()
-        if isinstance(there.get(name), int | float | str) and there[name] != wanted
+        if isinstance(there.get(name), int | float | str) and not is_same_setting(there[name], wanted)
     ]
     if wrong:
         raise ConfigError(

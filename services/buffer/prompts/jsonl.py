@@ -1,4 +1,7 @@
-"""JSONL has one JSON object a line; blank lines are allowed. A slice [a:b] counts lines from 0."""
+"""JSONL has one JSON object a line; blank lines are allowed. A slice [a:b] counts lines from 0.
+
+A JSON array and CSV are tables: they are read as a whole, and a slice counts their rows from 0.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from headrace.errors import InvalidArgument
+from headrace.prompts.row import is_table, table
 from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
 from services.buffer.ledger.group import Prompt
 from services.buffer.prompts.files import open_regular, open_same
@@ -69,6 +73,37 @@ class JsonlRows:
         return digest.hexdigest()
 
 
+class TableRows:
+    """The rows of a table are held in memory."""
+
+    def __init__(self, reader: RowReader, rows: Sequence[Any]) -> None:
+        self._reader = reader
+        source = reader.source
+        check_num_rows(Path(source.path), len(rows))
+        self._rows = list(enumerate(rows, 1))[source.first_row : source.end_row]
+        self.digest = edges_digest(Path(source.path))
+
+    def numbers(self) -> Iterator[int]:
+        return (number for number, _ in self._rows)
+
+    def retain(self, indices: Sequence[int]) -> None:
+        self._rows = [self._rows[i] for i in indices]
+
+    def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:
+        return [self._reader.from_line(row, number, epoch) for number, row in map(self._rows.__getitem__, indices)]
+
+
+def lines_or_table(reader: RowReader) -> JsonlRows | TableRows:
+    """The rows of a file of JSON lines, or of a JSON array or CSV. Raises InvalidArgument for other files."""
+    path = Path(reader.source.path)
+    try:
+        with open_regular(path) as file:
+            rows = table(file, path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return JsonlRows(reader) if rows is None else TableRows(reader, rows)
+
+
 def _line_of(file: BinaryIO) -> bytes:
     """Reads one byte more than a line may have, so that a longer one is noticed."""
     return file.readline(MAX_PROMPT_LINE_BYTES + 1)
@@ -97,9 +132,17 @@ class JsonlBlocks:
         self._path = Path(reader.source.path)
         self._start: BlockPlace | None = None
         try:
+            with open_regular(self._path) as file:
+                is_a_table = is_table(file, self._path)
             self.digest = edges_digest(self._path)
         except OSError as error:
             raise unreadable(self._path, error) from error
+        if is_a_table:
+            raise InvalidArgument(
+                f"prompt file {self._path} is a JSON array or CSV, which cannot be streamed: write one JSON object a "
+                "line, or leave out streaming_data",
+                field="config.files.path",
+            )
 
     def start(self) -> BlockPlace:
         """Finds the first line of the slice."""

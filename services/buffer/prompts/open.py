@@ -9,7 +9,7 @@ from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.ledger.stream import StreamConfig
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.prompts.indexed import IndexedFile
-from services.buffer.prompts.jsonl import JsonlBlocks, JsonlRows, read_jsonl_block
+from services.buffer.prompts.jsonl import JsonlBlocks, lines_or_table, read_jsonl_block
 from services.buffer.prompts.mix import PromptMix
 from services.buffer.prompts.reader import PromptReader
 from services.buffer.prompts.row import RowReader
@@ -34,7 +34,7 @@ def _reader(rows: RowReader, pool: BlockingPool) -> PromptReader:
     if not rows.source.path.endswith(".parquet"):
         if rows.source.streaming:
             return StreamedFile(JsonlBlocks(rows), read_jsonl_block, rows, pool)
-        return IndexedFile(JsonlRows(rows), rows, pool)
+        return IndexedFile(lines_or_table(rows), rows, pool)
     # pyarrow takes a quarter of a second to import: only for those who have such files.
     from services.buffer.prompts.parquet import ParquetBlocks, ParquetRows, read_parquet_block
 

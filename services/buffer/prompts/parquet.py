@@ -103,16 +103,40 @@ def _opened(source: FileSource) -> pq.ParquetFile:
 
 def _columns(source: FileSource, file: pq.ParquetFile) -> list[str]:
     """Returns the columns to read. Raises InvalidArgument when a required one is missing."""
-    there = list(file.schema_arrow.names)
+    schema = file.schema_arrow
+    there = list(schema.names)
     for name, key in (("input_key", source.input_key), ("label_key", source.label_key)):
-        if key is not None and key not in there:
+        if key is not None and _column_of(schema, key) is None:
             raise InvalidArgument(
-                f"prompt file {source.path} has no column {key!r} ({name}); the columns are {', '.join(there)}",
+                f"prompt file {source.path} has no column {key!r} ({name}); the columns are "
+                f"{', '.join(_shown_column(schema, name) for name in there)}",
                 field="config.files.path",
             )
     optional = (source.metadata_key, source.tool_key, source.priority_key, source.image_key)
     keys = (source.input_key, source.label_key, *optional)
-    return [key for key in dict.fromkeys(keys) if key is not None and key in there]
+    columns = [_column_of(schema, key) for key in keys if key is not None]
+    return [column for column in dict.fromkeys(columns) if column is not None]
+
+
+def _column_of(schema: pa.Schema, key: str) -> str | None:
+    """The column that holds a key: of `a.b` the struct a, where it has a field b. None without one."""
+    if key in schema.names:
+        return key
+    column, *names = key.split(".")
+    if not names or column not in schema.names:
+        return None
+    kind = schema.field(column).type
+    for name in names:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return column
+
+
+def _shown_column(schema: pa.Schema, name: str) -> str:
+    """`reward_model {ground_truth, style}` for a struct."""
+    kind = schema.field(name).type
+    return f"{name} {{{', '.join(field.name for field in kind)}}}" if pa.types.is_struct(kind) else name
 
 
 def _without_nulls(value: Any) -> Any:

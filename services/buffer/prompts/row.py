@@ -10,7 +10,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.images.prompts import with_images
 from headrace.prompts.label import label_text
-from headrace.prompts.row import chat_message, content_of, ordered_json, parse_row, required
+from headrace.prompts.row import chat_message, content_of, ordered_json, parse_row, required, value_at
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.buffer.ledger.group import Prompt
@@ -26,8 +26,8 @@ class RowReader:
     source: FileSource
     name: str
 
-    def from_line(self, line: bytes, number: int, epoch: int) -> Prompt:
-        """A line of JSONL, counted from 1. Raises InvalidArgument naming path and line."""
+    def from_line(self, line: Any, number: int, epoch: int) -> Prompt:
+        """A line of JSONL or a row of a table, counted from 1. Raises InvalidArgument naming path and line."""
         try:
             row = parse_row(line)
         except InvalidArgument as error:
@@ -68,16 +68,18 @@ def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
         prompt.messages.messages.extend(map(chat_message, content))
     if source.label_key:
         prompt.label = label_text(required(row, source.label_key)) or ""
-    if source.metadata_key and row.get(source.metadata_key) is not None:
-        prompt.metadata_json = ordered_json(_typed(row, source.metadata_key, dict))
-    if source.tool_key and row.get(source.tool_key) is not None:
-        prompt.tools_json = ordered_json(_typed(row, source.tool_key, list))
-    if source.priority_key and row.get(source.priority_key) is not None:
-        prompt.priority = _typed(row, source.priority_key, int)
+    if (metadata := _typed(row, source.metadata_key, dict)) is not None:
+        prompt.metadata_json = ordered_json(metadata)
+    if (tools := _typed(row, source.tool_key, list)) is not None:
+        prompt.tools_json = ordered_json(tools)
+    if (priority := _typed(row, source.priority_key, int)) is not None:
+        prompt.priority = priority
     return prompt
 
 
-def _typed(row: dict[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(row[key], kind):
-        raise InvalidArgument(f"{key!r} must be {_KINDS[kind]}, is {shown(row[key])}")
-    return row[key]
+def _typed(row: dict[str, Any], key: str | None, kind: type) -> Any:
+    """None without the key, or where the row has no value of it."""
+    value = value_at(row, key) if key else None
+    if value is not None and not isinstance(value, kind):
+        raise InvalidArgument(f"{key!r} must be {_KINDS[kind]}, is {shown(value)}")
+    return value

@@ -1,8 +1,14 @@
-"""Finds the answer in a response."""
+"""Finds the answer in a response, and the right answers in a label."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.errors import InvalidArgument
+from headrace.wire.json_text import canonical
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -27,6 +33,64 @@ def tagged(text: str) -> str | None:
     """Returns the content of the last `<answer>…</answer>`; None without one."""
     found = _ANSWER_TAG.findall(text)
     return found[-1].strip() if found else None
+
+
+def right_answers(scorer: str, label: str, *, repeats_json: bool = False) -> Sequence[str]:
+    """Returns the texts of which each is a right answer.
+
+    A label that is no text in its file arrives as JSON without blanks. Of verl's objects the `ground_truth` counts, and
+    the `target` in it. Of a list with texts each entry is right; a list of several numbers is one answer. With
+    `repeats_json` a response may have to repeat a text that is JSON. Raises InvalidArgument for other objects, which no
+    answer could match.
+    """
+    if not label.startswith(("{", "[")):
+        return [label]
+    try:
+        value = json.loads(label)
+        is_text = canonical(value) != label
+    except (ValueError, RecursionError):
+        return [label]
+    if is_text and (isinstance(value, list) or (repeats_json and not value.keys() & {"ground_truth", "target"})):
+        return [label]
+    if right := _right(scorer, value):
+        return right
+    raise InvalidArgument(f"scorer {scorer}: the label {label!r:.80} holds no answer: write one, or leave the row out")
+
+
+def final_part(solution: str) -> str:
+    """Returns what follows the last `####`, as in GSM8K's labels, which are whole solutions; or the whole text."""
+    return solution.rpartition("####")[2].strip()
+
+
+def example(scorer: str, label: str) -> str:
+    """Returns an answer that the label should match; the label itself where it holds none."""
+    try:
+        return final_part(right_answers(scorer, label, repeats_json=True)[0])
+    except InvalidArgument:
+        return label
+
+
+def _right(scorer: str, value: Any) -> Sequence[str]:
+    match value:
+        case {"ground_truth": inner} | {"target": inner} if inner is not None:
+            return _right(scorer, inner)
+        case dict():
+            raise InvalidArgument(
+                f"scorer {scorer} compares with text, and the label is an object with the keys "
+                f"{', '.join(map(str, value)):.80}: name the key of the answer, as in --label-key "
+                f"KEY.{next(iter(value), 'ground_truth')}, or score with --custom-rm-path"
+            )
+        case list() if any(isinstance(entry, str) for entry in value) or len(value) == 1:
+            return [text for entry in value if entry is not None for text in _right(scorer, entry)]
+        case list() if any(isinstance(entry, dict) for entry in value):
+            raise InvalidArgument(
+                f"scorer {scorer} compares with text, and the label is a list of objects: write the answer, or a list "
+                "of answers, as text"
+            )
+        case str():
+            return [value]
+        case _:
+            return [canonical(value)]
 
 
 def last_line(text: str) -> str:

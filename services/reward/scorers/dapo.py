@@ -18,6 +18,7 @@ def score(item: ScoreItem) -> Reward:
     """`score` is 1 or -1, `acc` 1 or 0. Raises InvalidArgument as `math` does, which compares."""
     if not item.label:
         raise InvalidArgument("scorer dapo compares with the label, and the item has none: set --label-key")
+    math.labels(item)
     found = _ANSWER.findall(item.response[-_TAIL_CHARACTERS:])
     answer = found[-1].strip().strip("*").strip() if found else ""
     right = bool(answer) and math.score(replace(item, response=_as_boxed(answer))) == 1.0

@@ -10,7 +10,8 @@ from services.reward.scorers.answers import boxed
 
 
 def score(item: ScoreItem) -> float:
-    """Scores 0 without the marker or the box; otherwise as `math` does."""
+    """Scores 0 without the marker or the box; otherwise as `math` does. Raises InvalidArgument as that."""
+    math.labels(item)
     for marker in ("</think>", "###Response"):
         _, found, solution = item.response.rpartition(marker)
         if found:

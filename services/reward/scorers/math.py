@@ -17,7 +17,7 @@ from sympy import FiniteSet, Interval, Tuple
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import after_thinking
+from services.reward.scorers.answers import after_thinking, final_part, right_answers
 from services.reward.scorers.mathematics import values
 from services.reward.scorers.mathematics.number import is_same, number
 from services.reward.scorers.mathematics.size import is_too_large
@@ -52,15 +52,22 @@ _CASE = {False: re.RegexFlag.NOFLAG, True: re.IGNORECASE}
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument without a label, or with one that is no mathematics: no answer could match it."""
-    if not item.label:
-        raise InvalidArgument("scorer math compares with the label, and the item has none: set --label-key")
-    label = normalized(item.label)
-    if not label:
-        raise InvalidArgument(f"scorer math cannot read the label {item.label!r:.80}: write a number, LaTeX or a word")
+    right = labels(item)
     tail = after_thinking(item.response)[-_TAIL_CHARACTERS:]
     answer = final(tail)
     text = normalized(answer.text)
-    return float(_is_found(label, text) if answer.is_prose else _is_equal(label, text))
+    is_right = _is_found if answer.is_prose else _is_equal
+    return float(any(is_right(label, text) for label in right))
+
+
+def labels(item: ScoreItem) -> list[str]:
+    """The right answers, normalized. Raises InvalidArgument without one, or where no answer could match it."""
+    if not item.label:
+        raise InvalidArgument("scorer math compares with the label, and the item has none: set --label-key")
+    right = [normalized(final_part(text)) for text in right_answers("math", item.label)]
+    if not all(right) or not right:
+        raise InvalidArgument(f"scorer math cannot read the label {item.label!r:.80}: write a number, LaTeX or a word")
+    return right
 
 
 def _is_found(label: str, prose: str) -> bool:

@@ -18,14 +18,36 @@ from headrace.score import ScoreItem
 from headrace.trajectory import from_json
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
 
+_ScoreAnswer = Callable[[str | None, dict[str, Any]], float]
+
 
 def score(item: ScoreItem) -> float:
-    """Raises InvalidArgument when the entry is missing or its task unknown."""
+    """Scores 0 for an answer that the task cannot read.
+
+    Raises InvalidArgument when the entry is missing, its task unknown, or its own answer cannot be read either.
+    """
     entry = _entry(item.metadata)
     task = entry.get("metadata", {}).get("source_dataset")
     if not isinstance(task, str):
         raise InvalidArgument("scorer reasoning_gym: the entry does not name its task in metadata.source_dataset")
-    return float(_scorer(task)(_answer(item), entry))
+    answer, score_answer = _answer(item), _scorer(task)
+    try:
+        return float(score_answer(answer, entry))
+    except (Exception, SystemExit):  # noqa: BLE001 - tasks parse answers in many ways, some with eval
+        _check_entry(task, score_answer, entry)
+        return 0.0
+
+
+def _check_entry(task: str, score_answer: _ScoreAnswer, entry: dict[str, Any]) -> None:
+    """Raises InvalidArgument where the entry and not the answer is the reason that a task failed."""
+    own = entry["answer"]
+    try:
+        score_answer(own if isinstance(own, str) else "", entry)
+    except Exception as error:
+        raise InvalidArgument(
+            f"scorer reasoning_gym: task {task!r} cannot score the entry's own answer {own!r:.80} "
+            f"({type(error).__name__}: {error}): create the entry again with the installed version of reasoning-gym"
+        ) from error
 
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,9 +60,9 @@ def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
+def _scorer(task: str) -> _ScoreAnswer:
     try:
-        score_answer: Callable[[str | None, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
+        score_answer: _ScoreAnswer = reasoning_gym.get_score_answer_fn(task)
     except ValueError as error:
         raise InvalidArgument(
             f"scorer reasoning_gym: there is no task {task!r}; `reasoning_gym.factory.DATASETS` lists them"

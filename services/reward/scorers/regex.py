@@ -9,11 +9,21 @@ import re
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
+from services.reward.scorers.answers import right_answers
+
+
+def _of_label(label: str | None) -> str | None:
+    """Raises InvalidArgument for an object that names no pattern: it would be a pattern that no response matches."""
+    if label is None or not label.startswith(("{", '["')):
+        return label
+    return "|".join(f"(?:{pattern})" for pattern in right_answers("regex", label))
 
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when there is no pattern or it does not compile."""
-    pattern = item.metadata.get("pattern", item.label)
+    pattern = item.metadata.get("pattern")
+    if pattern is None:  # null is no pattern: a file's other rows may have one
+        pattern = _of_label(item.label)
     if not isinstance(pattern, str):
         raise InvalidArgument("scorer regex needs a pattern as text: put it into metadata.pattern or the label")
     try:

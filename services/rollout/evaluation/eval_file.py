@@ -1,4 +1,7 @@
-"""A JSONL file of prompts to evaluate on: one that the operator named or allowed, a regular file, of bounded size."""
+"""A file of prompts to evaluate on: JSONL, a JSON array or CSV.
+
+The operator named or allowed it. It is a regular file of bounded size.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import EvalSection
 from headrace.prompts.label import label_text
-from headrace.prompts.row import content_of, ordered_json, parse_row
+from headrace.prompts.row import content_of, ordered_json, parse_row, table, value_at
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
@@ -109,14 +112,17 @@ def _opened(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, bytes]]:
-    """Yields (file:line, line) of each line used."""
-    path, used, number = part.path, 0, 0
-    while (part.end_row is None or number < part.end_row) and (line := file.readline(MAX_PROMPT_LINE_BYTES + 1)):
-        number += 1
-        if len(line) > MAX_PROMPT_LINE_BYTES:
+def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, Any]]:
+    """Yields (file:line, row) of each row used."""
+    path, used = part.path, 0
+    rows = table(file, path)
+    lines = iter(lambda: file.readline(MAX_PROMPT_LINE_BYTES + 1), b"") if rows is None else rows
+    for number, line in enumerate(lines, 1):
+        if part.end_row is not None and number > part.end_row:
+            return
+        if isinstance(line, bytes) and len(line) > MAX_PROMPT_LINE_BYTES:
             raise InvalidArgument(f"{path}:{number}: longer than {MAX_PROMPT_LINE_BYTES} bytes", field=_FIELD)
-        if number <= part.first_row or not line.strip():
+        if number <= part.first_row or (isinstance(line, bytes) and not line.strip()):
             continue
         if max_prompts is not None and used >= max_prompts:
             return
@@ -128,14 +134,14 @@ def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterato
         yield f"{path}:{number}", line
 
 
-def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
+def _row(where: str, line: Any, keys: EvalKeys) -> EvalRow:
     try:
         row = parse_row(line)
         prompt = content_of(row, keys.prompt)
         if keys.images:
             prompt = with_images(prompt, row, keys.images, Path(where.rpartition(":")[0]).parent)
-        label = label_text(row.get(keys.label)) if keys.label else None
-        metadata = row.get(keys.metadata) if keys.metadata else None
+        label = label_text(value_at(row, keys.label)) if keys.label else None
+        metadata = value_at(row, keys.metadata) if keys.metadata else None
         metadata = metadata if isinstance(metadata, dict) else {}
         if keys.rm_type:
             metadata = {"rm_type": keys.rm_type, **metadata}
@@ -149,7 +155,7 @@ def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
 
 
 def _tools(row: Mapping[str, Any], key: str | None) -> list[Any] | None:
-    tools = row.get(key) if key else None
+    tools = value_at(row, key) if key else None
     if tools is not None and not isinstance(tools, list):
         raise InvalidArgument(f"{key!r} must be an array of tool definitions, is {shown(tools)}")
     ordered_json(tools)

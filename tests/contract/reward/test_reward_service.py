@@ -51,6 +51,25 @@ async def reward(args, sample, **kw):
 
 def parts(args, sample): return {"correct": 1.0, "length": float(len(sample.response))}
 
+def verdict(args, sample):
+    """As verl's own: a score, and what was extracted."""
+    return {
+        "score": 1.0, "acc": True, "pred": "7", "span": [0, 1], "extracted": None, "why": {"rule": "boxed"},
+        **({"correct": "yes"} if sample.response == "8" else {}),
+    }
+
+def words_only(args, sample): return {"pred": sample.response, "format": "ok"}
+
+def trl_length(completions, **kwargs): return [len(text) / 10 for text in completions]
+
+async def trl_answer(prompts, completions, answer, difficulty=None, **kwargs):
+    assert len(prompts) == len(completions) == len(answer) == len(kwargs["source"]) == len(difficulty)
+    told = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    assert [isinstance(p, list) for p in prompts] == [not isinstance(c, str) for c in completions]
+    return [None if t == "?" else float(t == a) + d for t, a, d in zip(told, answer, difficulty)]
+
+def trl_lacks(completions, *, answer, verifier): return [0.0] * len(completions)
+
 async def group(args, samples): return [float(len(samples))] * len(samples)
 
 class Model:
@@ -133,6 +152,51 @@ async def test_a_hook_says_its_files_digest(hooks: str) -> None:
     assert score.scorer_version == custom.version
     assert "sha256:" in custom.version
     assert custom.description == "A bare integer is worth 0.3, the right one 0.7 more."
+
+
+@pytest.mark.parametrize("key", ["score", "acc"])
+async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: str, key: str) -> None:
+    async with serving(custom_rm_path=f"{hooks}:verdict", reward_key=key) as client:
+        judged = await client.score(items("7", "8"), deadline_seconds=120)
+    assert values(judged) == [1.0, 1.0]
+    assert [j.parts for j in judged if isinstance(j, Score)] == [{"score": 1.0, "acc": 1.0}] * 2
+
+
+@pytest.mark.parametrize(("function", "key"), [("verdict", "pred"), ("verdict", "span"), ("words_only", "format")])
+async def test_a_part_that_is_no_number_is_never_the_reward(hooks: str, function: str, key: str) -> None:
+    async with serving(custom_rm_path=f"{hooks}:{function}", reward_key=key) as client:
+        (error,) = await client.score(items("7"), deadline_seconds=120)
+    assert isinstance(error, ScoreError)
+    assert "not a number" in error.message or "a reward is a finite number" in error.message
+
+
+async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
+    """The results; a function that the service does not take at all is an error of every item."""
+    try:
+        async with serving(custom_rm_path=path) as client:
+            return await client.score(asked, deadline_seconds=120)
+    except ConfigError as error:
+        return [ScoreError("REFUSED", error.message)] * len(asked)
+
+
+async def test_a_reward_function_in_trls_form_gets_completions_and_columns_as_lists(hooks: str) -> None:
+    metadata = {"difficulty": 0.25, "source": "made"}
+    talk = '[{"role": "user", "content": "3 + 4 ="}]'
+    asked = [
+        ScoreItem("0", "3 + 4 =", "7", "7", metadata, group_id="a"),
+        ScoreItem("1", "3 + 4 =", "?", "7", metadata, group_id="a"),
+        ScoreItem("2", talk, "8", "7", metadata, group_id="b"),
+        ScoreItem("3", talk, "7", "7", metadata, group_id="b"),
+    ]
+    judged = await scored_by(f"{hooks}:trl_answer", asked)
+    assert values(judged) == [1.25, "SCORER_NOT_FINITE", 0.25, 1.25]
+
+
+async def test_trls_form_may_take_completions_alone_and_names_a_column_that_no_row_has(hooks: str) -> None:
+    assert values(await scored_by(f"{hooks}:trl_length", items("abcde", ""))) == [0.5, 0.0]
+    (error,) = await scored_by(f"{hooks}:trl_lacks", items("7"))
+    assert isinstance(error, ScoreError)
+    assert "requires the column 'verifier'" in error.message
 
 
 async def test_a_dict_needs_its_key(hooks: str) -> None:

@@ -253,3 +253,114 @@ def test_a_file_that_is_not_parquet_says_so(tmp_path: Path) -> None:
     path = write(tmp_path / "p.parquet", {"prompt": "x"})
     with pytest.raises(InvalidArgument, match=r"p.parquet is not parquet"):
         open_files([source(path)], READERS)
+
+
+ROWS = [
+    {"prompt": "2 + 2", "label": "4", "metadata": {"n": 1}},
+    {"prompt": "say 'a, b'\nand \"c\"", "label": "ü", "metadata": {"n": 2}},
+    {"prompt": "last", "label": "x", "metadata": {"n": 3}},
+]
+
+
+def written_csv(delimiter: str, quote: str = '"') -> str:
+    def cell(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return quote + text.replace(quote, quote * 2) + quote
+
+    lines = [delimiter.join(ROWS[0]), *(delimiter.join(map(cell, row.values())) for row in ROWS)]
+    return "\r\n".join(lines) + "\r\n"
+
+
+FILES = {
+    "array.json": json.dumps(ROWS, indent=2),
+    "one_line.jsonl": json.dumps(ROWS, ensure_ascii=False) + "\n\n",
+    "with_mark.json": "\ufeff\n" + json.dumps(ROWS),
+    "with_mark.jsonl": "\ufeff" + "\n".join(map(json.dumps, ROWS)),
+    "comma.csv": written_csv(","),
+    "of_excel.csv": "\ufeff" + written_csv(";"),
+    "tabs.tsv": written_csv("\t"),
+}
+
+
+async def prompts_or_refusal(path: Path, **changes: Any) -> list[tuple[str, str, str]] | str:
+    try:
+        async with opened(source(path, num_epochs=1, label_key="label", metadata_key="metadata", **changes)) as mix:
+            reading = await mix.read(mix.start(), [100])
+    except InvalidArgument as error:
+        return error.message
+    return [(p.text, p.label, p.metadata_json) for p in map(parsed, reading.prompts[0])]
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_prompts_are_read_from_json_arrays_and_csv_and_behind_a_byte_order_mark(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(FILES[name].encode())
+    expected = [(row["prompt"], row["label"], json.dumps(row["metadata"], separators=(",", ":"))) for row in ROWS]
+    assert await prompts_or_refusal(tmp_path / name) == expected
+    assert await prompts_or_refusal(tmp_path / name, first_row=1, end_row=2) == expected[1:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("object.json", json.dumps({"data": ROWS}, indent=1), "write one JSON object a line"),
+        ("torn.json", json.dumps(ROWS, indent=1)[:-3], "write one JSON object a line"),
+        ("wide.csv", "prompt,label\nwho,me,you\n", "more cells than the header"),
+        ("numbers.json", "[1, 2]", "line 1: must be a JSON object, is 1"),
+    ],
+)
+async def test_a_file_in_another_form_is_told_the_form_that_is_read(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    said = await prompts_or_refusal(tmp_path / name)
+    assert isinstance(said, str)
+    assert message in said
+
+
+async def test_a_table_that_is_to_be_streamed_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(ROWS, indent=1))
+    said = await prompts_or_refusal(tmp_path / "p.json", streaming=True)
+    assert isinstance(said, str)
+    assert "cannot be streamed" in said
+
+
+async def test_a_first_line_that_is_an_array_makes_no_table_of_json_lines(tmp_path: Path) -> None:
+    write(tmp_path / "p.jsonl", [1, 2], {"prompt": "a", "label": "b"})
+    assert await prompts_or_refusal(tmp_path / "p.jsonl", skip_bad_lines=True) == [("a", "b", "")]
+
+
+@pytest.mark.parametrize(
+    ("key", "label"), [("reward.truth", "7"), ("reward.all", '["7","seven"]'), ("a.b", "flat"), ("reward.x.y", "deep")]
+)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+async def test_a_key_with_dots_is_one_of_an_inner_object(
+    tmp_path: Path, key: str, label: str, streaming: bool, ending: str
+) -> None:
+    row = {"prompt": "q", "a.b": "flat", "reward": {"truth": "7", "all": ["7", "seven"], "x": {"y": "deep"}}}
+    path = tmp_path / f"p.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write(path, row)
+    try:
+        async with opened(source(path, num_epochs=1, label_key=key, streaming=streaming)) as mix:
+            found = parsed((await mix.read(mix.start(), [1])).prompts[0][0]).label
+    except InvalidArgument as error:
+        found = error.message
+    assert found == label
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_an_inner_key_that_is_not_there_is_told_what_is(tmp_path: Path, ending: str) -> None:
+    row, path = {"prompt": "q", "reward": {"truth": "7", "style": "rule"}}, tmp_path / f"p.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write(path, row)
+    with pytest.raises(InvalidArgument) as refused:
+        open_files([source(path, label_key="reward.answer")], READERS)
+    assert "'reward.answer'" in refused.value.message
+    assert "truth" in refused.value.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from headrace.errors import Internal
 from headrace.preflight.process import CheckOptions, CheckProcess
 from headrace.preflight.report import Prompts, Report
 from headrace.process.one_shot import OneShot
+from headrace.score import ScoreItem
 from services.buffer.check import ReadingClock
 from services.buffer.check import check as check_buffer
 from services.reward.check import check as check_reward
@@ -207,6 +209,89 @@ def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) 
     assert report.refusals == []
     assert ("label as answer", "'4' (train.jsonl, line 1) scores 0 by deepscaler") in report.facts
     assert any(what == "answers in form" and "boxed{4}" in how for what, how in report.facts), report
+
+
+@pytest.mark.parametrize(
+    ("rows", "scorer"),
+    [
+        ([{"prompt": "6 * 7", "label": {"solution": 42, "checked": True}}], "math"),
+        ([{"prompt": "6 * 7", "label": '{"reward": "42", "kind": "number"}'}], "dapo"),
+        ([{"prompt": "6 * 7", "label": '{"value": 42}'}], "deepscaler"),
+        ([{"prompt": "who", "label": {"text": "Ada", "lang": "en"}}], "exact_match"),
+        ([{"prompt": "who", "label": [{"text": "Ada"}, {"text": "Ada L."}]}], "f1"),
+        (
+            [{"prompt": "6 * 7", "label": "the sum } of"}, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}],
+            "math",
+        ),
+    ],
+)
+def test_labels_that_no_answer_can_match_prevent_a_start_unless_the_job_says_otherwise(
+    load_with, tmp_path: Path, rows: list[dict[str, Any]], scorer: str
+) -> None:
+    flags = ("--label-key", "label", "--rm-type", scorer)
+    report = found(load_with, tmp_path, rows, *flags)
+    assert len(report.refusals) == 1, report
+    assert all(said in report.refusals[0] for said in ("train.jsonl, line", "label", "--skip-label-check"))
+    allowed = found(load_with, tmp_path, rows, *flags, "--skip-label-check")
+    assert allowed.refusals == []
+    assert any("train.jsonl, line" in warning for warning in allowed.warnings)
+
+
+@pytest.mark.parametrize(
+    ("row", "flags"),
+    [
+        ({"label": r"^\d+$"}, ("--rm-type", "regex")),
+        ({"label": "a good poem"}, ("--rm-type", "random")),
+        ({"label": "assert f(1) == 2"}, ("--rm-type", "code")),
+        ({"label": {"hint": "short"}}, ("--custom-rm-path", "{folder}/zero.py:zero")),
+    ],
+)
+def test_a_label_that_is_no_answer_by_design_prevents_nothing(
+    load_with, tmp_path: Path, row: dict[str, Any], flags: tuple[str, ...]
+) -> None:
+    (tmp_path / "zero.py").write_text("def zero(args, sample): return 0.0\n")
+    words = [flag.replace("{folder}", str(tmp_path)) for flag in flags]
+    report = found(load_with, tmp_path, [{"prompt": "x", **row}], "--label-key", "label", *words)
+    assert report.refusals == []
+
+
+def test_one_bad_label_among_good_ones_is_a_warning(load_with, tmp_path: Path) -> None:
+    rows = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
+    report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "math")
+    assert report.refusals == []
+    assert any("train.jsonl, line 3" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("label", "key", "scorer", "ending"),
+    [
+        ({"ground_truth": "3/4", "style": "rule"}, "label", "math", "parquet"),
+        ({"ground_truth": {"target": ["Lyon", "Lugdunum"]}, "style": "rule"}, "label", "exact_match", "jsonl"),
+        ({"truth": {"value": "3/4"}}, "label.truth.value", "math", "jsonl"),
+        ({"answers": ["Lyon", "Lugdunum"], "id": 7}, "label.answers", "f1", "parquet"),
+        ("3 * 4 = <<3*4=12>>12 and 12 + 1,000 = 1,012.\n#### 1,012", "label", "deepscaler", "jsonl"),
+        ("It is 7 + 6.\n#### 13", "label", "dapo", "parquet"),
+    ],
+)
+def test_labels_of_common_data_sets_are_matched_by_their_answers(
+    load_with, tmp_path: Path, label: Any, key: str, scorer: str, ending: str
+) -> None:
+    path, rows = tmp_path / f"train.{ending}", [{"prompt": "?", "label": label}]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows[0]) + "\n")
+    job = load_with("--prompt-data", str(path), "--label-key", key, "--rm-type", scorer)
+    options = CheckOptions(job, elsewhere=False, fast=True)
+    buffer = asyncio.run(check_buffer(options, Prompts))
+    assert buffer.report.refusals == []
+    (row,) = buffer.prompts.rows
+    text = row.prompt().label
+    answer = {"math": r"\boxed{\frac34}", "exact_match": "Lugdunum", "f1": "Lugdunum"}.get(scorer, "")
+    answer = answer or {"deepscaler": r"</think>\boxed{1012}", "dapo": "Answer: 13"}[scorer]
+    score = importlib.import_module(f"services.reward.scorers.{scorer}").score(ScoreItem("1", "?", answer, text, {}))
+    assert (score["score"] if isinstance(score, dict) else score) == 1.0
+    assert asyncio.run(check_reward(options, lambda: buffer.prompts)).refusals == []
 
 
 def test_a_job_whose_programs_are_run_is_told_in_which_sandbox_and_that_its_tests_can_be_read(

@@ -102,6 +102,22 @@ def test_an_architecture_flag_that_says_something_else_is_refused_by_name(name: 
 
 
 @pytest.mark.parametrize(
+    ("name", "theirs", "flag"),
+    [
+        ("rms_norm_eps", 9.999999974752427e-07, "--norm-epsilon 1e-6"),
+        ("rms_norm_eps", 1e-6, "--norm-epsilon 9.999999974752427e-07"),
+        ("rms_norm_eps", 9.99999993922529e-09, "--norm-epsilon 1e-8"),
+        ("rms_norm_eps", 0.0010000000474974513, "--norm-epsilon 1e-3"),
+    ],
+)
+def test_a_float_that_a_converter_wrote_in_float32_is_no_contradiction(name: str, theirs: float, flag: str) -> None:
+    config = {**PRESETS["qwen3-4B"].config, name: theirs}
+    assert contradictions(architecture(config), megatron(read_line(flag).megatron)) == []
+    near = {**config, name: theirs * 1.00001}
+    assert len(contradictions(architecture(near), megatron(read_line(flag).megatron))) == 1
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "--position-embedding-type learned_absolute",

@@ -6,6 +6,7 @@ import json
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
@@ -100,6 +101,18 @@ def test_regex_takes_its_pattern_from_metadata_or_label() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [("sum = 12", r"= \d+$", 1.0), ("sum is 12", r"= \d+$", 0.0), ("YES", "(?i)yes", 1.0), ("", "^$", 1.0)],
+)
+def test_a_pattern_of_null_leaves_the_label_as_the_pattern(response: str, label: str, expected: float) -> None:
+    try:
+        score: float | str = regex.score(item(response, label, pattern=None))
+    except InvalidArgument as error:
+        score = error.message
+    assert score == expected
+
+
+@pytest.mark.parametrize(
     "task", ["chain_sum", "basic_arithmetic", "countdown", "word_sorting", "spell_backward", "gcd"]
 )
 def test_reasoning_gym_scores_are_the_packages_own(task: str) -> None:
@@ -122,6 +135,49 @@ def test_reasoning_gym_refuses_what_it_cannot_judge() -> None:
     entry["metadata"]["source_dataset"] = "chain_sum"
     with pytest.raises(InvalidArgument, match="use tag, boxed, last_line or all"):
         gym_scorer.score(item("1", reasoning_gym=entry, answer_format="xml"))
+
+
+def gym_reward(entry: dict[str, Any], answer: str) -> float | str:
+    """The reward, or the error of a sample that would fail."""
+    try:
+        return gym_scorer.score(item(answer, reasoning_gym=entry, answer_format="all"))
+    except Exception as error:  # noqa: BLE001 - any of them would fail the sample
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_answer_that_a_task_of_reasoning_gym_cannot_read_is_a_low_reward_and_no_failure() -> None:
+    tasks = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})  # composite is made of others
+    texts = ("²", "9" * 5000, '{"a": {"b": 1}}', "[null]", "2 × ", "-1e400", '{"0": 1}', "[[]]")
+    failed, paid = [], []
+    for task in tasks:
+        entry = json.loads(json.dumps(reasoning_gym.create_dataset(task, size=1, seed=11)[0], default=str))
+        for text in texts:
+            reward = gym_reward(entry, text)
+            if isinstance(reward, str):
+                failed.append((task, text[:20], reward))
+            elif not 0 <= reward < 1:
+                paid.append(task)
+    assert failed == []
+    # Every answer that does not contain "true" is taken for "this halts not", and that is right for this entry.
+    assert set(paid) <= {"game_of_life_halting"}
+
+
+def test_an_answer_that_ends_the_process_in_reasoning_gyms_eval_is_a_low_reward() -> None:
+    entry = json.loads(json.dumps(reasoning_gym.create_dataset("n_queens", size=1, seed=2)[0]))
+    ended = []
+    for text in ("exit(3)", "quit()", "[].__class__.__mro__[9]"):
+        try:
+            ended.append(gym_scorer.score(item(text, reasoning_gym=entry, answer_format="all")) < 0.1)
+        except SystemExit:
+            ended.append(False)
+    assert ended == [True] * 3
+
+
+def test_an_entry_that_its_own_task_cannot_read_is_an_error_and_no_low_reward() -> None:
+    for task, own in (("prime_factorization", "two threes"), ("prime_factorization", "3 x"), ("coin_flip", "1e999")):
+        entry = {"question": "?", "answer": own, "metadata": {"source_dataset": task}}
+        with pytest.raises(InvalidArgument, match="cannot score the entry's own answer"):
+            gym_scorer.score(item("2", reasoning_gym=entry))
 
 
 def test_answers_are_found_where_they_are() -> None:
@@ -161,6 +217,20 @@ def _computes_for_ever() -> None:
     while True:
         with suppress(Exception):  # as libraries do
             sum(range(1000))
+
+
+@cpu_limit(0.05)
+def _gives_up_in_time() -> float:
+    try:
+        while True:
+            sum(range(1000))
+    except BaseException:  # noqa: BLE001 - as some tasks of reasoning_gym do
+        return 0.0
+
+
+def test_a_result_of_a_calculation_that_was_cut_short_does_not_count() -> None:
+    with pytest.raises(TooSlow):
+        _gives_up_in_time()
 
 
 def test_processor_time_is_limited_and_waiting_is_not() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.eval_sets import eval_sets
@@ -13,7 +14,7 @@ from headrace.job.rules.paths.weight_folders import check_model, check_starting_
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.prompt_path import PromptPath
-from headrace.prompts.row import parse_row
+from headrace.prompts.row import parse_row, rows_of, value_at
 
 _LINES_LOOKED_AT = 1000
 
@@ -119,11 +120,13 @@ def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
     if path.suffix == ".parquet":
         return  # the buffer, which has a reader for it, looks into it at its start
     empty = True
-    with path.open(encoding="utf-8") as lines:
-        for number, line in islice(enumerate(lines, 1), part.first_row, part.end_row):
-            if number > part.first_row + _LINES_LOOKED_AT:
+    last = part.first_row + _LINES_LOOKED_AT
+    last = last if part.end_row is None else min(last, part.end_row)
+    with path.open("rb") as file:
+        for number, line in _rows(option, file, path):
+            if number > last:
                 break
-            if line.strip():
+            if number > part.first_row:
                 empty = False
                 if not job.data.skip_bad_lines:
                     _line(option, path, number, line, job)
@@ -131,14 +134,21 @@ def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
         raise ConfigError(f"{option} {path} has no lines", field=option)
 
 
-def _line(option: str, path: Path, number: int, line: str, job: Job) -> None:
+def _rows(option: str, file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from rows_of(file, path)
+    except InvalidArgument as error:
+        raise ConfigError(f"{option} {error.message}", field=option) from error
+
+
+def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
     where = f"{option} {path}, line {number}"
     try:
         row = parse_row(line)
     except InvalidArgument as error:
         raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines", field=option) from error
     for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
-        if key is not None and key not in row:
+        if key is not None and key not in row and value_at(row, key) is None:
             raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)
 
 
