@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,15 @@ _KIB = 1024
 def of_tree(pid: int) -> int:
     """Returns the bytes of a process and those below it; what they share counts once."""
     return sum(_proportional(each) for each in (pid, *descendants(pid)))
+
+
+def bytes_of_tree(pids: Sequence[int], enough: int) -> int:
+    """Returns the bytes of processes, in memory and swapped out; what they share may count for each up to `enough`."""
+    resident = {pid: resident_bytes(pid) + _swapped_bytes(pid) for pid in pids}
+    if (total := sum(resident.values())) <= enough:
+        return total
+    # One that forbids the look at what it shares counts in full.
+    return sum(_proportional(pid) + _swapped_bytes(pid) or each for pid, each in resident.items())
 
 
 def resident_bytes(pid: int) -> int:
@@ -39,6 +49,13 @@ def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
         used = int((cgroup / "memory.current").read_text()) - _field(cgroup / "memory.stat", "inactive_file")
         free = min(free, max(limit - used, 0))
     return free
+
+
+def _swapped_bytes(pid: int) -> int:
+    try:
+        return _field(Path(f"/proc/{pid}/status"), "VmSwap") * _KIB
+    except OSError:
+        return 0
 
 
 def _proportional(pid: int) -> int:

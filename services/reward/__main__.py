@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.hooks import HookArgs, hook_args, section_args
+from headrace.hooks.kit.sandbox import allow_insecure_sandbox
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.reward import RewardSection
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _serve(options: dict[str, Any]) -> None:
     reward, args, of_evaluations = _settings(options)
+    allow_insecure_sandbox(reward.insecure_sandbox)
     server = await RewardServer.start(
         *(reward, args, listen_of(options)),
         of_evaluations=of_evaluations,

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
-from headrace.hooks.kit.sandbox import sandbox_said
+from headrace.hooks.kit.sandbox import allow_insecure_sandbox, require_sandbox, sandbox_said, sandbox_used_by
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
-from headrace.preflight.hooks import hook_pool
+from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
@@ -39,6 +39,7 @@ _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")
 async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     """Loads the job's reward as the service will, and scores labels with it."""
     report, job = Report(), options.job
+    allow_insecure_sandbox(job.reward.insecure_sandbox)
     if job.train.loss_mask_type is not None:
         report.facts.append(("reward", "none: conversations are given, nothing is scored"))
         return report
@@ -47,12 +48,14 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         of_evaluations = await describe_each(own_rewards(eval_sets(job.eval)))
         registry = Registry.of(job.reward.rm_type, hook, of_evaluations)
     except HeadraceError as error:
-        report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
+        is_of_machine = job.reward.custom_rm_path is not None or (
+            isinstance(error, ConfigError) and error.field == "insecure_sandbox"
+        )
+        report.refuse(error, elsewhere=options.elsewhere and is_of_machine)
         return report
     report.facts.append(("reward", _named(job, hook)))
     prompts = read_prompts()
-    if hook is None and "code" in (registry.default, *prompts.rm_types):
-        report.facts.append(("programs", f"of responses run in {await asyncio.to_thread(sandbox_said)}"))
+    await _programs(options, hook, registry, prompts, report)
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
@@ -68,6 +71,23 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     if not report.refusals:
         await _try_labels(options, hook, registry, prompts, report)
     return report
+
+
+async def _programs(
+    options: CheckOptions, hook: RewardHook | None, registry: Registry, prompts: Prompts, report: Report
+) -> None:
+    """Says what the policy's programs run in, and refuses them where that is nothing."""
+    if hook is not None:
+        async with hook_pool(options, report) as pool:
+            said = await pool.run(sandbox_used_by, hook.path, timeout_seconds=LOAD_SECONDS, name=f"hook {hook.path}")
+            if said is not None:
+                report.facts.append(("programs", f"of {hook.path} run in {said}"))
+    elif "code" in (registry.default, *(name.removeprefix(BOXED) for name in prompts.rm_types)):
+        try:
+            await asyncio.to_thread(require_sandbox, "scorer code")
+        except HeadraceError as error:
+            report.refuse(error, elsewhere=options.elsewhere)
+        report.facts.append(("programs", f"of responses run in {await asyncio.to_thread(sandbox_said)}"))
 
 
 def _named(job: Job, hook: RewardHook | None) -> str:

@@ -8,8 +8,9 @@ from functools import partial
 
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
+from headrace.hooks.kit.sandbox import require_sandbox
 from headrace.job.schema.reward import RewardSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.listen import Listen
@@ -119,6 +120,8 @@ async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
 async def describe(reward: RewardSection) -> RewardHook | None:
     """The user's function, if there is one. Raises ConfigError for a wrong one, and for a server that is not named."""
     _check_remote(reward)
+    if (reward.rm_type or "").removeprefix(BOXED) == "code" and reward.custom_rm_path is None:
+        await asyncio.to_thread(_require_sandbox)
     if reward.custom_rm_path is None:
         if reward.group_rm:
             raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
@@ -135,6 +138,13 @@ async def describe(reward: RewardSection) -> RewardHook | None:
     if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
         raise ConfigError(f"{hook.path} is a class made with a model's folder: set --reward-model-path")
     return hook
+
+
+def _require_sandbox() -> None:
+    try:
+        require_sandbox("rm_type code")
+    except FailedPrecondition as error:
+        raise ConfigError(error.message, field="insecure_sandbox") from error
 
 
 def _check_remote(reward: RewardSection) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.errors import HeadraceError
+from headrace.hooks.kit.sandbox import allow_insecure_sandbox
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
 from headrace.rpc.http.trust import trust_authority
@@ -47,6 +48,7 @@ def main() -> int:
     def body() -> None:
         job = job_of_service(Job.model_validate_json(arguments.config.read_text()), arguments.number)
         configure_logging("rollout", run=job.run.run_name)
+        allow_insecure_sandbox(job.reward.insecure_sandbox)
         asyncio.run(_serve(job, arguments))
 
     return run_service("rollout", body)

@@ -62,9 +62,10 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
 async def _hooks(options: CheckOptions) -> Report:
     from headrace.hooks.agent import require_agent
     from headrace.hooks.generate import generate_form
-    from headrace.hooks.kit.sandbox import sandbox_used_by
+    from headrace.hooks.kit.sandbox import allow_insecure_sandbox, sandbox_used_by
 
     report, rollout = Report(), options.job.rollout
+    allow_insecure_sandbox(options.job.reward.insecure_sandbox)
     async with hook_pool(options, report) as pool:
         if path := rollout.custom_generate_function_path:
             form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")

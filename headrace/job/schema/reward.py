@@ -29,6 +29,12 @@ class RewardSection(Section):
     reward_workers: Annotated[Positive, Field(le=1024)] = Field(
         2, description="Worker processes of the reward service."
     )
+    insecure_sandbox: bool = Field(
+        False,
+        description="Where bubblewrap does not work, run the policy's programs (rm_type code, run_python) as processes "
+        "with limits, which can read what their user can. Without it they are refused there. As root, each is a user "
+        "of its own.",
+    )
     rm_url: Annotated[str, AfterValidator(_url)] | None = Field(
         None,
         description="URL that scorer remote_rm sends prompt, response, label and metadata, for a reward.",

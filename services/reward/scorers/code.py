@@ -2,27 +2,35 @@
 
 The program is the last block of Python in the response, behind `</think>`. The reward is 1 when it passes all tests,
 else 0; with `metadata.code_reward = "share"` it is the share of tests that it passes. `metadata.time_limit` is a test's
-processor time in seconds. Expected results stay here: the program sees what a test gives it, and an assertion that
-compares with no literal. A sandbox that does not start is an error and no reward.
+processor time in seconds. Expected results are never where the program is: it is given what its functions are called
+with, and answers plain data, which is compared here or in a second sandbox. A sandbox that does not start is an error
+and no reward.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.hooks.kit.sandbox import Ran, run_python
+from headrace.hooks.kit.sandbox import Limits, Program, ProgramEnded, Ran, open_python, run_python
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import after_thinking
-from services.reward.scorers.code_tests import CallTest, CodeTests, ExpressionTest, StdinTest, Test, tests_of
-from services.reward.scorers.code_values import ENCODER, decoded, encoded, same_json, same_output
+from services.reward.scorers.code_program import imports_for, program_of
+from services.reward.scorers.code_tests import (
+    TESTED,
+    CallTest,
+    CodeTests,
+    StdinTest,
+    Test,
+    TruthTest,
+    ValueTest,
+    tests_of,
+)
+from services.reward.scorers.code_values import ENCODER, encoded, same_json, same_output, same_value, value_of
 
-_BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_PYTHON = ("", "python", "python3", "py")
 _SECONDS = 4.0
 _MOST_SECONDS = 10.0
 _WALL_PER_CPU = 2.0
@@ -33,41 +41,88 @@ _MOST_PROGRAM_BYTES = 256 << 10
 _MOST_TIMEOUTS = 1
 _OUT_OF_TIME = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
 """The second and third by its processor time, without bubblewrap and with it."""
-_RUNNER = (
+_SERVER = (
     ENCODER
     + """
 import json, os, sys
-_order = json.loads(sys.stdin.readline())
+_in = os.fdopen(os.dup(0))
 _out = os.fdopen(os.dup(1), "w")
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-def _given(plain):
-    if isinstance(plain, list):
-        return [_given(each) for each in plain]
-    if isinstance(plain, dict):
-        ((kind, held),) = plain.items()
-        if kind == "dict":
-            return {_given(key): _given(each) for key, each in held}
-        return int(held) if kind == "int" else float(held)
-    return plain
-_names = {"__name__": "__tested__"}
-def _function(name):
-    found = _names.get(name)
-    return getattr(_names["Solution"](), name) if found is None and "Solution" in _names else found
-def _answer(each):
-    if each["kind"] == "call":
-        return _function(each["function"])(*[_given(value) for value in each["arguments"]])
-    value = eval(each["expression"], _names)
-    return bool(value) if each["kind"] == "truth" else value
-exec(compile(_order["program"], "program.py", "exec"), _names)
-for _each in _order["tests"]:
-    try:
-        _said = json.dumps(_plain(_answer(_each)))
-    except Exception:
-        _said = ""
-    _out.write(_order["mark"] + _said + "\\n")
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+os.dup2(0, 1)
+_order = json.loads(_in.readline())
+def _tell(message):
+    _out.write(json.dumps(message) + "\\n")
     _out.flush()
+def _run(source, names):
+    exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+def _set_up(names):
+    try:
+        _run(_order["setup"], names)
+    except Exception:
+        return False
+    return True
 """
 )
+"""Answers a line of JSON with another one. What the program prints goes nowhere, and it has nothing to read."""
+_RUNNER = (
+    _SERVER
+    + """
+import types
+_module = types.ModuleType("program")
+sys.modules["program"] = _module
+_names = vars(_module)
+_run(_order["imports"], _names)
+_is_set_up = _set_up(_names)
+try:
+    _run(_order["program"], _names)
+except SystemExit:
+    pass
+if not _is_set_up:
+    _set_up(_names)
+def _value(request):
+    if "expression" in request:
+        value = eval(request["expression"], {**_names, **_given(request["variables"])})
+    else:
+        value = _names.get(request["function"])
+        if value is None:
+            value = getattr(_names["Solution"](), request["function"])
+    if "arguments" in request:
+        value = value(*_given(request["arguments"]), **_given(request.get("keywords", {"dict": []})))
+    elif callable(value):
+        return {"function": True}
+    return {"value": _plain(value)}
+for _line in _in:
+    try:
+        _answer = _value(json.loads(_line))
+    except Exception:
+        _answer = {}
+    _tell(_answer)
+"""
+)
+_CHECKER = (
+    _SERVER
+    + f"""
+def {TESTED}(part, variables, **more):
+    _tell({{"part": part, "variables": _plain(variables), **more}})
+    answer = json.loads(_in.readline())
+    if "function" in answer:
+        return lambda *arguments, **keywords: {TESTED}(
+            part, variables, arguments=_plain(list(arguments)), keywords=_plain(keywords)
+        )
+    return _given(answer["value"])
+_names = {{"__name__": "checker"}}
+_run(_order["imports"], _names)
+_set_up(_names)
+_names["{TESTED}"] = {TESTED}
+for _line in _in:
+    try:
+        _is_true = bool(eval(json.loads(_line), _names))
+    except Exception:
+        _is_true = False
+    _tell({{"is_true": _is_true}})
+"""
+)
+"""Computes assertions where nothing of the program is: it asks for the values of the program's parts."""
 
 
 async def score(item: ScoreItem) -> float:
@@ -77,27 +132,20 @@ async def score(item: ScoreItem) -> float:
     program = program_of(item.response)
     if program is None or len(program.encode(errors="replace")) > _MOST_PROGRAM_BYTES:
         return 0.0
-    program = f"{tests.setup}\n{program}" if tests.setup.strip() else program
     passed = await _passed(program, tests, seconds, all_or_nothing=not share)
     return passed / len(tests.tests) if share else float(passed == len(tests.tests))
-
-
-def program_of(response: str) -> str | None:
-    """Returns the last block of Python behind the reasoning; None without one."""
-    blocks = [code for language, code in _BLOCK.findall(after_thinking(response)) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
 
 
 async def _passed(program: str, tests: CodeTests, seconds: float, *, all_or_nothing: bool) -> int:
     """Counts tests that pass; stops where the rest cannot change the reward, or the program does not end."""
     of_stdin = [test for test in tests.tests if isinstance(test, StdinTest)]
     others = [test for test in tests.tests if not isinstance(test, StdinTest)]
-    passed = await _called(program, others, seconds) if others else 0
+    passed = await _called(program, tests.setup, others, seconds, all_or_nothing) if others else 0
     if all_or_nothing and passed < len(others):
         return 0
-    timeouts = 0
+    timeouts, script = 0, _script(program, tests.setup) if of_stdin else ""
     for test in of_stdin:
-        ran = await _run(program, test.given, seconds)
+        ran = await _run(script, test.given, seconds)
         right = ran.exit_code == 0 and same_output(ran.output, test.expected)
         timeouts += ran.exit_code in _OUT_OF_TIME
         passed += right
@@ -106,32 +154,67 @@ async def _passed(program: str, tests: CodeTests, seconds: float, *, all_or_noth
     return passed
 
 
-async def _called(program: str, tests: Sequence[Test], seconds: float) -> int:
-    """Runs all tests of functions in one process."""
-    mark = f"{secrets.token_hex(8)} "
-    order = {"program": program, "mark": mark, "tests": [_order(test) for test in tests]}
-    ran = await _run(_RUNNER, json.dumps(order) + "\n", seconds)
-    said = [line[len(mark) :] for line in ran.output.splitlines() if line.startswith(mark)]
-    return sum(_is_right(test, answer) for test, answer in zip(tests, said, strict=False))
+def _script(program: str, setup: str) -> str:
+    """The program with what stands in front of it; it may begin with imports from `__future__`."""
+    parts = (setup, program) if setup.strip() else (program,)
+    in_hex = [part.encode(errors="replace").hex() for part in parts]
+    runs = [f"exec(compile(bytes.fromhex('{each}'), 'program.py', 'exec', dont_inherit=True))" for each in in_hex]
+    return "\n".join([imports_for("\n".join(parts)), *runs])
 
 
-def _order(test: Test) -> dict[str, object]:
-    match test:
-        case CallTest(function, arguments):
-            return {"kind": "call", "function": function, "arguments": [encoded(each) for each in arguments]}
-        case ExpressionTest(expression, _, is_truth):
-            return {"kind": "truth" if is_truth else "value", "expression": expression}
-    raise InvalidArgument("scorer code: a test of standard input calls no function")
+async def _called(program: str, setup: str, tests: Sequence[Test], seconds: float, all_or_nothing: bool) -> int:
+    """Runs all tests of functions in one process, and computes their assertions in another one."""
+    limits = Limits(_WALL_PER_CPU * seconds, seconds, _MEMORY_BYTES, _MOST_CHARACTERS)
+    passed = 0
+    async with AsyncExitStack() as stack:
+        tested = await stack.enter_async_context(open_python(_RUNNER, limits))
+        order = {"program": program, "setup": setup, "imports": imports_for(f"{setup}\n{program}")}
+        program_of_tests = _Tested(tested, order)
+        checker = None
+        for test in tests:
+            if isinstance(test, TruthTest) and checker is None:
+                sources = "\n".join([setup, *(each.expression for each in tests if isinstance(each, TruthTest))])
+                of_checker = await stack.enter_async_context(open_python(_CHECKER, limits))
+                checker = _Tested(of_checker, {"setup": setup, "imports": imports_for(sources)})
+            right = await _is_right(test, program_of_tests, checker)
+            passed += right
+            if all_or_nothing and not right:
+                break
+    return passed
 
 
-def _is_right(test: Test, answer: str) -> bool:
+class _Tested:
+    """A program that answers lines of JSON; the first of them is preceded by its order."""
+
+    def __init__(self, program: Program, order: Mapping[str, Any]) -> None:
+        self._program = program
+        self._first = json.dumps(order) + "\n"
+
+    async def ask(self, message: object) -> Any:
+        """Returns what it answers. Raises ProgramEnded, and ValueError or RecursionError for what is no JSON."""
+        first, self._first = self._first, ""
+        return json.loads(await self._program.ask(first + json.dumps(message)))
+
+
+async def _is_right(test: Test, tested: _Tested, checker: _Tested | None) -> bool:
     try:
-        result = decoded(answer)
-        if isinstance(test, CallTest):
-            return same_json(result, test.expected)
-        return isinstance(test, ExpressionTest) and bool(result == test.expected)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        return False  # it raised, or answered no value
+        match test:
+            case CallTest(function, arguments, expected):
+                request = {"function": function, "arguments": [encoded(each) for each in arguments]}
+                return same_json(value_of((await tested.ask(request))["value"]), expected)
+            case ValueTest(expression, expected):
+                answer = await tested.ask({"expression": expression, "variables": {"dict": []}})
+                return same_value(value_of(answer["value"]), expected)
+            case TruthTest(expression, parts):
+                assert checker is not None
+                said = await checker.ask(expression)
+                while "part" in said:
+                    said["expression"] = parts[said.pop("part")]
+                    said = await checker.ask(await tested.ask(said))
+                return said["is_true"] is True
+    except (ProgramEnded, ValueError, TypeError, KeyError, ArithmeticError, RecursionError, MemoryError):
+        return False  # it ended, raised, or answered no value
+    raise InvalidArgument("scorer code: a test of standard input calls no function")
 
 
 async def _run(program: str, stdin: str, seconds: float) -> Ran:

@@ -8,19 +8,25 @@ They are `metadata.tests`, `verification_info`, `input_output` or `test_list`, e
 | LiveCodeBench | `[{"input", "output", "testtype": "stdin" or "functional"}, …]`, with `metadata.func_name` |
 | PrimeIntellect | `{"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", "fn_name"}, …]}` |
 | MBPP | `["assert …", …]`, with `metadata.test_setup_code` and `metadata.test_imports` |
+
+An assertion is cut in two. Its calls of the tested program run where the program is; everything around them, with the
+expected results, is computed elsewhere from the plain data that they return.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from headrace.syntax import syntax_tree
+from services.reward.scorers.code_program import checkers_names, is_module
 
 MOST_TESTS = 64
 _KEYS = ("tests", "verification_info", "input_output", "test_list")
@@ -44,15 +50,24 @@ class CallTest:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpressionTest:
-    """An expression's value has to be `expected`; of one that `is_truth`, whether it is true."""
+class ValueTest:
+    """The value of an expression of the program has to be `expected`, a literal."""
 
     expression: str
     expected: Any
-    is_truth: bool = False
 
 
-Test = StdinTest | CallTest | ExpressionTest
+@dataclass(frozen=True, slots=True)
+class TruthTest:
+    """An expression has to be true. Its `{TESTED}(n, variables)` is the value of the n-th of the program's `parts`."""
+
+    expression: str
+    parts: Sequence[str]
+
+
+TESTED = "_tested_part"
+
+Test = StdinTest | CallTest | ValueTest | TruthTest
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +81,15 @@ class CodeTests:
 def tests_of(item: ScoreItem) -> CodeTests:
     """Raises InvalidArgument for tests that are missing or of no known form."""
     given = next((item.metadata[key] for key in _KEYS if item.metadata.get(key) is not None), item.label)
-    found = _read(_parsed(given), item.metadata)
-    if not found:
-        raise InvalidArgument("scorer code: the list of tests is empty")
     setup = item.metadata.get("test_setup_code") or ""
     imports = item.metadata.get("test_imports") or ()
     if not isinstance(setup, str) or not isinstance(imports, list | tuple):
         raise InvalidArgument("scorer code: metadata.test_setup_code is text, and metadata.test_imports a list of it")
-    return CodeTests(found[:MOST_TESTS], "\n".join([*map(str, imports), setup]))
+    setup = "\n".join([*map(str, imports), setup])
+    found = _read(_parsed(given), item.metadata, _Cut(setup))
+    if not found:
+        raise InvalidArgument("scorer code: the list of tests is empty")
+    return CodeTests(found[:MOST_TESTS], setup)
 
 
 def _parsed(given: Any) -> Any:
@@ -91,7 +107,7 @@ def _parsed(given: Any) -> Any:
         raise InvalidArgument(f"scorer code: the tests are text that is no JSON: {error}") from error
 
 
-def _read(given: Any, metadata: Mapping[str, Any]) -> list[Test]:
+def _read(given: Any, metadata: Mapping[str, Any], cut: _Cut) -> list[Test]:
     match given:
         case {"test_cases": list(cases)}:
             return [_case(case, metadata) for case in cases]
@@ -101,7 +117,7 @@ def _read(given: Any, metadata: Mapping[str, Any]) -> list[Test]:
             name = given.get("fn_name")
             return [_pair(name, *each) for each in zip(inputs, outputs, strict=True)]
         case [str(), *_]:
-            return [test for text in given for test in _assertions(text)]
+            return [test for text in given for test in _assertions(text, cut)]
         case [dict(), *_]:
             return [_case(case, metadata) for case in given]
         case []:
@@ -145,24 +161,103 @@ def _json(text: str) -> Any:
         return text
 
 
-def _assertions(text: Any) -> list[Test]:
+def _assertions(text: Any, cut: _Cut) -> list[Test]:
     try:
-        body = syntax_tree(text).body
-        return [_assertion(node) for node in body]
+        return [cut.test_of(node) for node in syntax_tree(text).body]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise InvalidArgument(f"scorer code: a test cannot be read: {text!r:.80}: {error}") from error
 
 
-def _assertion(node: ast.stmt) -> ExpressionTest:
-    if not isinstance(node, ast.Assert):
-        raise ValueError("it is no assertion")
-    test = node.test
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        for value, other in ((test.comparators[0], test.left), (test.left, test.comparators[0])):
-            try:
-                return ExpressionTest(ast.unparse(other), ast.literal_eval(value))
-            except ValueError:
-                continue
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return ExpressionTest(ast.unparse(test.operand), expected=False, is_truth=True)
-    return ExpressionTest(ast.unparse(test), expected=True, is_truth=True)
+class _Cut:
+    """Tells what of an assertion is the program's: the names that neither Python, checkers nor the setup define."""
+
+    def __init__(self, setup: str) -> None:
+        self._imported: set[str] = set()
+        self._defined: set[str] = set()
+        try:
+            nodes = list(ast.walk(syntax_tree(setup)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            nodes = []  # it fails where it runs
+        for node in nodes:
+            match node:
+                case ast.Import(names) | ast.ImportFrom(_, names):
+                    self._imported |= {(each.asname or each.name).split(".")[0] for each in names}
+                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                    self._defined.add(name)
+                case ast.Name(name, ast.Store()):
+                    self._defined.add(name)
+
+    def test_of(self, node: ast.stmt) -> Test:
+        """Raises ValueError for another statement."""
+        if not isinstance(node, ast.Assert):
+            raise ValueError("it is no assertion")
+        test = node.test
+        tested = self._tested(test)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            for value, other in ((test.comparators[0], test.left), (test.left, test.comparators[0])):
+                if _root(other) in tested and any(isinstance(each, ast.Call) for each in _chain(other)):
+                    with suppress(ValueError):
+                        return ValueTest(ast.unparse(other), ast.literal_eval(value))
+        parts = _Parts(tested, _bound(test))
+        cut = parts.visit(test)
+        return TruthTest(ast.unparse(ast.fix_missing_locations(cut)), tuple(parts.found))
+
+    def _tested(self, test: ast.expr) -> set[str]:
+        """The names of the program. Where all are known (a task may ask for `gcd`), those of the functions called."""
+        loaded = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} - _bound(test)
+        known = _of_python() | checkers_names().keys() | self._imported | self._defined
+        if unknown := loaded - known - {"np", "numpy"}:
+            return unknown
+        roots = {_root(node) for node in ast.walk(test) if isinstance(node, ast.Call)}
+        called = {name for name in loaded if name in roots}
+        others = {name for name in called if not (name in _of_python() or name in _COMPARERS or is_module(name))}
+        return (others - self._imported) or others or called or loaded
+
+
+_COMPARERS = ("isclose", "Counter", "deque", "defaultdict", "OrderedDict")
+"""Names that checkers import and that tests use around a result."""
+
+
+def _of_python() -> set[str]:
+    return set(dir(builtins))
+
+
+def _bound(test: ast.AST) -> set[str]:
+    """Names that the expression itself defines: in comprehensions, lambdas and with `:=`."""
+    stored = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in ast.walk(test) if isinstance(node, ast.arg)}
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    """The expression, and what it is a call, an attribute or an item of."""
+    while True:
+        yield node
+        match node:
+            case ast.Call(func=inner) | ast.Attribute(value=inner) | ast.Subscript(value=inner):
+                node = inner
+            case _:
+                return
+
+
+def _root(node: ast.expr) -> str | None:
+    *_, last = _chain(node)
+    return last.id if isinstance(last, ast.Name) else None
+
+
+class _Parts(ast.NodeTransformer):
+    """Replaces what begins with a name of the program. `found` are the expressions that it has replaced."""
+
+    def __init__(self, tested: Set[str], bound: Set[str]) -> None:
+        self.found: list[str] = []
+        self._tested = tested
+        self._bound = bound
+
+    def visit(self, node: ast.AST) -> Any:
+        """Returns the node without the program's expressions."""
+        if not isinstance(node, ast.expr) or _root(node) not in self._tested:
+            return self.generic_visit(node)
+        self.found.append(ast.unparse(node))
+        loaded = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names = sorted((loaded & self._bound) - _bound(node))
+        variables = ast.Dict([ast.Constant(name) for name in names], [ast.Name(name, ast.Load()) for name in names])
+        return ast.Call(ast.Name(TESTED, ast.Load()), [ast.Constant(len(self.found) - 1), variables], [])

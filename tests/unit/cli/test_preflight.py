@@ -27,6 +27,7 @@ from services.buffer.check import ReadingClock
 from services.buffer.check import check as check_buffer
 from services.reward.check import check as check_reward
 from services.rollout.check import check as check_rollout
+from tests.support.sandboxes import choose_sandbox
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 SUMS = ({"prompt": "2 + 2 =", "label": "4"}, {"prompt": "what is 3 + 4", "label": 7})
@@ -301,11 +302,29 @@ def test_a_job_whose_programs_are_run_is_told_in_which_sandbox_and_that_its_test
     report = found(load_with, tmp_path, rows, "--rm-type", "code")
     facts = dict(report.facts)
     assert report.refusals == []
-    assert facts["programs"].startswith(("of responses run in bubblewrap", "of responses run in a process"))
+    assert facts["programs"].startswith("of responses run in bubblewrap")
     assert "are read and run" in facts["tests"]
     rows = [{"prompt": "add", "metadata": {"tests": ["add(1, 2)"]}}]
     (refusal,) = found(load_with, tmp_path, rows, "--rm-type", "code").refusals
     assert "a test cannot be read" in refusal
+
+
+@pytest.mark.parametrize("whose", ["--rm-type code", "metadata.rm_type", "--rm-type beside another"])
+def test_without_bubblewrap_a_job_of_programs_is_refused_unless_it_is_insecure(
+    whose: str, load_with, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_sandbox("refused", monkeypatch)
+    row: dict[str, Any] = {"prompt": "add", "metadata": {"tests": ["assert add(1, 2) == 3"]}}
+    flags = ["--rm-type", "code"]
+    if whose == "metadata.rm_type":
+        row["metadata"]["rm_type"], flags = "code", ["--rm-type", "random"]
+    elif whose == "--rm-type beside another":
+        row["metadata"]["rm_type"], flags = "code", ["--rm-type", "exact_match", "--label-key", "prompt"]
+    refusals = found(load_with, tmp_path, [row], *flags).refusals
+    assert [("bubblewrap" in each, "--insecure-sandbox" in each) for each in refusals] == [(True, True)]
+    report = found(load_with, tmp_path, [row], *flags, "--insecure-sandbox")
+    assert report.refusals == []
+    assert "--insecure-sandbox" in dict(report.facts)["programs"]
 
 
 def test_each_rows_scorer_is_counted(load_with, tmp_path: Path) -> None:

