@@ -24,7 +24,9 @@ from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavai
 from headrace.hooks.agent import Task, require_agent, run_agent
 from headrace.hooks.args import HookArgs
 from headrace.hooks.failure import call_failure
+from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.process.workers import WorkerError, WorkerPool
+from headrace.prompts.label import LABEL_IS_JSON, label_for_hooks
 from headrace.rpc.log import log
 from headrace.wire.json_text import from_json
 
@@ -115,6 +117,8 @@ class AgentHost:
         job = await self._patiently(0, 0.0, return_args=True)
         self._args, self._lease_seconds = HookArgs(json.loads(job.args_json or "{}")), job.lease_seconds
         path = self._path or job.agent_function_path
+        if self._args.get("slime_imports"):
+            os.environ[SLIME_IMPORTS] = "true"  # for the processes that play
         try:
             await self._pool.run(require_agent, path, timeout_seconds=_LOAD_SECONDS, name=f"agent {path}")
         except WorkerError as error:
@@ -135,8 +139,8 @@ class AgentHost:
                     continue  # a slot became free
                 leased = asking.result()
             finally:
-                for task in (asking, ended):
-                    task.cancel()
+                asking.cancel()
+                ended.cancel()
                 await asyncio.gather(asking, ended, return_exceptions=True)
             self._lease_seconds = leased.lease_seconds
             for task in leased.tasks:
@@ -244,7 +248,7 @@ def task_of(task: pb.AgentTask) -> Task:
     ]
     return Task(
         prompt=messages if task.WhichOneof("prompt") == "messages" else task.text,
-        label=task.label if task.HasField("label") else None,
+        label=label_for_hooks(task.label if task.HasField("label") else None, {LABEL_IS_JSON: task.label_is_json}),
         metadata=from_json(task.metadata_json),
         index=task.index,
         evaluation=task.evaluation,

@@ -26,7 +26,8 @@ class Task:
 
     prompt: str | list[dict[str, Any]]
     """Text, or chat messages where the row has messages."""
-    label: str | None = None
+    label: str | dict[str, Any] | list[Any] | None = None
+    """Text, or the object or list that the row holds."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's; its tool definitions are in `metadata["tools"]`."""
     index: int = 0

@@ -14,9 +14,12 @@ from headrace.hooks import Sample as HookSample
 from headrace.hooks.agent import Task
 from headrace.hooks.failure import call_failure
 from headrace.process.workers import WorkerError
+from headrace.prompts.label import label_for_hooks
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
+from headrace.turns import TURNS, bounded_turns
 from headrace.wire.limits import MAX_ID_CHARACTERS
+from services.rollout.agents.messages import Message
 from services.rollout.agents.players import Played, Player
 from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
@@ -116,7 +119,8 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
     if prompt.tools:
         metadata.setdefault("tools", prompt.tools)
     messages = [dict(message) for message in prompt.messages or ()]
-    return Task(messages or prompt.text, request.label, metadata, request.index, evaluation)
+    label = label_for_hooks(request.label, request.hook_fields)
+    return Task(messages or prompt.text, label, metadata, request.index, evaluation)
 
 
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
@@ -137,4 +141,19 @@ def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cu
         metadata=request.metadata,
         sampling_params=asdict(request.params),
         policy_ranges=branch.policy_ranges,
+        hook_fields={**request.hook_fields, **_turns(branch)},
     )
+
+
+def _turns(branch: Branch) -> dict[str, object]:
+    """The conversation, for people; a response to a plain text has none."""
+    if not branch.said:
+        return {}
+    return {TURNS: bounded_turns(_for_people(message) for message in branch.said)}
+
+
+def _for_people(message: Message) -> dict[str, object]:
+    content = message.content
+    parts = [{"type": part.type, "text": part.text} for part in content] if isinstance(content, list) else content
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
+    return {"role": message.role, "content": parts, "tool_calls": calls}

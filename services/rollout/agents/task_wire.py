@@ -7,6 +7,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.reward import Reward, checked_reward
 from headrace.job.schema.secrets import without_secrets
+from headrace.prompts.label import label_mark, label_text
 from headrace.prompts.row import chat_message, ordered_json
 from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name, require_path
 from headrace.wire.limits import MAX_TASK_WAIT_SECONDS, MAX_TASKS_PER_CALL
@@ -65,7 +66,8 @@ def _task(lent: LentTask) -> pb.AgentTask:
     made = pb.AgentTask(
         lease_id=lent.lease_id,
         base_url=lent.base_url,
-        label=task.label,
+        label=label_text(task.label),
+        label_is_json=bool(label_mark(task.label)),
         metadata_json=ordered_json(task.metadata) if task.metadata else "",
         index=task.index,
         evaluation=task.evaluation,
