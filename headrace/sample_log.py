@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.disk.whole_file import replacing
 from headrace.trajectory import Sample
+from headrace.turns import Turn, turns_in
 from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
@@ -59,6 +60,8 @@ class Answer:
     """(policy version, first response token, the one after the last)"""
     step: int | None
     """The step that trained it, counted from 1 as metrics.jsonl counts; None: none did."""
+    turns: Sequence[Turn] = ()
+    """The conversation of a sample of several turns, by role and content; none of others."""
 
     @classmethod
     def of(cls, sample: Sample, step: int | None = None) -> Answer:
@@ -84,6 +87,7 @@ class Answer:
             trained_tokens=int(sample.loss_mask.sum()),
             policy_ranges=[(each.policy_version, each.start, each.end) for each in sample.policy_ranges],
             step=step,
+            turns=turns_in(sample.hook_fields),
         )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
+from headrace.prompts.label import LABEL_IS_JSON
 from headrace.sample_checks import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
@@ -24,6 +25,9 @@ from headrace.wire.checks import require_json_object
 from headrace.wire.column import pack_column, unpack_column
 from headrace.wire.json_text import from_json, to_json
 
+CUSTOM_RM_PATH = "custom_rm_path"
+SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
+"""Of a sample's hook_fields: what a reward service reads."""
 SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
 
 
@@ -43,6 +47,8 @@ class ScoreItem:
     """What users' functions get: tokens int32 [T], loss_mask uint8 [R], rollout_log_probs float32 [R]; or nothing."""
     index: int | None = None
     """The sample's place in its group, for users' functions; None: its place in the call."""
+    hook_fields: Mapping[str, Any] = field(default_factory=dict)
+    """`label_is_json`, and `custom_rm_path`: the function that scores the item instead of the service's own."""
 
     def pack(self) -> pb.ScoreItem:
         return pb.ScoreItem(
@@ -56,6 +62,7 @@ class ScoreItem:
             response_tokens=self.response_tokens,
             columns=[pack_column(name, array) for name, array in self.columns.items()],
             index=self.index,
+            hook_json=to_json(self.hook_fields) if self.hook_fields else "",
         )
 
     @classmethod
@@ -72,6 +79,7 @@ class ScoreItem:
             response_tokens=packed.response_tokens,
             columns=_columns(packed),
             index=packed.index if packed.HasField("index") else None,
+            hook_fields=from_json(packed.hook_json),
         )
 
 

@@ -1,8 +1,8 @@
 """Leases tasks, plays them in worker processes, and says what came of them.
 
-consumes: tasks of the rollout service; waits for: a free place, then a task; unblocked by: the end of a task, in any
+consumes: tasks of the rollout service; waits for: a free slot, then a task; unblocked by: the end of a task, in any
 way. A lease is renewed while its task is played; one that has ended stops its task. A host that is stopped returns its
-tasks; one that is killed says nothing, and its leases run out.
+tasks; one that is killed says nothing, and its leases run out. A host ends with its service.
 """
 
 from __future__ import annotations
@@ -14,23 +14,48 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import RolloutClient
-from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.hooks.agent import Task, require_agent, run_agent
 from headrace.hooks.args import HookArgs
 from headrace.hooks.failure import call_failure
+from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.process.workers import WorkerError, WorkerPool
+from headrace.prompts.label import LABEL_IS_JSON, label_for_hooks
 from headrace.rpc.log import log
 from headrace.wire.json_text import from_json
 
 _LOAD_SECONDS = 120.0
 _WAIT_SECONDS = 20.0
+_ANSWER_SECONDS = 10.0
 _RETURN_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""How often a service is asked that is away."""
+_RESTART_SECONDS = 30.0
+"""A service that ends and is not started again within this time has ended for good."""
+_SERVER_ENDS = "SERVER_ENDS"
 _RENEWALS_A_LEASE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    """Since when the service does not answer, and whether it had said that it ends."""
+
+    since: float
+    said_goodbye: bool
+
+    def said(self, patience_seconds: float) -> str:
+        what = "ends" if self.said_goodbye else "cannot be reached"
+        return f"the rollout service {what}: this host waits {patience_seconds:g} s for it to be back, then ends"
+
+
+class _ServiceEnded(Exception):
+    """There will be no more tasks."""
 
 
 class AgentHost:
@@ -45,8 +70,12 @@ class AgentHost:
         workers: int,
         patience_seconds: float,
         tell: Callable[[str], None],
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`path`: the agent; None for the one that the job names. `patience_seconds`: for a service that is away."""
+        """`path`: the agent; None for the one that the job names. `patience_seconds`: for a service that is away.
+
+        `is_over` is asked while the service is away: True where it will not come back.
+        """
         self._rollout = rollout
         self._path = path
         self._concurrency = concurrency
@@ -58,28 +87,38 @@ class AgentHost:
         self._lease_seconds = 0.0
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
+        self._is_over = is_over
+        self._absence: _Absence | None = None
         self.num_played = 0
 
-    async def run(self) -> None:
-        """Plays until it is cancelled.
+    async def run(self) -> bool:
+        """Plays until it is cancelled, or until the service has ended: then it returns True.
 
         Raises FailedPrecondition where the job lends no tasks, ConfigError when the agent cannot be loaded, and
-        Unavailable when the service was away for too long.
+        Unavailable when the service could not be reached for too long.
         """
+        working: set[asyncio.Task[None]] = set()
         try:
             path = await self._prepare()
-            async with asyncio.TaskGroup() as work:
-                work.create_task(self._renew())
-                work.create_task(self._lease(path))
-        except* HeadraceError as errors:
-            raise errors.exceptions[0] from None
+            working = {asyncio.create_task(self._renew()), asyncio.create_task(self._lease(path))}
+            done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except _ServiceEnded:
+            return True
         finally:
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
             await self._close()
+        return True
 
     async def _prepare(self) -> str:
-        job = await self._patiently(lambda: self._rollout.lease_tasks(self._host_id, 0, return_args=True))
+        job = await self._patiently(0, 0.0, return_args=True)
         self._args, self._lease_seconds = HookArgs(json.loads(job.args_json or "{}")), job.lease_seconds
         path = self._path or job.agent_function_path
+        if self._args.get("slime_imports"):
+            os.environ[SLIME_IMPORTS] = "true"  # for the processes that play
         try:
             await self._pool.run(require_agent, path, timeout_seconds=_LOAD_SECONDS, name=f"agent {path}")
         except WorkerError as error:
@@ -88,19 +127,24 @@ class AgentHost:
         return path
 
     async def _lease(self, path: str) -> None:
+        """One call always waits at the service, also while all slots are taken: its end is heard of at once."""
         while True:
             self._ended.clear()
-            if len(self._playing) >= self._concurrency:
-                await self._ended.wait()
-                continue
-            leased = await self._patiently(self._next)
+            free = self._concurrency - len(self._playing)
+            asking = asyncio.create_task(self._patiently(free, _WAIT_SECONDS, agent_function_path=path))
+            ended = asyncio.create_task(self._ended.wait())
+            try:
+                await asyncio.wait({asking} if free else {asking, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    continue  # a slot became free
+                leased = asking.result()
+            finally:
+                asking.cancel()
+                ended.cancel()
+                await asyncio.gather(asking, ended, return_exceptions=True)
             self._lease_seconds = leased.lease_seconds
             for task in leased.tasks:
                 self._playing[task.lease_id] = asyncio.create_task(self._play(path, task))
-
-    async def _next(self) -> pb.LeaseTasksResponse:
-        free = self._concurrency - len(self._playing)
-        return await self._rollout.lease_tasks(self._host_id, free, wait_seconds=_WAIT_SECONDS)
 
     async def _play(self, path: str, task: pb.AgentTask) -> None:
         try:
@@ -108,7 +152,8 @@ class AgentHost:
             self.num_played += 1
             await self._rollout.finish_task(result)
         except asyncio.CancelledError:
-            await self._return(task.lease_id)
+            if self._absence is None:
+                await self._return(task.lease_id)
             raise
         except HeadraceError as error:  # the service is away: the lease ends by itself
             log.warning("task_result_lost", sample_id=task.sample_id, message=error.message)
@@ -137,21 +182,56 @@ class AgentHost:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_seconds / _RENEWALS_A_LEASE)
-            if not self._playing:
+            if not self._playing or self._absence is not None:
                 continue
-            for lost in await self._patiently(lambda: self._rollout.renew_tasks(self._host_id, list(self._playing))):
+            try:
+                renewed = await self._rollout.renew_tasks(
+                    self._host_id, list(self._playing), deadline_seconds=self._lease_seconds
+                )
+            except (Unavailable, DeadlineExceeded):
+                continue  # `_patiently` decides how long that may last
+            for lost in renewed:
                 if playing := self._playing.get(lost):
                     playing.cancel()
 
-    async def _patiently(self, ask: Callable[[], Any]) -> Any:
-        """Asks until the service has been away for `patience_seconds`."""
-        end = time.monotonic() + self._patience_seconds
+    async def _patiently(self, most: int, wait_seconds: float, **asked: Any) -> pb.LeaseTasksResponse:
+        """Asks for tasks until there is an answer. Raises _ServiceEnded, or Unavailable after a long absence."""
         while True:
+            is_away = self._absence is not None
             try:
-                return await ask()
-            except Unavailable:
-                if time.monotonic() > end:
-                    raise
+                reply = await self._rollout.lease_tasks(
+                    self._host_id,
+                    most,
+                    wait_seconds=0.0 if is_away else wait_seconds,
+                    deadline_seconds=_LOOK_SECONDS if is_away else wait_seconds + _ANSWER_SECONDS,
+                    **asked,
+                )
+            except (Unavailable, DeadlineExceeded) as error:
+                self._missed(error)
+                if isinstance(error, Unavailable):
+                    await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            self._absence = None
+            return reply
+
+    def _missed(self, error: HeadraceError) -> None:
+        """An ask without an answer: remembers since when, and ends the host when that has lasted too long."""
+        now, is_goodbye = time.monotonic(), error.reason == _SERVER_ENDS
+        if isinstance(error, DeadlineExceeded) and self._rollout.is_connected():
+            self._absence = None  # it is there, and starts or is busy
+            return
+        if self._absence is None or (is_goodbye and not self._absence.said_goodbye):
+            self._absence = _Absence(now, is_goodbye)
+            self._tell(self._absence.said(self._patience(self._absence)))
+        if self._is_over() or (self._absence.said_goodbye and now - self._absence.since > _RESTART_SECONDS):
+            raise _ServiceEnded
+        if now - self._absence.since > self._patience_seconds:
+            raise Unavailable(
+                f"the rollout service could not be reached for {self._patience_seconds:g} s: {error.message}"
+            )
+
+    def _patience(self, absence: _Absence) -> float:
+        return _RESTART_SECONDS if absence.said_goodbye else self._patience_seconds
 
     async def _close(self) -> None:
         playing = list(self._playing.values())
@@ -168,7 +248,7 @@ def task_of(task: pb.AgentTask) -> Task:
     ]
     return Task(
         prompt=messages if task.WhichOneof("prompt") == "messages" else task.text,
-        label=task.label if task.HasField("label") else None,
+        label=label_for_hooks(task.label if task.HasField("label") else None, {LABEL_IS_JSON: task.label_is_json}),
         metadata=from_json(task.metadata_json),
         index=task.index,
         evaluation=task.evaluation,

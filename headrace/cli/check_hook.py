@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
+from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.hooks.trial.check import KINDS
 from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.load.load import read
@@ -41,7 +42,12 @@ def _tried(path: str, args: argparse.Namespace) -> int:
 
 
 def _job_args(job: Path | None) -> HookArgs | None:
-    return None if job is None else hook_args(resolve(read(job, [], os.environ)))
+    if job is None:
+        return None
+    args = hook_args(resolve(read(job, [], os.environ)))
+    if args.slime_imports:
+        os.environ[SLIME_IMPORTS] = "true"  # for the process that loads the hook
+    return args
 
 
 def _paths(path: str) -> list[str]:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
@@ -19,7 +20,7 @@ from headrace.client.closing import Closing
 from headrace.client.resumed.response import whole_response
 from headrace.errors import Unavailable
 from headrace.probe import Probe
-from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, stream
+from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, call_once, stream
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
 
@@ -223,20 +224,43 @@ class RolloutClient(Rollout):
     # Tasks of agents that are played elsewhere
 
     async def lease_tasks(
-        self, host_id: str, max_tasks: int, *, wait_seconds: float = 0.0, return_args: bool = False
+        self,
+        host_id: str,
+        max_tasks: int,
+        *,
+        wait_seconds: float = 0.0,
+        return_args: bool = False,
+        agent_function_path: str = "",
+        deadline_seconds: float | None = None,
     ) -> pb.LeaseTasksResponse:
-        """Tasks to play, none where the wait was over first. Raises FailedPrecondition where the job lends none."""
+        """Tasks to play, none where the wait was over first. One call: the caller decides whether to ask again.
+
+        Raises FailedPrecondition where the job lends none, Unavailable with reason SERVER_ENDS where the service ends,
+        and DeadlineExceeded where it cannot be reached.
+        """
         request = pb.LeaseTasksRequest(
-            host_id=host_id, max_tasks=max_tasks, wait_seconds=wait_seconds, return_args=return_args
+            host_id=host_id,
+            max_tasks=max_tasks,
+            wait_seconds=wait_seconds,
+            return_args=return_args,
+            agent_function_path=agent_function_path,
         )
-        seconds = self._deadline_seconds + wait_seconds
-        reply: pb.LeaseTasksResponse = await self._call(self._stub.LeaseTasks, request, seconds)
+        seconds = deadline_seconds or self._deadline_seconds + wait_seconds
+        reply: pb.LeaseTasksResponse = await call_once(
+            self._stub.LeaseTasks, request, deadline_seconds=seconds, peer=self._peer
+        )
         return reply
 
-    async def renew_tasks(self, host_id: str, lease_ids: Sequence[str]) -> Sequence[str]:
+    def is_connected(self) -> bool:
+        """True while a connection to the service stands: a call that is not answered waits for its work then."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def renew_tasks(
+        self, host_id: str, lease_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> Sequence[str]:
         """Returns the leases that have ended: what is played under them counts for nothing."""
         request = pb.RenewTasksRequest(host_id=host_id, lease_ids=lease_ids)
-        reply: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request)
+        reply: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request, deadline_seconds)
         return reply.lost_lease_ids
 
     async def finish_task(self, request: pb.FinishTaskRequest, *, deadline_seconds: float | None = None) -> bool:

@@ -12,9 +12,11 @@ from headrace.hooks.generate import run_generate
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import NoReward, Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
 from headrace.hooks.sample import Sample
+from headrace.hooks.slime_state import GenerateState, get, get_model_url, post
 
 __all__ = [
     "DynamicFilterOutput",
+    "GenerateState",
     "Hook",
     "HookArgs",
     "NoReward",
@@ -25,8 +27,11 @@ __all__ = [
     "RolloutDataSourceWithBuffer",
     "Sample",
     "from_hook",
+    "get",
+    "get_model_url",
     "hook_args",
     "load_hook",
+    "post",
     "prepare_reward",
     "reward_hook",
     "run_generate",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import secrets
+import socket
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-from headrace.errors import InvalidArgument
+from headrace.errors import InvalidArgument, Unavailable
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.signature import Signature, wrong_signature
 
 ACCEPTED = ("async def run(args, task, base_url) -> reward | None",)
+_LISTEN_SECONDS = 2.0
 
 
 @dataclass
@@ -22,7 +26,8 @@ class Task:
 
     prompt: str | list[dict[str, Any]]
     """Text, or chat messages where the row has messages."""
-    label: str | None = None
+    label: str | dict[str, Any] | list[Any] | None = None
+    """Text, or the object or list that the row holds."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's; its tool definitions are in `metadata["tools"]`."""
     index: int = 0
@@ -43,14 +48,35 @@ async def run_agent(path: str, args: HookArgs, task: Task, session_url: str) -> 
     the session's id.
     """
     base_url = f"{session_url}.{secrets.token_hex(4)}/v1"
-    made = _agent(path).target(args, task, base_url)
-    reward = await made if inspect.isawaitable(made) else made
+    agent = _agent(path).target
+    try:
+        made = agent(args, task, base_url)
+        reward = await made if inspect.isawaitable(made) else made
+    except Exception as error:
+        if await asyncio.to_thread(_listens, session_url):
+            raise
+        raise Unavailable(
+            f"agent {path} raised {type(error).__name__}, because nothing listens at its base_url: the rollout service "
+            "has ended"
+        ) from None
     if reward is None:
         return None
     checked = checked_reward(path, reward)
     if isinstance(checked, str):
         raise InvalidArgument(f"agent {path} returned what is no reward: {checked}")
     return checked
+
+
+def _listens(url: str) -> bool:
+    """False where no process listens at the address of the URL."""
+    address = urlsplit(url)
+    try:
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=_LISTEN_SECONDS):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
 
 
 def is_agent(hook: Hook) -> bool:

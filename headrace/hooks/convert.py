@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample, SamplePrefixCacheInfo, SampleSpecInfo
 from headrace.images.columns import processed_columns, processed_of, raw_columns, raw_of
+from headrace.prompts.label import label_for_hooks, label_mark, label_text
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
 from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
+from headrace.turns import TURNS, bounded_turns
 from headrace.wire.json_text import to_json
 
 
@@ -28,7 +30,7 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         tokens=sample.tokens.tolist(),
         response=sample.response,
         response_length=sample.response_length,
-        label=sample.label,
+        label=label_for_hooks(sample.label, sample.hook_fields),
         reward=dict(sample.reward_parts) or sample.reward,
         loss_mask=sample.loss_mask.tolist(),
         weight_versions=kept.weight_versions or [str(r.policy_version) for r in sample.policy_ranges],
@@ -46,6 +48,7 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         multimodal_inputs=raw_of(sample.columns),
         multimodal_train_inputs=processed_of(sample.columns),
         session_id=kept.session_id,
+        turns=kept.turns,
         non_generation_time=kept.non_generation_time,
         spec_info=kept.spec_info,
         prefix_cache_info=kept.prefix_cache_info,
@@ -83,7 +86,7 @@ def from_hook(
         rollout_log_probs=_log_probs(name, sample, length),
         status=Status(sample.status.value),
         failure=_failure(sample),
-        label=sample.label,
+        label=label_text(sample.label),
         metadata=sample.metadata,
         train_metadata=sample.train_metadata or {},
         sampling_params=sampling_params or {},
@@ -108,6 +111,8 @@ class _Kept(msgspec.Struct):
     session_id: str | None = None
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
+    label_is_json: bool = False
+    turns: list[dict[str, Any]] | None = None
     weight_versions: list[str] = []
     remove_sample: bool = False
     non_generation_time: float = 0.0
@@ -125,7 +130,9 @@ class _Kept(msgspec.Struct):
     @classmethod
     def fields_of(cls, name: str, sample: Sample) -> dict[str, Any]:
         """Returns what is not at its default. Raises InvalidArgument for what could not be read back."""
-        values = {field: getattr(sample, field) for field in cls.__struct_fields__ if field != "messages"}
+        values = {field: getattr(sample, field) for field in cls.__struct_fields__ if hasattr(sample, field)}
+        values |= label_mark(sample.label)
+        values[TURNS] = bounded_turns(sample.turns) if sample.turns else None
         values["weight_versions"] = list(sample.weight_versions)
         values["messages"] = sample.prompt if isinstance(sample.prompt, list) else None
         defaults = msgspec.to_builtins(cls())

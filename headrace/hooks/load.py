@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,11 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.hooks.slime_names import SLIME_IMPORTS, provide_slimes_names
 from headrace.suggest import nearest
 
 _SLIMES = (
-    "slime's classes are here under their own names: `from headrace.hooks import Sample, DynamicFilterOutput`, and its "
-    "filter is headrace.hooks.filter.check_reward_nonzero_std; engines are asked over HTTP, for instance with httpx"
+    "pass --slime-imports (or set HEADRACE_SLIME_IMPORTS=true), and `slime.…` is headrace's own where it has the name; "
+    "or write `from headrace.hooks import Sample, DynamicFilterOutput, GenerateState, post`, and for its filter "
+    "headrace.hooks.filter.check_reward_nonzero_std"
 )
 
 
@@ -37,6 +40,8 @@ class Hook:
 def load_hook(path: str) -> Hook:
     """Imports it, once a process. Raises ConfigError with the way out when that cannot be."""
     where, name = split_path(path)
+    if os.environ.get(SLIME_IMPORTS, "").lower() in ("1", "true", "yes", "on"):
+        provide_slimes_names()
     module = _module_of_file(path, Path(where)) if where.endswith(".py") else _module_by_name(path, where)
     if name not in module.__dict__:
         raise ConfigError(f"hook {path}: {where} has no {name!r}{_suggest(name, _functions(module))}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.hooks.sample import Sample
-from headrace.prompts.label import label_text
+from headrace.prompts.label import label_as_given
 
 
 def plain(sample: Sample) -> Sample:
@@ -83,7 +83,7 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "loss_mask": _mask,
     "rollout_log_probs": _listed,
     "teacher_log_probs": _listed,
-    "label": label_text,
+    "label": label_as_given,
     "rollout_id": _text,
     "session_id": _text,
     "weight_versions": _texts,

@@ -96,7 +96,7 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
 
 def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
     if inspect.isclass(hook.target):
-        method = hook.target.__dict__.get("compute_reward")
+        method = getattr(hook.target, "compute_reward", None)
         if not inspect.isfunction(method) or len(Signature.of(method).required) != 3:
             raise wrong_signature(hook.path, hook.target, ACCEPTED)
         return RewardForm.BATCH, method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -94,7 +94,8 @@ class Sample:
     multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    label: str | dict[str, Any] | list[Any] | None = None
+    """The row's: text, or the object or list that it holds."""
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     """1 where trained, of length response_length; None trains all of the response."""
@@ -116,6 +117,8 @@ class Sample:
     """Seconds in tools and environments."""
     spec_info: SampleSpecInfo = field(default_factory=SampleSpecInfo)
     prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
+    turns: list[dict[str, Any]] | None = None
+    """The conversation by role and content, as `headrace samples` shows it; the kit sets it."""
     failure_reason: str | None = None
     """The reason of status FAILED, in one sentence."""
 
@@ -147,6 +150,46 @@ class Sample:
         elif "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         self.status = _FINISH_STATUS[meta_info["finish_reason"]["type"]]
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Appends tokens to the response, with their mask and log-probs; `sample.tokens` holds the prompt before.
+
+        Sampled tokens (`trainable`) come with log_probs and the answer's meta_info, those of tools and environments
+        with neither. `text` is appended to `response`. `meta_info` sets status, versions and counts, unless
+        `update_terminal_info` is False: then the status stays. Raises InvalidArgument for lists of different lengths.
+        """
+        added = [int(token) for token in tokens]
+        given = None if log_probs is None else [float(value) for value in log_probs]
+        if given is not None and len(given) != len(added):
+            raise InvalidArgument(f"log_probs has {len(given)} entries, tokens has {len(added)}: give one for each")
+        if trainable and added and given is None:
+            raise InvalidArgument(
+                "trainable tokens have no log_probs: ask the engine with return_logprob, or pass trainable=False for "
+                "tokens that the policy did not sample"
+            )
+        if not trainable and any(given or ()):
+            raise InvalidArgument("log_probs of tokens that are not trained must be 0.0, or be left out")
+        before = self.response_length
+        self.loss_mask = [*([1] * before if self.loss_mask is None else self.loss_mask), *[int(trainable)] * len(added)]
+        known = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+        self.rollout_log_probs = [*known, *(given or [0.0] * len(added))]
+        self.tokens = [*self.tokens, *added]
+        self.response_length = before + len(added)
+        self.response += text or ""
+        if meta_info is not None:
+            status = self.status
+            self.update_from_meta_info(args, meta_info)
+            self.status = self.status if update_terminal_info else status
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` reads them back."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.job.rules.machines.nodes import meeting_of
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
@@ -209,7 +210,8 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
     caches = {} if service == "trainer" else without_thread_caches()
-    return {**unbuffered, **threads, **caches}
+    slime = {SLIME_IMPORTS: "true"} if job.run.slime_imports else {}
+    return {**unbuffered, **threads, **caches, **slime}
 
 
 def _ranks_here(job: Job) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ConfigError, Internal
+from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.warned.warnings import warnings
 from headrace.job.schema.job import Job
@@ -25,17 +26,27 @@ _CHECKED = ("reward", "rollout", "trainer")
 
 
 def preflight(
-    job: Job, scope: Scope, *, fast: bool, read_seconds: float, tell: Callable[[str], None] = lambda _: None
+    job: Job,
+    scope: Scope,
+    *,
+    fast: bool,
+    read_seconds: float,
+    tries: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Reports the findings of all services that `scope` starts. `fast` skips what needs the tokenizer.
 
-    Prompts are read for `read_seconds` at most; `tell` gets the progress.
+    Prompts are read for `read_seconds` at most; `tell` gets the progress. `tries` calls generate functions and agents.
     """
     report = Report(warnings=warnings(job), unchecked=list(scope.unchecked))
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
         config = Path(folder) / "job.json"
         config.write_text(job.model_dump_json())
-        flags = [*(["--elsewhere"] if scope.elsewhere else []), *(["--fast"] if fast else [])]
+        flags = [
+            *(["--elsewhere"] if scope.elsewhere else []),
+            *(["--fast"] if fast else []),
+            *(["--try-functions"] if tries else []),
+        ]
         flags += ["--read-seconds", str(read_seconds)]
         asyncio.run(_run(job, scope, config, flags, report, tell))
     return report
@@ -53,7 +64,7 @@ async def _run(
     job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report, tell: Callable[[str], None]
 ) -> None:
     services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
-    environment = dict(os.environ)
+    environment = {**os.environ, **({SLIME_IMPORTS: "true"} if job.run.slime_imports else {})}
     started: list[CheckProcess] = []
 
     async def start(service: str) -> CheckProcess:

@@ -30,13 +30,15 @@ _PROGRESS = "progress: "
 class CheckOptions:
     """`elsewhere`: the job is for another machine. `fast`: without what needs a tokenizer.
 
-    `read_seconds` is how long prompts are read at most; what is left then is only counted.
+    `read_seconds` is how long prompts are read at most; what is left then is only counted. `tries` says that generate
+    functions and agents are called once, with an engine that stands in for the real one.
     """
 
     job: Job
     elsewhere: bool
     fast: bool
     read_seconds: float = READ_SECONDS
+    tries: bool = False
 
 
 ReadPrompts = Callable[[], Prompts]
@@ -50,10 +52,11 @@ def serve_check(check: Callable[[CheckOptions, ReadPrompts], Coroutine[Any, Any,
     parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--read-seconds", type=float, default=READ_SECONDS)
+    parser.add_argument("--try-functions", action="store_true")
     words = parser.parse_args()
     drop_logs()
     job = read_job(words.config)
-    options = CheckOptions(job, words.elsewhere, words.fast, words.read_seconds)
+    options = CheckOptions(job, words.elsewhere, words.fast, words.read_seconds, words.try_functions)
     sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(check(options, _read_prompts))))
 
 

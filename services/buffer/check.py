@@ -10,17 +10,18 @@ from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.hooks import Sample, hook_args
+from headrace.hooks import hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import Given, try_data_source
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.prompts.row import rows_of
-from headrace.wire.json_text import from_json, to_json
+from headrace.wire.json_text import from_json
 from services.buffer.build import of_shard, train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names
+from services.buffer.prompts.data_source import prompt_of_sample
 from services.buffer.prompts.row import RowReader
 
 _GIVEN_ROWS = 512
@@ -175,21 +176,8 @@ async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> Non
             report.facts.append(("prompts", f"from {path}, which gave {len(given)} when asked for {_TRIED_PROMPTS}"))
             for number, each in enumerate(given, 1):
                 if each.finished is None:
-                    _add(prompts, f"{path}, prompt {number}", _body(each.prompt))
-
-
-def _body(sample: Sample) -> bytes:
-    prompt = sample_pb2.Prompt(metadata_json=to_json(sample.metadata))
-    if isinstance(sample.prompt, str):
-        prompt.text = sample.prompt
-    else:
-        prompt.messages.messages.extend(
-            sample_pb2.ChatMessage(role=str(turn.get("role")), content=str(turn.get("content")))
-            for turn in sample.prompt
-        )
-    if sample.label is not None:
-        prompt.label = sample.label
-    return prompt.SerializeToString(deterministic=True)
+                    body = prompt_of_sample(path, each.prompt).SerializeToString(deterministic=True)
+                    _add(prompts, f"{path}, prompt {number}", body)
 
 
 if __name__ == "__main__":

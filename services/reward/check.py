@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +10,13 @@ from dataclasses import replace
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox, require_sandbox, sandbox_said, sandbox_used_by
+from headrace.hooks.trial.rendered import plain_conversation, rendered_prompts
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
+from headrace.process.workers import WorkerError, WorkerPool
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
 from services.reward.builtin import BOXED
@@ -28,6 +29,7 @@ from services.reward.service import describe, describe_each, worker_pool
 
 _TRIED_LABELS = 4
 _SHOWN = 60
+_RENDER_SECONDS = 120.0
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
 _WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm")
 _COMPARE = ("math", "dapo", "deepscaler", "exact_match", "f1", "gpqa")
@@ -139,8 +141,11 @@ async def _try_labels(
     )
     async with hook_pool(options, report, pool):
         await pool.start()
-        results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
-        _say(labelled or rows, results, options, report)
+        tried = labelled or rows
+        texts = await _rendered(pool, options, tried) if hook else [None] * len(tried)
+        pairs = zip(tried, texts, strict=True)
+        results = [await _scored(batch_scorer, hook, row, text=text) for row, text in pairs]
+        _say(tried, results, options, report)
         if hook is None and labelled:
             await _other_forms(batch_scorer, labelled, results, report, allows_zero=job.reward.skip_label_check)
 
@@ -155,20 +160,37 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
     return [*chosen, *(row for row in prompts.rows if row.where not in firsts)][: max(_TRIED_LABELS, len(chosen))]
 
 
-async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> ScoreResult:
-    """Scores the label's answer as the response; a group's function gets an empty response beside it."""
+async def _rendered(pool: WorkerPool, options: CheckOptions, rows: Sequence[PromptRow]) -> Sequence[str | None]:
+    """The prompts as the run gives them to a user's function; None where the model's template is not to be had."""
+    if options.fast or not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
+        return [None] * len(rows)
+    try:
+        work = (rendered_prompts, hook_args(options.job), [row.body for row in rows])
+        texts: list[str] = await pool.run(*work, timeout_seconds=_RENDER_SECONDS)
+    except WorkerError:  # the rollout service's check names what is wrong with the tokenizer
+        return [None] * len(rows)
+    return texts
+
+
+async def _scored(
+    batch_scorer: BatchScorer,
+    hook: RewardHook | None,
+    row: PromptRow,
+    form: str = "{}",
+    text: str | None = None,
+) -> ScoreResult:
+    """Scores the label's answer as the response to `text`; a group's function gets an empty one beside it."""
     prompt = row.prompt()
-    messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
-    text = prompt.text if prompt.WhichOneof("content") == "text" else json.dumps(messages, ensure_ascii=False)
     label = prompt.label if prompt.HasField("label") else None
     item = ScoreItem(
         item_id=row.where,
-        prompt=text,
+        prompt=plain_conversation(prompt) if text is None else text,
         response="",
         label=label,
         metadata=from_json(prompt.metadata_json),
         group_id="check",
         response_tokens=1,
+        hook_fields=from_json(prompt.hook_json),
     )
     item = replace(item, response=form.format(_answer(batch_scorer.registry, item)))
     items = [item]

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, Sample, run_reward
+from headrace.prompts.label import label_for_hooks
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import ScoreItem
 from headrace.wire.checks import require_bytes
@@ -49,7 +50,7 @@ def _sample(index: int, item: ScoreItem) -> Sample:
         prompt=_prompt(item.prompt),
         response=item.response,
         response_length=item.response_tokens,
-        label=item.label,
+        label=label_for_hooks(item.label, item.hook_fields),
         status=Sample.Status(item.status or "completed"),
         metadata=copy.deepcopy(dict(item.metadata)),
     )

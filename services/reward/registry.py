@@ -1,6 +1,7 @@
 """The scorers of a service, and which of them scores an item.
 
-A function that the job's eval_config names scores the items whose `metadata.rm_type` is its path. A custom function,
+A function that an item names itself (a data source's `custom_rm_path`) scores it. A function that the job's eval_config
+names scores the items whose `metadata.rm_type` is its path. A custom function,
 where one is configured, scores every other item unless the request names another scorer: such functions tell rm_types
 apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import ConfigError, NotFound
 from headrace.hooks import RewardHook
-from headrace.score import ScoreError, ScoreItem
+from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
 from headrace.suggest import nearest
 from headrace.wire.checks import shown
 from services.reward.builtin import BOXED, BUILTINS, Builtin, installed
@@ -55,6 +56,14 @@ class Registry:
             scorers.append(_users(CUSTOM, custom))
         return cls(scorers, CUSTOM if custom else rm_type, [_users(hook.path, hook) for hook in of_evaluations])
 
+    def knows(self, path: str) -> bool:
+        """True for a function of a data source or an evaluation that can be asked for by its path."""
+        return path in self._of_evaluations
+
+    def add(self, hook: RewardHook) -> None:
+        """Adds a function that a sample names itself."""
+        self._of_evaluations[hook.path] = _users(hook.path, hook)
+
     def all(self) -> list[Scorer]:
         return [self._scorers[name] for name in sorted(self._scorers)]
 
@@ -67,6 +76,8 @@ class Registry:
 
     def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
         """Returns the item's scorer, or the error SCORER_UNKNOWN."""
+        if path := own_function(item):
+            return self._of_evaluations[path]
         named = item.metadata.get("rm_type")
         if isinstance(named, str) and named in self._of_evaluations:
             return self._of_evaluations[named]
@@ -96,6 +107,12 @@ class Registry:
         near = nearest(name, self._scorers)
         hint = f"did you mean {near!r}? " if near else ""
         return f"{shown(name)}: {hint}There are {', '.join(sorted(self._scorers))}"
+
+
+def own_function(item: ScoreItem) -> str | None:
+    """The path of the function that the item names itself."""
+    path = item.hook_fields.get(CUSTOM_RM_PATH)
+    return path if isinstance(path, str) and path else None
 
 
 def _users(name: str, hook: RewardHook) -> Scorer:

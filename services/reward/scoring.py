@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
-from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook
+from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook, reward_hook
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
@@ -35,10 +35,11 @@ from services.reward.builtin import (
 from services.reward.cpu_limit import KILLED_BY
 from services.reward.custom import CustomResult, run_custom
 from services.reward.metrics import RewardMetrics
-from services.reward.registry import Registry, Scorer
+from services.reward.registry import Registry, Scorer, own_function
 from services.reward.scorers.answers import after_thinking, boxed
 
 _BATCH_ITEMS = 64
+_LOAD_SECONDS = 120.0
 # Most answers take milliseconds. One that takes longer goes on where it holds up only its like.
 _QUICK_CPU_SECONDS = 0.25
 # On a machine that has this many times more to do, what needs its processor time still gets it.
@@ -92,12 +93,32 @@ class BatchScorer:
         self._require_room(peer, len(items))
         self._in_flight[peer] += len(items)
         try:
-            choices = [self._choice(item, scorer) for item in items]
+            failures = await self._load_own(items)
+            choices = [self._choice(_own_failure(item, failures) or item, scorer) for item in items]
             return await self._scored(choices, (peer, next(self._calls)))
         finally:
             self._in_flight[peer] -= len(items)
             if not self._in_flight[peer]:
                 del self._in_flight[peer]
+
+    async def _load_own(self, items: Sequence[ScoreItem | ScoreError]) -> dict[str, ScoreError]:
+        """Loads functions that items name themselves, once each. Returns why some of them cannot be called."""
+        failures: dict[str, ScoreError] = {}
+        for path in {own_function(item) or "" for item in items if isinstance(item, ScoreItem)} - {""}:
+            if self.registry.knows(path):
+                continue
+            try:
+                hook = await self._pool.run(
+                    reward_hook, path, False, timeout_seconds=_LOAD_SECONDS, name=f"hook {path}"
+                )
+                if hook.form is RewardForm.BATCH:
+                    raise InvalidArgument(
+                        f"custom_rm_path {path} is a class; of a sample it is a function f(args, sample)"
+                    )
+                self.registry.add(hook)
+            except (WorkerError, HeadraceError) as error:
+                failures[path] = ScoreError("SCORER_UNKNOWN", error.message)
+        return failures
 
     def _choice(self, item: ScoreItem | ScoreError, requested: Scorer | None) -> Choice:
         if isinstance(item, ScoreError):
@@ -217,6 +238,10 @@ class BatchScorer:
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
         return Score(reward, scorer.name, scorer.version, parts, result.metadata)
+
+
+def _own_failure(item: ScoreItem | ScoreError, failures: Mapping[str, ScoreError]) -> ScoreError | None:
+    return failures.get(own_function(item) or "") if isinstance(item, ScoreItem) else None
 
 
 def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:

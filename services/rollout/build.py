@@ -144,7 +144,16 @@ class _Build:
         """The parts that have processes."""
         of = self.samplers
         of_steps, tool_calls = of.steps.sampler if of.steps else None, of.openai.tool_calls if of.openai else None
-        some = (of.custom, of.agents, of_steps, of.by_function, self.all_samples, of.sample_hooks, tool_calls)
+        some = (
+            of.custom,
+            of.agents,
+            of_steps,
+            of.by_function,
+            self.all_samples,
+            of.sample_hooks,
+            of.of_prompts,
+            tool_calls,
+        )
         return [*(each for each in some if each), *of.of_data_sets.values()]
 
     @cached_property

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import hook_args
 from headrace.hooks.all_samples import load_all_samples
 from headrace.hooks.filter import load_filter
 from headrace.hooks.sample_hook import load_sample_hook
@@ -23,27 +24,70 @@ from headrace.models.end_tokens import end_tokens
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
-from headrace.process.workers import WorkerPool
+from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.wire.json_text import from_json
 from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.eval_plan import read_plan
+from services.rollout.production.hooks.hook_samples import sample_for_hook
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import job_params
+from services.rollout.production.sampling import SampleRequest, job_params
 from services.rollout.production.supervised import supervised_parts
 
 _SHOWN = 400
+_OF_NETWORKS = ("Connect", "Timeout", "Unavailable")
+"""Parts of the names of exceptions that clients raise where nobody answers."""
 _IMAGE_SECONDS = 20.0
 
 
 async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     """Checks everything that is known without an engine. Hooks load in processes of their own, beside the tokenizer."""
-    hooks, report = await asyncio.gather(_hooks(options), asyncio.to_thread(_data, options, read_prompts))
+    hooks, (report, first) = await asyncio.gather(_hooks(options), asyncio.to_thread(_data, options, read_prompts))
+    if options.tries and not hooks.refusals and not report.refusals:
+        await _try_functions(options, first, hooks)
     hooks.join(report)
     return hooks
 
 
-def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
-    report = Report()
+async def _try_functions(options: CheckOptions, first: SampleRequest | None, report: Report) -> None:
+    """Calls what makes samples with the job's first prompt; an engine stands in for the real one."""
+    from headrace.hooks.trial.check import Kind, tried_in
+
+    rollout, args = options.job.rollout, hook_args(options.job)
+    functions: list[tuple[str | None, Kind]] = [
+        (rollout.custom_generate_function_path, "generate"),
+        *((each.custom_generate_function_path, "generate") for each in eval_sets(options.job.eval)),
+        (rollout.rollout_function_path, "rollout"),
+        (None if rollout.agent_hosts else rollout.agent_function_path, "agent"),
+    ]
+    for path, kind in dict.fromkeys(functions):
+        if path is None:
+            continue
+        pool = WorkerPool(1)
+        try:
+            prompts = [sample_for_hook(first, args)] if first else None
+            said = await tried_in(pool, path, kind, args, prompts)
+            report.facts.append(("tried", f"{path} {said}"))
+        except WorkerError as error:
+            _not_tried(error, path, options, report)
+        finally:
+            await pool.close()
+
+
+def _not_tried(error: WorkerError, path: str, options: CheckOptions, report: Report) -> None:
+    """A function that waits for a server of its own may find it when the job runs."""
+    sentence = f"tried with a first prompt and a stand-in for the engine: {error.message}"
+    if isinstance(error, WorkerTimeout):
+        report.unchecked.append(sentence)
+    elif isinstance(error, WorkerRaised) and any(word in error.kind for word in _OF_NETWORKS):
+        report.warnings.append(f"{sentence}: start what {path} asks before the job")
+    else:
+        report.refuse(ConfigError(sentence), elsewhere=options.elsewhere)
+
+
+def _data(options: CheckOptions, read_prompts: ReadPrompts) -> tuple[Report, SampleRequest | None]:
+    """Also returns the request for the first prompt, where it can be encoded here."""
+    report, first = Report(), None
     _evaluations(options.job, report)
     if options.fast:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
@@ -54,9 +98,25 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         encoder = _encoder(options.job, loading)  # while the buffer's check reads
         if (prompts := read_prompts()).rows and encoder:
             _tokenize(options.job, encoder, prompts, report)
+            first = _first_request(options.job, encoder, prompts)
         elif prompts.rows:
             report.join(loading)
-    return report
+    return report, first
+
+
+def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> SampleRequest | None:
+    prompt = prompts.rows[0].prompt()
+    try:
+        encoded = encoder.encode(prompt)
+    except HeadraceError:
+        return None
+    return SampleRequest(
+        *("check/0", "check", 0, encoded),
+        label=prompt.label if prompt.HasField("label") else None,
+        metadata=from_json(prompt.metadata_json),
+        params=job_params(job.rollout),
+        hook_fields=from_json(prompt.hook_json),
+    )
 
 
 async def _hooks(options: CheckOptions) -> Report:

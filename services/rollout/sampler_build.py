@@ -22,7 +22,7 @@ from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
 from services.rollout.fleet_build import EngineParts
 from services.rollout.in_flight import samples_at_once, samples_together
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.hooks.custom import HookSampler, custom_args
+from services.rollout.production.hooks.custom import HookSampler, OwnFunctions, custom_args
 from services.rollout.production.hooks.sample_hooks import HookedSampler, SampleHooks
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
@@ -55,6 +55,7 @@ class SamplerBuild:
     metrics: RolloutMetrics
     listen: Listen
     warn: Callable[[str], None]
+    of_prompts: OwnFunctions | None = None
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -68,7 +69,13 @@ class SamplerBuild:
             evaluation_priority=evaluation_priority(job.sglang),
             samples_together=samples_together(job.rollout, all_engines),
         )
-        return self.hooked(self.custom or self.agents or alone)
+        of_job = self.custom or self.agents or alone
+        return self.hooked(self.own_functions(of_job) if job.data.data_source_path else of_job)
+
+    def own_functions(self, sampler: Sampler) -> OwnFunctions:
+        """A data source's samples may name functions of their own."""
+        self.of_prompts = OwnFunctions(sampler, self.hook_sampler)
+        return self.of_prompts
 
     @cached_property
     def custom(self) -> HookSampler | None:

@@ -19,7 +19,7 @@ from headrace.client.reward import RewardClient, score_until
 from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.rpc.log import log
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
-from headrace.score import Score, ScoreItem, ScoreResult
+from headrace.score import SCORED_FIELDS, Score, ScoreItem, ScoreResult
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_SCORE_REQUEST_BYTES
 
@@ -151,6 +151,7 @@ def _item(sample: Sample, columns: Mapping[str, NDArray[Any]]) -> ScoreItem:
         response_tokens=sample.response_length,
         columns=columns,
         index=sample.index,
+        hook_fields={key: sample.hook_fields[key] for key in SCORED_FIELDS if key in sample.hook_fields},
     )
 
 

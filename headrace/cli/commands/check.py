@@ -22,8 +22,8 @@ from headrace.run_folder import RunFolder
 _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
        headrace check hook PATH [--kind KIND] [--job JOB.toml]
 
-  --fast       skips what needs the tokenizer (the first prompt as the model sees it, lengths) and reads prompts for 2 s
-               at most instead of 20 s
+  --fast       skips what needs the tokenizer (the first prompt as the model sees it, lengths, a trial of generate
+               functions and agents) and reads prompts for 2 s at most instead of 20 s
   --elsewhere  the job is for another machine: missing files and GPUs are listed, and do not refuse the job
 """
 _REFUSED_EXIT_CODE = 2
@@ -47,7 +47,8 @@ def check(argv: Sequence[str]) -> int:
         return scopes[-1]
 
     job = load_job([word for word in argv if word not in ("--fast", "--elsewhere")], scope_of)
-    report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
+    read_seconds = _FAST_READ_SECONDS if fast else READ_SECONDS
+    report = preflight(job, scopes[0], fast=fast, read_seconds=read_seconds, tries=not fast, tell=_tell)
     if "buffer" in scopes[0].services:
         _check_ledger(job, report, scopes[0])
     print_report(Console(), plan(job, scopes[0]), report, scopes[0])

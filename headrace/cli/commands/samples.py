@@ -27,6 +27,8 @@ from headrace.trajectory import Sample
 _WITH_PAYLOAD = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED)
 _MAX_LEDGER_GROUPS = 200
 _SAMPLES_AT_ONCE = 64
+_ONE_TURN = 2
+"""The messages of a conversation of one turn."""
 _EPILOG = """Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while
 the run lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder."""
 
@@ -177,7 +179,8 @@ def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
     if args.group is not None and answer.group_id != args.group:
         return False
     needle = (args.search or "").casefold()
-    return needle in answer.prompt.casefold() or needle in answer.response.casefold()
+    texts = (answer.prompt, answer.response, *(turn["content"] for turn in answer.turns))
+    return any(needle in text.casefold() for text in texts)
 
 
 def _notes(folder: RunFolder | None, found: Sequence[Answer], args: argparse.Namespace) -> Iterator[str]:
@@ -212,8 +215,19 @@ def described(answer: Answer) -> str:
     return (
         f"[dim]── {step}{_shown(answer.sample_id)}, {answer.status}, {answer.prompt_tokens} + {answer.response_tokens} "
         f"tokens, policy version {versions or '–'}[/]\n"
-        f"{_shown(answer.prompt)}[cyan]{_shown(answer.response)}[/]\n{scored}{label}\n"
+        f"{_conversation(answer)}{scored}{label}\n"
     )
+
+
+def _conversation(answer: Answer) -> str:
+    """Each turn below its role. Of one turn: the prompt as the policy read it, and the response."""
+    turns = [(turn["role"] or "?", turn["content"]) for turn in answer.turns]
+    shown = turns if len(turns) > _ONE_TURN else [("prompt", answer.prompt), ("response", answer.response)]
+    lines = []
+    for role, said in shown:
+        color = "cyan" if role in ("assistant", "response") else "default"
+        lines.append(f"[bold]{_shown(role)}:[/]\n[{color}]{_shown(said)}[/]\n")
+    return "".join(lines)
 
 
 def _shown(text: str) -> str:

@@ -15,7 +15,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
-from headrace.prompts.label import label_text
+from headrace.prompts.label import set_label
 from headrace.prompts.row import chat_message, content_of, parse_row, rows_of
 from headrace.trajectory import to_json
 from headrace.wire.json_text import canonical
@@ -94,8 +94,7 @@ def prompt_of(row: Mapping[str, Any], prompt_id: str, chat: bool) -> sample_pb2.
     if not isinstance(metadata, dict):
         raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, must be an object')
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
-    if (text := label_text(label)) is not None:
-        prompt.label = text
+    set_label(prompt, label)
     content = content_of(row, "prompt")
     if isinstance(content, str) and not chat:
         prompt.text = content

@@ -12,7 +12,7 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
 from headrace.images.prompts import with_images
-from headrace.prompts.label import label_text
+from headrace.prompts.label import label_as_given
 from headrace.prompts.row import content_of, parse_row, required, table, value_at
 
 
@@ -109,7 +109,7 @@ def _sample(args: HookArgs, row: dict[str, Any], folder: Path) -> Sample:
     metadata = dict(value_at(row, args.metadata_key) or {}) if args.metadata_key else {}
     if args.tool_key and (tools := value_at(row, args.tool_key)) is not None:
         metadata["tools"] = tools
-    label = label_text(required(row, args.label_key)) if args.label_key else None
+    label = label_as_given(required(row, args.label_key)) if args.label_key else None
     prompt = content_of(row, args.input_key)
     if key := args.multimodal_keys.get("image"):
         prompt = with_images(prompt, row, key, folder)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from headrace.hooks.kit.call import Call
 from headrace.hooks.kit.completion import Completion, plain_text
 from headrace.hooks.sample import Sample
+from headrace.turns import bounded_turns
 
 
 def adopted(sample: Sample, call: Call) -> Sample:
@@ -27,6 +28,9 @@ def adopted(sample: Sample, call: Call) -> Sample:
     if sample.loss_mask is not None:
         made.loss_mask = sample.loss_mask
     made.response = made.response or completion.whole
+    if made.turns is None and not isinstance(completion.seen, str):
+        said = {"role": "assistant", "content": completion.whole}
+        made.turns = bounded_turns([*plain_text(completion.seen), said])
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
+from headrace.prompts.label import label_text
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _sample(path: str, reward: float | None, truncated: bool, sample: Any) -> Ev
         truncated=truncated,
         prompt=_text(sample.prompt),
         response=_text(sample.response),
-        label=None if sample.label is None else str(sample.label),
+        label=label_text(sample.label),
         response_length=_length(sample),
         tokens=[int(token) for token in sample.tokens],
         weight_versions=[str(version) for version in sample.weight_versions],

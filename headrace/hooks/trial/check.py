@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.agent import Task, is_agent, require_agent, run_agent
@@ -30,14 +32,19 @@ from headrace.hooks.trial.attempt import (
     try_ledger,
 )
 from headrace.hooks.trial.rollout import is_rollout, try_rollout
-from headrace.hooks.trial.stand_in_engine import stand_in_engine
+from headrace.hooks.trial.stand_in_engine import ANSWER, stand_in_engine
+from headrace.hooks.trial.stand_in_model import write_stand_in_model
 from headrace.hooks.trial.whole_batch import try_whole_batch
+from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.process.workers import WorkerError, WorkerPool
 
 Kind = Literal["reward", "group_reward", "generate", "rollout", "agent"] | LedgerKind | TrainerKind
 KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", "rollout", "agent", *LEDGER_KINDS, *TRAINER_FORMS)
 _LOAD_SECONDS = 60.0
 _TRY_SECONDS = 30.0
+_TURNS = 3
+"""`args.max_turns` where no job says it: functions loop over its range."""
+_PROMPTS = [Sample(index=index, prompt="What is 3 + 4?", label="7") for index in range(2)]
 
 
 @dataclass
@@ -61,11 +68,16 @@ def check_hook(
 ) -> CheckReport:
     """Loads the hook in a worker process, recognises its kind unless given, and calls it on samples.
 
-    A generate function asks an engine that stands in for the real one. A reward class is made with `reward_model_path`,
-    else with the job's, else with an empty folder. Of most of the trainer's hooks the signature alone is checked:
-    calling them needs a model. A filter takes what a group's reward takes, so it has to be named.
+    Generate functions and agents ask an engine that stands in for the real one, with the job's tokenizer where it is
+    here. A reward class is made with `reward_model_path`, else with the job's, else with an empty folder. Of most of
+    the trainer's hooks the signature alone is checked: calling them needs a model. A filter takes what a group's
+    reward takes, so it has to be named.
     """
-    return asyncio.run(_check(path, kind, args or default_args(), reward_model_path))
+    return asyncio.run(_check(path, kind, args or _args_without_a_job(), reward_model_path))
+
+
+def _args_without_a_job() -> HookArgs:
+    return HookArgs({**default_args(), "max_turns": _TURNS})
 
 
 async def _check(path: str, kind: Kind | None, args: HookArgs, reward_model_path: str | None) -> CheckReport:
@@ -77,7 +89,7 @@ async def _check(path: str, kind: Kind | None, args: HookArgs, reward_model_path
         with tempfile.TemporaryDirectory(prefix="headrace-check-") as empty:
             folder = reward_model_path or args.reward_model_path or empty
             tried = HookArgs({**args, "reward_model_path": folder})
-            report.passed.append(await _tried(pool, report, tried, name))
+            report.passed.append(await tried_in(pool, report.path, report.kind, tried))
     except WorkerError as error:
         report.failed.append(error.message)
         if report.kind in ("reward", "group_reward") and not (reward_model_path or args.reward_model_path):
@@ -87,27 +99,20 @@ async def _check(path: str, kind: Kind | None, args: HookArgs, reward_model_path
     return report
 
 
-async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: str) -> str:
-    path = report.path
-    match report.kind:
-        case "reward" | "group_reward" as kind:
+async def tried_in(
+    pool: WorkerPool, path: str, kind: Kind | None, args: HookArgs, prompts: Sequence[Sample] | None = None
+) -> str:
+    """Calls a hook in the pool on samples, and describes the result. Raises WorkerError for what fails.
+
+    `prompts` are what a generate function or an agent is given; absent: a question of this module.
+    """
+    name = f"hook {path}"
+    match kind:
+        case "reward" | "group_reward":
             rewards = await pool.run(try_reward, path, kind, args, timeout_seconds=_TRY_SECONDS, name=name)
             return f"scores {len(rewards)} sample responses: {rewards}"
-        case "generate":
-            async with stand_in_engine() as port:
-                args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
-                made: str = await pool.run(try_generate, path, args, timeout_seconds=_TRY_SECONDS, name=name)
-                return made
-        case "rollout":
-            async with stand_in_engine() as port:
-                args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
-                rolled: str = await pool.run(try_rollout, path, args, timeout_seconds=_TRY_SECONDS, name=name)
-                return rolled
-        case "agent":
-            async with stand_in_engine() as port:
-                played = (path, args, f"http://127.0.0.1:{port}/sessions/check")
-                said: str = await pool.run(try_agent, *played, timeout_seconds=_TRY_SECONDS, name=name)
-                return said
+        case "generate" | "rollout" | "agent":
+            return await _generated(pool, path, kind, args, prompts or _PROMPTS)
         case "filter" | "buffer_filter" | "data_source" | "all_samples" | "sample_hook" as ledger:
             told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
             return told
@@ -115,6 +120,42 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
             saw: str = await pool.run(try_whole_batch, path, whole, args, timeout_seconds=_TRY_SECONDS, name=name)
             return saw
     return "takes what the trainer gives; it is not called here, for that needs a model"
+
+
+async def _generated(
+    pool: WorkerPool,
+    path: str,
+    kind: Literal["generate", "rollout", "agent"],
+    args: HookArgs,
+    prompts: Sequence[Sample],
+) -> str:
+    with tempfile.TemporaryDirectory(prefix="headrace-check-model-") as folder:
+        tokens: list[int] | None = None
+        if _has_tokenizer(args):
+            tokens = await pool.run(answer_tokens, args, timeout_seconds=_LOAD_SECONDS, name="the job's tokenizer")
+        else:
+            write_stand_in_model(Path(folder))
+            args = HookArgs({**args, "hf_checkpoint": folder})
+        async with stand_in_engine(tokens) as port:
+            args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
+            work: tuple[Any, ...] = (try_generate, path, args, list(prompts))
+            if kind == "rollout":
+                work = (try_rollout, path, args)
+            elif kind == "agent":
+                work = (try_agent, path, args, prompts[0], f"http://127.0.0.1:{port}/sessions/check")
+            described: str = await pool.run(*work, timeout_seconds=_TRY_SECONDS, name=f"hook {path}")
+            return described
+
+
+def _has_tokenizer(args: HookArgs) -> bool:
+    return any(Path(args.hf_checkpoint).glob("tokenizer*"))
+
+
+def answer_tokens(args: HookArgs) -> list[int]:
+    """Runs in a worker: the response of the stand-in engine in the tokens of the job's model."""
+    tokenizer = load_tokenizer(Path(args.hf_checkpoint), trust_remote_code=bool(args.get("trust_remote_code")))
+    end = tokenizer.eos_token_id
+    return [*tokenizer.encode(ANSWER, add_special_tokens=False), *([] if end is None else [end])]
 
 
 async def _about_its_folder(pool: WorkerPool, path: str) -> list[str]:
@@ -185,27 +226,40 @@ def _generates(hook: Hook) -> Literal["generate"] | None:
     return "generate" if takes_evaluation or says_so else None
 
 
-async def try_generate(path: str, args: HookArgs) -> str:
-    """Describes the result for two prompts. Runs in a worker. Raises InvalidArgument for an untrainable one."""
-    prompts = [Sample(index=index, prompt="What is 3 + 4?", label="7") for index in range(2)]
+async def try_generate(path: str, args: HookArgs, prompts: list[Sample]) -> str:
+    """Describes the result for the prompts. Runs in a worker. Raises InvalidArgument for an untrainable one."""
     params = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
-    made = await run_generate(path, args, prompts, params, evaluation=False)
+    with _turns_named(args):
+        made = await run_generate(path, args, prompts, params, evaluation=False)
     samples = [sample for each in made for sample in each]
     for number, sample in enumerate(samples):
         require_finished(path, sample)
-        from_hook(sample, sample_id=f"check/{number}", group_id="check", index=number)
+        from_hook(sample, sample_id=f"check/{number}", group_id="check", index=number, rendered_prompt="")
     tokens = sum(sample.response_length for sample in samples)
     trained = sum(sample.effective_response_length for sample in samples)
     scored = " and sets their rewards" if samples[0].reward is not None else ""
-    return f"makes {len(samples)} samples of 2 prompts{scored}: {tokens} response tokens, {trained} of them trained"
+    count = f"{len(prompts)} prompt{'s' * (len(prompts) > 1)}"
+    return f"makes {len(samples)} samples of {count}{scored}: {tokens} response tokens, {trained} of them trained"
 
 
-async def try_agent(path: str, args: HookArgs, session_url: str) -> str:
+async def try_agent(path: str, args: HookArgs, prompt: Sample, session_url: str) -> str:
     """Describes the result for one prompt. Runs in a worker. Raises what the agent raises."""
-    reward = await run_agent(path, args, Task("What is 3 + 4?", "7"), session_url)
+    with _turns_named(args):
+        reward = await run_agent(path, args, Task(prompt.prompt, prompt.label, prompt.metadata), session_url)
     return (
         "plays a prompt, and leaves its reward to the scorer" if reward is None else f"plays a prompt: reward {reward}"
     )
+
+
+@contextmanager
+def _turns_named(args: HookArgs) -> Iterator[None]:
+    """Functions loop over `range(args.max_turns)`, which is None where the job sets no limit."""
+    try:
+        yield
+    except TypeError as error:
+        if args.get("max_turns") is not None or "NoneType" not in str(error):
+            raise
+        raise InvalidArgument(f"TypeError: {error}; args.max_turns is None: give the job --max-turns N") from error
 
 
 async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:

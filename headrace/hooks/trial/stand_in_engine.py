@@ -1,70 +1,243 @@
-"""An engine's address for trying a generate function: every request gets the same short answer, in SGLang's shapes."""
+"""An address that answers as a run's do, for trying functions: SGLang's `/generate`, and OpenAI's protocol for agents.
+
+Every request gets the same short response. Where tools are offered it calls one first, with arguments that fit the
+tool's schema, and answers when it is given the result; `tool_choice` is followed. OpenAI's answers may be streamed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from headrace.hooks.trial.example_arguments import example_of
+from headrace.hooks.trial.stand_in_model import TOOLS_END, TOOLS_START, stand_in_text, stand_in_tokens
+
 ANSWER = "7"
-_TOKENS = (22, 2)
+LOG_PROB = -0.5
 _MAX_BODY_BYTES = 16 << 20
+_ID = "check"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A status and a body; `events` are streamed instead of a body."""
+
+    status: int
+    body: Any = None
+    events: Sequence[Any] | None = None
 
 
 @asynccontextmanager
-async def stand_in_engine() -> AsyncIterator[int]:
-    """Its port on 127.0.0.1. Knows `/generate` and, below any path, `/v1/chat/completions` and `/v1/completions`."""
-    server = await asyncio.start_server(_serve, "127.0.0.1", 0)
+async def stand_in_engine(tokens: Sequence[int] | None = None) -> AsyncIterator[int]:
+    """Its port on 127.0.0.1. `tokens` are those of the response; absent: those of the stand-in model."""
+    engine = _Engine(tokens)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        size = next((int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")), 0)
-        body = await reader.readexactly(min(size, _MAX_BODY_BYTES))
-        answer = json.dumps(_answer(head.split()[1], _asked(body))).encode()
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            + f"Content-Length: {len(answer)}\r\n\r\n".encode()
-            + answer
-        )
-        await writer.drain()
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError, IndexError):
-        pass  # what does not speak HTTP is the function's own matter: it sees the connection end
-    finally:
-        writer.close()
+class _Engine:
+    def __init__(self, tokens: Sequence[int] | None) -> None:
+        self._tokens = tokens
 
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            size = next((int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")), 0)
+            body = await reader.readexactly(min(size, _MAX_BODY_BYTES))
+            method, path = head.split()[:2]
+            reply = self._reply(method, path.partition("?")[0], body)
+            writer.write(_written(reply))
+            await writer.drain()
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError, IndexError):
+            pass  # what does not speak HTTP is the function's own matter: it sees the connection end
+        finally:
+            writer.close()
 
-def _asked(body: bytes) -> Any:
-    return json.loads(body) if body else {}
+    def _reply(self, method: str, path: str, body: bytes) -> Reply:
+        try:
+            asked = json.loads(body) if body else {}
+        except ValueError as error:
+            return _refusal(400, f"the body is no JSON: {error}")
+        if not isinstance(asked, dict):
+            return _refusal(400, "the body is no JSON object")
+        match method, path:
+            case "POST", "/generate":
+                return self._generate(asked)
+            case "GET", "/health" | "/health_generate":
+                return Reply(200, {})
+            case "POST", _ if path.endswith("/v1/chat/completions"):
+                return _chat(asked)
+            case "POST", _ if path.endswith("/v1/completions"):
+                return _completion(asked)
+            case "GET", _ if path.endswith("/v1/models"):
+                model = {"id": "policy", "object": "model", "created": 0, "owned_by": "headrace"}
+                return Reply(200, {"object": "list", "data": [model]})
+        return _refusal(404, f"{method} {path}: a run has POST /generate, /v1/chat/completions and /v1/completions")
 
+    def _generate(self, asked: Mapping[str, Any]) -> Reply:
+        params = asked.get("sampling_params") or {}
+        first = params[0] if isinstance(params, list) and params else params
+        num_choices = first.get("n", 1) if isinstance(first, dict) else 1
+        prompts = _prompts(asked)
+        made = [self._generated(asked, prompt) for prompt in prompts for _ in range(max(1, num_choices))]
+        is_batch = len(made) > 1 or isinstance(asked.get("text"), list) or _is_nested(asked.get("input_ids"))
+        if asked.get("stream"):
+            return Reply(200, events=made)
+        return Reply(200, made if is_batch else made[0])
 
-def _answer(path: str, asked: Any) -> Any:
-    message = {"role": "assistant", "content": ANSWER}
-    if path.endswith("/v1/chat/completions"):
-        return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    if path.endswith("/v1/completions"):
-        return {"choices": [{"index": 0, "text": ANSWER, "finish_reason": "stop"}]}
-    if isinstance(asked, dict) and isinstance(asked.get("text"), list):
-        return [_generated() for _ in asked["text"]]
-    return _generated()
-
-
-def _generated() -> Any:
-    return {
-        "text": ANSWER,
-        "output_ids": list(_TOKENS),
-        "meta_info": {
-            "id": "check",
-            "finish_reason": {"type": "stop"},
-            "prompt_tokens": 5,
-            "completion_tokens": len(_TOKENS),
+    def _generated(self, asked: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+        read = stand_in_text(prompt) if isinstance(prompt, list) else str(prompt or "")
+        text = ANSWER if self._tokens is not None else _said(read)
+        tokens = list(stand_in_tokens(text) if self._tokens is None else self._tokens)
+        meta_info: dict[str, Any] = {
+            "id": _ID,
+            "finish_reason": {"type": "stop", "matched": tokens[-1]},
+            "prompt_tokens": max(1, len(prompt) if isinstance(prompt, list) else len(read.encode())),
+            "completion_tokens": len(tokens),
             "cached_tokens": 0,
             "weight_version": "0",
-            "output_token_logprobs": [[-0.5, token, None] for token in _TOKENS],
-        },
-    }
+        }
+        if asked.get("return_logprob"):
+            meta_info["output_token_logprobs"] = [[LOG_PROB, token, None] for token in tokens]
+        return {"text": text, "output_ids": tokens, "meta_info": meta_info}
+
+
+def _prompts(asked: Mapping[str, Any]) -> list[Any]:
+    text, tokens = asked.get("text"), asked.get("input_ids")
+    if isinstance(text, list):
+        return text
+    if _is_nested(tokens):
+        return list(tokens or ())
+    return [tokens if tokens is not None else text]
+
+
+def _is_nested(tokens: Any) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
+
+
+def _said(prompt: str) -> str:
+    """Calls the first tool that the stand-in's chat template shows, until there is a result of it."""
+    _, found, rest = prompt.partition(TOOLS_START)
+    if not found or "<tool_call>" in prompt:
+        return ANSWER
+    for line in rest.partition(TOOLS_END)[0].strip().splitlines():
+        if function := _function(_parsed(line)):
+            call = {"name": function.get("name"), "arguments": example_of(function.get("parameters") or {})}
+            return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return ANSWER
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _function(tool: Any) -> dict[str, Any] | None:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) and function.get("name") else None
+
+
+def _chat(asked: Mapping[str, Any]) -> Reply:
+    messages = asked.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return _refusal(400, "messages is empty, or no list")
+    call = _chosen_call(asked, messages)
+    message: dict[str, Any] = {"role": "assistant", "content": None if call else ANSWER, "refusal": None}
+    if call:
+        message["tool_calls"] = [call]
+    finish = "tool_calls" if call else "stop"
+    choices = [
+        {"index": number, "message": message, "finish_reason": finish, "logprobs": _logprobs(asked)}
+        for number in range(_num_choices(asked))
+    ]
+    if asked.get("stream"):
+        return Reply(200, events=list(_chat_events(asked, message, finish)))
+    return Reply(200, {**_head(asked, "chat.completion"), "choices": choices, "usage": _usage(asked)})
+
+
+def _chosen_call(asked: Mapping[str, Any], messages: Sequence[Any]) -> dict[str, Any] | None:
+    functions = [function for tool in asked.get("tools") or () if (function := _function(tool))]
+    choice, number = asked.get("tool_choice"), sum(_has_calls(message) for message in messages)
+    if not functions or choice == "none" or (choice in (None, "auto") and number):
+        return None
+    chosen = functions[number % len(functions)]
+    if isinstance(choice, dict):
+        named = (_function(choice) or {}).get("name")
+        chosen = next((each for each in functions if each["name"] == named), chosen)
+    arguments = json.dumps(example_of(chosen.get("parameters") or {}))
+    called = {"name": chosen["name"], "arguments": arguments}
+    return {"id": f"call_{number}", "type": "function", "function": called}
+
+
+def _has_calls(message: Any) -> bool:
+    return isinstance(message, dict) and bool(message.get("tool_calls"))
+
+
+def _chat_events(asked: Mapping[str, Any], message: Mapping[str, Any], finish: str) -> Iterator[Any]:
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        deltas += [
+            {"tool_calls": [{**call, "index": number, "function": {"name": name, "arguments": ""}}]},
+            {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]},
+        ]
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    head = _head(asked, "chat.completion.chunk")
+    for delta in deltas:
+        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish, "logprobs": None}]}
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": _usage(asked)}
+
+
+def _completion(asked: Mapping[str, Any]) -> Reply:
+    head = _head(asked, "text_completion")
+    choices = [
+        {"index": number, "text": ANSWER, "finish_reason": "stop", "logprobs": None}
+        for number in range(_num_choices(asked))
+    ]
+    whole = {**head, "choices": choices, "usage": _usage(asked)}
+    return Reply(200, events=[whole]) if asked.get("stream") else Reply(200, whole)
+
+
+def _num_choices(asked: Mapping[str, Any]) -> int:
+    number = asked.get("n")
+    return number if isinstance(number, int) and 0 < number <= 128 else 1
+
+
+def _logprobs(asked: Mapping[str, Any]) -> Any:
+    if not asked.get("logprobs"):
+        return None
+    token = {"token": ANSWER, "logprob": LOG_PROB, "bytes": list(ANSWER.encode()), "top_logprobs": []}
+    return {"content": [token], "refusal": None}
+
+
+def _head(asked: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {"id": _ID, "object": kind, "created": int(time.time()), "model": str(asked.get("model") or "policy")}
+
+
+def _usage(asked: Mapping[str, Any]) -> dict[str, int]:
+    prompt = len(json.dumps(asked.get("messages") or asked.get("prompt") or "")) // 4 + 1
+    return {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
+
+
+def _refusal(status: int, message: str) -> Reply:
+    return Reply(status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
+
+
+def _written(reply: Reply) -> bytes:
+    head = f"HTTP/1.1 {reply.status} {'OK' if reply.status == 200 else 'Refused'}\r\nConnection: close\r\n"
+    if reply.events is not None:
+        lines = [f"data: {json.dumps(event)}\n\n" for event in reply.events]
+        return (f"{head}Content-Type: text/event-stream\r\n\r\n" + "".join(lines) + "data: [DONE]\n\n").encode()
+    body = json.dumps(reply.body).encode()
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body

@@ -23,6 +23,11 @@ class RunSection(Section):
     seed: Seed = Field(
         1234, description="Seed of Python's, NumPy's and torch's random numbers, which trainer hooks may draw."
     )
+    slime_imports: bool = Field(
+        False,
+        description="Let hooks import slime's names (slime.utils.types.Sample, slime.rollout.sglang_rollout."
+        "GenerateState, slime.utils.http_utils.post, …): they get headrace's own. docs/hooks.md lists them.",
+    )
     first_batch_seconds: Seconds = Field(
         30.0,
         description="How long the first batch should take. When it takes ten times as long (later ones: ten times the "

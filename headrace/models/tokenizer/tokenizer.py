@@ -29,6 +29,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
+def load_processor(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Transformers' processor of text and images. Takes seconds."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+
+
 def _of_code(code: RemoteCode, error: Exception) -> str:
     from transformers import __version__
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.prompts.label import LABEL_IS_JSON
 from headrace.sample_checks import check_reward
 from headrace.trajectory import Failure
 from headrace.wire.checks import (
@@ -23,6 +24,7 @@ from headrace.wire.checks import (
     require_some,
     shown,
 )
+from headrace.wire.json_text import from_json
 from headrace.wire.limits import (
     MAX_COLUMN_BYTES,
     MAX_COLUMNS,
@@ -61,6 +63,13 @@ def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
             check_json(turn.extra_json, "{", f"{field}.messages.extra_json")
     check_json(message.metadata_json, "{", f"{field}.metadata_json")
     check_json(message.tools_json, "[", f"{field}.tools_json")
+    check_json(message.hook_json, "{", f"{field}.hook_json")
+    if others := sorted(from_json(message.hook_json).keys() - {LABEL_IS_JSON}):
+        raise InvalidArgument(
+            f"{field}.hook_json has {shown(others)}: only the job's own data source may set them, since they name code "
+            f"to run. A client may set {LABEL_IS_JSON}",
+            field=f"{field}.hook_json",
+        )
 
 
 def check_json(text: str, opening: str, field: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
@@ -20,7 +21,9 @@ from headrace.hooks.data_source.worker import (
     read_data_source,
     wind_data_source,
 )
+from headrace.images.prompts import with_images
 from headrace.process.workers import WorkerError, WorkerPool
+from headrace.prompts.label import set_label
 from headrace.rpc.log import log
 from headrace.trajectory import to_json
 from services.buffer.ledger.group import Prompt
@@ -34,6 +37,8 @@ _WIND_SHARE = 0.2
 """The share of a call's time limit for catching up: its last answer may take as long again, twice."""
 _HANDED_AT_ONCE = 16
 _AGAIN = "again/"
+_KEPT_FIELDS = ("session_id", "generate_function_path", "custom_rm_path")
+"""The fields of a prompt's sample that are given to functions, beside its content, label and metadata."""
 
 
 def is_again(prompt: Prompt) -> bool:
@@ -173,18 +178,41 @@ class DataSourceReader:
         return Prompt(message.prompt_id, message.SerializeToString(deterministic=True))
 
     def _prompt(self, sample: Sample, number: int | str) -> Prompt:
-        metadata = dict(sample.metadata)
-        tools = metadata.pop("tools", None)
-        message = sample_pb2.Prompt(prompt_id=f"{self._name}#{number}", metadata_json=to_json(metadata))
-        if tools:
-            message.tools_json = to_json(tools)
-        if sample.label is not None:
-            message.label = sample.label
-        if isinstance(sample.prompt, str):
-            message.text = sample.prompt
-        else:
-            message.messages.messages.extend(_turn(self._path, turn) for turn in sample.prompt)
+        message = prompt_of_sample(self._path, sample)
+        message.prompt_id = f"{self._name}#{number}"
         return Prompt(message.prompt_id, message.SerializeToString(deterministic=True))
+
+
+def prompt_of_sample(path: str, sample: Sample) -> sample_pb2.Prompt:
+    """A sample of the class at `path` as a prompt without its id. Raises InvalidArgument for what it cannot hold.
+
+    Its images become parts of its messages.
+    """
+    metadata = dict(sample.metadata)
+    tools = metadata.pop("tools", None)
+    fields = {name: value for name in _KEPT_FIELDS if (value := getattr(sample, name)) is not None}
+    message = sample_pb2.Prompt(metadata_json=to_json(metadata), hook_json=to_json(fields) if fields else "")
+    if tools:
+        message.tools_json = to_json(tools)
+    set_label(message, sample.label)
+    content, images = sample.prompt, (sample.multimodal_inputs or {}).get("images")
+    if images and not _has_images(content):
+        content = with_images(content, {"multimodal_inputs": images}, "multimodal_inputs", Path())
+    if isinstance(content, str):
+        message.text = content
+    else:
+        message.messages.messages.extend(_turn(path, turn) for turn in content)
+    return message
+
+
+def _has_images(content: str | list[dict[str, Any]]) -> bool:
+    """True for messages whose images are in their parts already."""
+    parts = [part for turn in content if isinstance(turn, dict) for part in _parts(turn.get("content"))]
+    return any(part.get("image") or part.get("path") or part.get("url") for part in parts)
+
+
+def _parts(content: object) -> list[dict[str, Any]]:
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def _turn(path: str, turn: dict[str, object]) -> sample_pb2.ChatMessage:

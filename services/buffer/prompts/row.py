@@ -9,7 +9,7 @@ from typing import Any
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.images.prompts import with_images
-from headrace.prompts.label import label_text
+from headrace.prompts.label import set_label
 from headrace.prompts.row import chat_message, content_of, ordered_json, parse_row, required, value_at
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_PROMPT_BYTES
@@ -67,7 +67,7 @@ def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
     else:
         prompt.messages.messages.extend(map(chat_message, content))
     if source.label_key:
-        prompt.label = label_text(required(row, source.label_key)) or ""
+        set_label(prompt, required(row, source.label_key))
     if (metadata := _typed(row, source.metadata_key, dict)) is not None:
         prompt.metadata_json = ordered_json(metadata)
     if (tools := _typed(row, source.tool_key, list)) is not None:

@@ -20,6 +20,7 @@ from headrace.hooks.reward import Reward
 from headrace.rpc.log import log
 from headrace.wire.limits import MAX_ANSWER_BYTES
 from services.rollout.agents.lending import Lending, TaskLease, TaskOffer
+from services.rollout.agents.players import Played
 from services.rollout.agents.session import Session
 
 _TASK_BYTES = 4_096
@@ -36,7 +37,9 @@ class SessionOffer(TaskOffer):
     task: Task = field(kw_only=True)
     session: Session = field(kw_only=True)
     sample_id: str = field(kw_only=True)
-    reward: asyncio.Future[Reward | None] = field(kw_only=True)
+    played: asyncio.Future[Played] = field(kw_only=True)
+    path: str = field(kw_only=True)
+    """The function of the host that has it, else the job's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +91,22 @@ class AgentHosts:
         self._heard = time.monotonic()
         self._watching = asyncio.create_task(kept_running("watch agent hosts", self._watch, self._ended))
 
-    async def play(self, task: Task, session: Session, sample_id: str) -> Reward | None:
+    async def play(self, task: Task, session: Session, sample_id: str) -> Played:
         """Raises Aborted where the agent failed or its hosts were lost, Unavailable where there is no host."""
         size = len(str(task.prompt)) + len(str(task.metadata)) + _TASK_BYTES
-        reward = asyncio.get_running_loop().create_future()
+        played = asyncio.get_running_loop().create_future()
         offer = SessionOffer(
-            *(self._seconds, size, time.monotonic()), task=task, session=session, sample_id=sample_id, reward=reward
+            *(self._seconds, size, time.monotonic()),
+            task=task,
+            session=session,
+            sample_id=sample_id,
+            played=played,
+            path=self.path,
         )
         self._lending.offer(offer)
         self._offered.set()
         try:
-            return await offer.reward
+            return await offer.played
         finally:
             self._lending.withdraw(offer)
 
@@ -109,12 +117,15 @@ class AgentHosts:
 
     # What hosts call
 
-    async def lend(self, host_id: str, most: int, wait_seconds: float) -> list[LentTask]:
-        """Returns tasks for the host, none where the wait was over first."""
+    async def lend(self, host_id: str, most: int, wait_seconds: float, path: str) -> list[LentTask]:
+        """Returns tasks for the host, which plays `path`; none where the wait was over first.
+
+        A busy host asks for none: its call ends with the wait, or with the service.
+        """
         deadline = time.monotonic() + wait_seconds
-        self._asking += 1
+        self._asking += most > 0
         try:
-            while most and not self._lending.waiting and (left := deadline - time.monotonic()) > 0:
+            while not (most and self._lending.waiting) and (left := deadline - time.monotonic()) > 0:
                 self._offered.clear()
                 try:
                     async with asyncio.timeout(left):
@@ -122,9 +133,9 @@ class AgentHosts:
                 except TimeoutError:
                     break
             now = time.monotonic()
-            return [self._lent(lease) for lease in self._lending.lend(host_id, most, MAX_ANSWER_BYTES, now)]
+            return [self._lent(lease, path) for lease in self._lending.lend(host_id, most, MAX_ANSWER_BYTES, now)]
         finally:
-            self._asking -= 1
+            self._asking -= most > 0
             self._heard = time.monotonic()
 
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
@@ -146,9 +157,10 @@ class AgentHosts:
             self._offered.set()
         return offer is not None
 
-    def _lent(self, lease: TaskLease) -> LentTask:
+    def _lent(self, lease: TaskLease, path: str) -> LentTask:
         offer = lease.offer
         assert isinstance(offer, SessionOffer)
+        offer.path = path
         offer.session.lend(lease.lease_id)
         url = f"{self._url}/sessions/{offer.session.session_id}.{lease.lease_id}/v1"
         return LentTask(lease.lease_id, url, offer.seconds, offer.task, offer.sample_id)
@@ -162,7 +174,8 @@ class AgentHosts:
 
     def _look(self, now: float) -> None:
         for lease in self._lending.overdue(now - _GRACE_SECONDS):
-            message = f"agent {self.path} took longer than {lease.offer.seconds:g} s on host {lease.host_id}"
+            assert isinstance(lease.offer, SessionOffer)
+            message = f"agent {lease.offer.path} took longer than {lease.offer.seconds:g} s on host {lease.host_id}"
             self._resolve(lease.offer, Aborted(message, reason="HOOK_TIMEOUT"))
         for lease in self._lending.lost(now):
             self._lost(lease)
@@ -197,10 +210,10 @@ class AgentHosts:
 
     @staticmethod
     def _resolve(offer: TaskOffer | None, result: Reward | HeadraceError | None) -> bool:
-        if not isinstance(offer, SessionOffer) or offer.reward.done():
+        if not isinstance(offer, SessionOffer) or offer.played.done():
             return False
         if isinstance(result, HeadraceError):
-            offer.reward.set_exception(result)
+            offer.played.set_exception(result)
         else:
-            offer.reward.set_result(result)
+            offer.played.set_result(Played(result, offer.path))
         return True

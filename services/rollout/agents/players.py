@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.errors import ConfigError
@@ -15,14 +16,22 @@ _WORKERS = 2
 _LOAD_SECONDS = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """`reward` is the one that the agent gives itself, if it does; `path` is the function that was called."""
+
+    reward: Reward | None
+    path: str
+
+
 class Player(Protocol):
     """Plays tasks, all at the same time."""
 
     async def start(self) -> None:
         """Raises ConfigError when the agent cannot be loaded, or takes other arguments."""
 
-    async def play(self, task: Task, session: Session, sample_id: str) -> Reward | None:
-        """The reward that the agent gives itself, if it does. Raises WorkerError or HeadraceError when it fails."""
+    async def play(self, task: Task, session: Session, sample_id: str) -> Played:
+        """Raises WorkerError or HeadraceError when the agent fails."""
 
     async def close(self) -> None: ...
 
@@ -43,12 +52,12 @@ class WorkerPlayer:
         except WorkerError as error:
             raise ConfigError(error.message, field="rollout.agent_function_path") from error
 
-    async def play(self, task: Task, session: Session, sample_id: str) -> Reward | None:
+    async def play(self, task: Task, session: Session, sample_id: str) -> Played:
         work = (self._path, self._args, task, f"{self._url}/sessions/{session.session_id}")
         reward: Reward | None = await self.pool.run(
             run_agent, *work, timeout_seconds=self._seconds, name=f"agent {self._path}"
         )
-        return reward
+        return Played(reward, self._path)
 
     async def close(self) -> None:
         await self.pool.close()

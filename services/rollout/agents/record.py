@@ -61,6 +61,8 @@ class Turn:
     answer: RecordedAnswer
     text: str
     """All text up to the response's end."""
+    said: Sequence[Message] = ()
+    """The messages of the request, and the response as the client was given it; none of a plain text."""
     children: list[Turn] = field(default_factory=list)
 
     def path(self) -> list[Turn]:
@@ -98,6 +100,8 @@ class Branch:
     policy_ranges: tuple[PolicyRange, ...]
     finish: Finish
     last: RecordedAnswer
+    said: Sequence[Message]
+    """The conversation of its last request, with the response."""
 
 
 class SessionRecord:
@@ -136,7 +140,8 @@ class SessionRecord:
 
     def add(self, ask: Ask, answer: RecordedAnswer, message: Message | None) -> None:
         """Records a response; `message` is what the client was given of it."""
-        turn = Turn(ask.parent, ask.context, answer, ask.text + answer.text)
+        said = (*ask.messages, message) if message is not None else ()
+        turn = Turn(ask.parent, ask.context, answer, ask.text + answer.text, said)
         if ask.parent:
             ask.parent.children.append(turn)
         self._turns.append(turn)
@@ -212,4 +217,5 @@ def _branch(leaf: Turn, trained: set[int]) -> Branch:
         policy_ranges=tuple(ranges),
         finish=leaf.answer.finish,
         last=leaf.answer,
+        said=leaf.said,
     )

@@ -14,10 +14,13 @@ from headrace.hooks import Sample as HookSample
 from headrace.hooks.agent import Task
 from headrace.hooks.failure import call_failure
 from headrace.process.workers import WorkerError
+from headrace.prompts.label import label_for_hooks
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
+from headrace.turns import TURNS, bounded_turns
 from headrace.wire.limits import MAX_ID_CHARACTERS
-from services.rollout.agents.players import Player
+from services.rollout.agents.messages import Message
+from services.rollout.agents.players import Played, Player
 from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
 from services.rollout.engine.answers.response import Finish
@@ -73,33 +76,33 @@ class AgentSampler:
         session.priority = self._evaluation_priority if evaluation else None
         try:
             async with self._places:
-                reward = await self.player.play(_task(request, evaluation), session, request.sample_id)
+                played = await self.player.play(_task(request, evaluation), session, request.sample_id)
             await self._sessions.close(session)
-            return self._samples(request, session, reward)
+            return self._samples(request, session, played)
         except (WorkerError, HeadraceError) as error:
             await self._sessions.close(session)
             if session.is_cut and session.record.num_answers:
-                return self._samples(request, session, None)  # a limit of the session ended it
+                return self._samples(request, session, Played(None, self._path))  # a limit of the session ended it
             return [self._failed(request, call_failure(error))]
         finally:
             await self._sessions.close(session)
 
-    def _samples(self, request: SampleRequest, session: Session, reward: object) -> list[Sample]:
+    def _samples(self, request: SampleRequest, session: Session, played: Played) -> list[Sample]:
         branches = session.record.branches()
         if not branches:
-            message = f"agent {self._path} asked nothing of its base_url, so there is nothing to train"
+            message = f"agent {played.path} asked nothing of its base_url, so there is nothing to train"
             return [self._failed(request, Failure("HOOK_INCOMPLETE", message))]
         made = [
             _sample(request, branch, number if len(branches) > 1 else None, is_cut=session.is_cut)
             for number, branch in enumerate(branches)
         ]
-        return made if reward is None else [self._with_reward(sample, reward) for sample in made]
+        return made if played.reward is None else [self._with_reward(sample, played) for sample in made]
 
-    def _with_reward(self, sample: Sample, reward: object) -> Sample:
+    def _with_reward(self, sample: Sample, played: Played) -> Sample:
         """The agent's own reward; no scorer is asked then. Raises InvalidArgument where --reward-key is not in it."""
-        parts = reward if isinstance(reward, dict) else {}
-        value = HookSample(index=sample.index, reward=reward).get_reward_value(self._args)  # type: ignore[arg-type]
-        return replace(sample, reward=value, reward_parts=parts, scorer=f"agent {self._path}"[-MAX_ID_CHARACTERS:])
+        parts = played.reward if isinstance(played.reward, dict) else {}
+        value = HookSample(index=sample.index, reward=played.reward).get_reward_value(self._args)
+        return replace(sample, reward=value, reward_parts=parts, scorer=f"agent {played.path}"[-MAX_ID_CHARACTERS:])
 
     def _failed(self, request: SampleRequest, failure: Failure) -> Sample:
         log.warning("agent_failed", agent=self._path, sample_id=request.sample_id, message=failure.message)
@@ -116,7 +119,8 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
     if prompt.tools:
         metadata.setdefault("tools", prompt.tools)
     messages = [dict(message) for message in prompt.messages or ()]
-    return Task(messages or prompt.text, request.label, metadata, request.index, evaluation)
+    label = label_for_hooks(request.label, request.hook_fields)
+    return Task(messages or prompt.text, label, metadata, request.index, evaluation)
 
 
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
@@ -137,4 +141,19 @@ def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cu
         metadata=request.metadata,
         sampling_params=asdict(request.params),
         policy_ranges=branch.policy_ranges,
+        hook_fields={**request.hook_fields, **_turns(branch)},
     )
+
+
+def _turns(branch: Branch) -> dict[str, object]:
+    """The conversation, for people; a response to a plain text has none."""
+    if not branch.said:
+        return {}
+    return {TURNS: bounded_turns(_for_people(message) for message in branch.said)}
+
+
+def _for_people(message: Message) -> dict[str, object]:
+    content = message.content
+    parts = [{"type": part.type, "text": part.text} for part in content] if isinstance(content, list) else content
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
+    return {"role": message.role, "content": parts, "tool_calls": calls}

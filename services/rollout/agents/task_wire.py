@@ -7,8 +7,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.reward import Reward, checked_reward
 from headrace.job.schema.secrets import without_secrets
+from headrace.prompts.label import label_mark, label_text
 from headrace.prompts.row import chat_message, ordered_json
-from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name
+from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name, require_path
 from headrace.wire.limits import MAX_TASK_WAIT_SECONDS, MAX_TASKS_PER_CALL
 from services.rollout.agents.hosts import AgentHosts, LentTask
 
@@ -26,7 +27,8 @@ async def lease_tasks(hosts: AgentHosts, request: pb.LeaseTasksRequest) -> pb.Le
     """Raises InvalidArgument for a host without a name, or a wait that is no number."""
     host_id = require_id(request.host_id, "host_id")
     wait_seconds = min(require_finite(request.wait_seconds, "wait_seconds"), MAX_TASK_WAIT_SECONDS)
-    tasks = await hosts.lend(host_id, min(request.max_tasks, MAX_TASKS_PER_CALL), wait_seconds)
+    path = request.agent_function_path and require_path(request.agent_function_path, "agent_function_path")
+    tasks = await hosts.lend(host_id, min(request.max_tasks, MAX_TASKS_PER_CALL), wait_seconds, path or hosts.path)
     return pb.LeaseTasksResponse(
         tasks=[_task(task) for task in tasks],
         lease_seconds=hosts.lease_seconds,
@@ -64,7 +66,8 @@ def _task(lent: LentTask) -> pb.AgentTask:
     made = pb.AgentTask(
         lease_id=lent.lease_id,
         base_url=lent.base_url,
-        label=task.label,
+        label=label_text(task.label),
+        label_is_json=bool(label_mark(task.label)),
         metadata_json=ordered_json(task.metadata) if task.metadata else "",
         index=task.index,
         evaluation=task.evaluation,

@@ -17,7 +17,7 @@ from headrace.images.prompts import with_images
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import EvalSection
-from headrace.prompts.label import label_text
+from headrace.prompts.label import label_mark, label_text
 from headrace.prompts.row import content_of, ordered_json, parse_row, table, value_at
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
@@ -51,6 +51,7 @@ class EvalRow:
     label: str | None
     metadata: dict[str, Any]
     tools: list[Any] | None = None
+    hook_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +141,14 @@ def _row(where: str, line: Any, keys: EvalKeys) -> EvalRow:
         prompt = content_of(row, keys.prompt)
         if keys.images:
             prompt = with_images(prompt, row, keys.images, Path(where.rpartition(":")[0]).parent)
-        label = label_text(value_at(row, keys.label)) if keys.label else None
+        given = value_at(row, keys.label) if keys.label else None
+        label = label_text(given)
         metadata = value_at(row, keys.metadata) if keys.metadata else None
         metadata = metadata if isinstance(metadata, dict) else {}
         if keys.rm_type:
             metadata = {"rm_type": keys.rm_type, **metadata}
-        found = EvalRow(where, prompt, label, {**metadata, **keys.overrides}, _tools(row, keys.tools))
+        metadata = {**metadata, **keys.overrides}
+        found = EvalRow(where, prompt, label, metadata, _tools(row, keys.tools), label_mark(given))
         check_text("label", found.label or "")
         to_json(found.metadata)
         ordered_json(prompt)

@@ -191,6 +191,7 @@ def _request(job: _Job, row: EvalRow, index: int, evaluation_id: str, seed: int)
         prompt=EncodedPrompt("", ()),
         label=row.label,
         metadata=row.metadata,
+        hook_fields=row.hook_fields,
         params=replace(job.plan.params, seed=seed_of(seed, group_id, 0, index)),
     )
 

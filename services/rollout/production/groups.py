@@ -178,6 +178,7 @@ class GroupSampler:
             prompt=prompt,
             label=lease.prompt.label if lease.prompt.HasField("label") else None,
             metadata=from_json(lease.prompt.metadata_json),
+            hook_fields=from_json(lease.prompt.hook_json),
             params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ class SampleRequest:
     params: SamplingParams
     begun: Sample | None = None
     """The partial sample of an earlier lease."""
+    hook_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's hook_json: what users' functions see of it beside its text."""
 
 
 def job_params(rollout: RolloutSection) -> SamplingParams:
@@ -208,7 +210,7 @@ class EngineSampler:
             sampling_params=asdict(request.params),
             policy_ranges=generation.policy_ranges,
             columns=self._columns(request, generation),
-            hook_fields=generation.counts.hook_fields(),
+            hook_fields={**request.hook_fields, **generation.counts.hook_fields()},
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
@@ -244,4 +246,5 @@ def failed_sample(request: SampleRequest, failure: Failure) -> Sample:
         label=request.label,
         metadata=request.metadata,
         sampling_params=asdict(request.params),
+        hook_fields=request.hook_fields,
     )

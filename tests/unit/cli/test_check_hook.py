@@ -89,7 +89,7 @@ def hooks(tmp_path: Path) -> Path:
         ("gen.py:generate", (), 0, ["is a generate function", "2 samples of 2 prompts: 4 response tokens, 4 of them"]),
         ("agent.py:run", (), 0, ["is an agent", "plays a prompt: reward 1.0"]),
         ("agent.py:judged", (), 0, ["is an agent", "leaves its reward to the scorer"]),
-        ("gen.py:custom_generate", (), 1, ["is a generate function", "raised TypeError"]),
+        ("gen.py:custom_generate", (), 1, ["is a generate function", "cannot be trained: status is still PENDING"]),
         ("gen.py:custom_generate", ("--job", "job.toml"), 1, ["cannot be trained: status is still PENDING"]),
     ],
 )

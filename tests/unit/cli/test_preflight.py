@@ -343,3 +343,98 @@ def test_prompts_that_would_all_be_dropped_are_refused_and_some_are_warned_of(
         report = asyncio.run(check_rollout(options, lambda found=prompts: found))
         assert bool(report.refusals) is refused
         assert any("are longer than" in line for line in (*report.refusals, *report.warnings))
+
+
+OF_USERS = """
+from NAMES import Sample
+
+def finished(sample):
+    sample.tokens, sample.response, sample.response_length = [1, 2, 3], "4", 1
+    sample.rollout_log_probs, sample.status = [-0.5], Sample.Status.COMPLETED
+    return sample
+
+async def works(args, sample, sampling_params):
+    assert sample.prompt == "<user>2 + 2 =<assistant>" and sample.label == "4", sample
+    return finished(sample)
+
+async def misspelt(args, sample, sampling_params):
+    return finished(smaple)
+
+async def unfinished(args, sample, sampling_params):
+    sample.response = "4"
+    return sample
+
+async def loops(args, samples, evaluation=False):
+    return [finished(sample) for sample in samples for turn in range(args.max_turns)]
+
+async def waits_for_a_server(args, sample, sampling_params):
+    raise ConnectionRefusedError("search server 127.0.0.1:8000")
+
+async def plays(args, task, base_url):
+    raise LookupError(f"no browser for {task.label}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "function", "code", "part"),
+    [
+        ("--custom-generate-function-path", "works", 0, "works makes 1 samples of 1 prompt: 1 response tokens"),
+        ("--custom-generate-function-path", "misspelt", 2, "raised NameError: name 'smaple' is not defined"),
+        ("--custom-generate-function-path", "unfinished", 2, "returned a sample that cannot be trained"),
+        ("--custom-generate-function-path", "loops", 2, "args.max_turns is None: give the job --max-turns N"),
+        ("--custom-generate-function-path", "waits_for_a_server", 0, "start what"),
+        ("--agent-function-path", "plays", 2, "raised LookupError: 'no browser for 4'"),
+    ],
+)
+def test_check_tries_functions_that_make_samples(
+    job_file: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    function: str,
+    code: int,
+    part: str,
+) -> None:
+    (tmp_path / "own.py").write_text(OF_USERS.replace("NAMES", "headrace.hooks"))
+    flags = ["--prompt-data", str(prompts_file(tmp_path, SUMS)), "--label-key", "label", "--rm-type", "exact_match"]
+    words = [*flags, "--apply-chat-template", flag, f"{tmp_path / 'own.py'}:{function}"]
+    result = main(["check", str(job_file), *words])
+    said = " ".join(capsys.readouterr().out.split())
+    assert part in said, said
+    assert result == code
+
+
+def test_slime_imports_reach_every_process_that_loads_hooks(
+    job_file: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OF_USERS.replace("NAMES", "slime.utils.types"))
+    flags = ["--prompt-data", str(prompts_file(tmp_path, SUMS)), "--label-key", "label", "--rm-type", "exact_match"]
+    words = ["--custom-generate-function-path", f"{tmp_path / 'own.py'}:works", "--slime-imports"]
+    assert main(["check", str(job_file), *flags, "--apply-chat-template", *words]) == 0
+    assert "1 samples of 1 prompt" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "label", "expression"),
+    [
+        ([{"role": "user", "content": "7?"}], {"ground_truth": ["7"]}, "sample.label['ground_truth'][0]"),
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], [["7", 1]], "sample.label[0][0]"),
+        ("plain", {"a": {"b": "7"}}, "sample.label['a']['b']"),
+        ([{"role": "user", "content": "7?"}], "7", "sample.label"),
+    ],
+)
+def test_the_trial_of_a_label_gives_a_function_what_the_run_gives_it(
+    load_with, tokenizer: Path, tmp_path: Path, prompt: Any, label: Any, expression: str
+) -> None:
+    """A reward as search-r1's: it joins prompt and response, and reads into the label."""
+    (tmp_path / "own.py").write_text(
+        "async def f(args, sample, **kwargs):\n"
+        "    whole = sample.prompt + '|' + sample.response\n"
+        f"    assert not whole.startswith('['), whole\n    return float({expression} == '7')\n"
+    )
+    rows = [{"prompt": prompt, "label": label}]
+    words = ["--label-key", "label", "--apply-chat-template", "--custom-rm-path", f"{tmp_path / 'own.py'}:f"]
+    report = found(load_with, tmp_path, rows, *words)
+    assert report.refusals == []
+    assert [how for what, how in report.facts if what == "label as answer" and "scores 1 by" in how]

@@ -46,7 +46,7 @@ def test_a_run_that_has_ended_still_shows_its_samples(ended: RunFolder, capsys: 
     assert main(["samples", "-n", "2", "one"]) == 0
     printed = capsys.readouterr().out
     assert "step 3, g3/0, completed, 3 + 2 tokens, policy version 1 [0:2]" in printed
-    assert "apples and pears 3\nreward 0.3 by math 7" in printed
+    assert "prompt:\napples and\nresponse:\n pears 3\nreward 0.3 by math 7" in printed
     assert "step 2" not in printed
     assert "1 samples failed" in printed
 

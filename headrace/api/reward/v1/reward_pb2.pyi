@@ -35,6 +35,7 @@ class ScoreItem(_message.Message):
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    HOOK_JSON_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     """Chosen by the caller, unique in the call; comes back with the result."""
     prompt: _builtins.str
@@ -53,6 +54,10 @@ class ScoreItem(_message.Message):
     """Tokens of the response."""
     index: _builtins.int
     """The sample's place in its group, from 0, which users' functions see as `sample.index`. Absent: its place in the call."""
+    hook_json: _builtins.str
+    """A JSON object, as in SamplePayload. Of it are read `label_is_json`, for users' functions, and `custom_rm_path`: the
+    function that scores this item instead of the service's own (a file.py:fn, or a pkg.mod.fn). Empty: none.
+    """
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Column]:
         """For users' functions: tokens, loss_mask and rollout_log_probs as in SamplePayload, all of them or none. Other columns
@@ -72,10 +77,11 @@ class ScoreItem(_message.Message):
         response_tokens: _builtins.int = ...,
         columns: _abc.Iterable[_sample_pb2.Column] | None = ...,
         index: _builtins.int | None = ...,
+        hook_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_label", b"_label", "index", b"index", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_label", b"_label", "columns", b"columns", "group_id", b"group_id", "index", b"index", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_label", b"_label", "columns", b"columns", "group_id", b"group_id", "hook_json", b"hook_json", "index", b"index", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015

@@ -1492,14 +1492,19 @@ class LeaseTasksRequest(_message.Message):
     MAX_TASKS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     RETURN_ARGS_FIELD_NUMBER: _builtins.int
+    AGENT_FUNCTION_PATH_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     """Names the process in logs; unique among the hosts."""
     max_tasks: _builtins.int
     """Tasks that it can begin to play now; at most 1,024 are lent. 0: none, only the answer's other fields are wanted."""
     wait_seconds: _builtins.float
-    """Seconds to wait for a first task; at most 60. 0: answer at once."""
+    """Seconds to wait for a first task; at most 60. 0: answer at once. A service that ends meanwhile answers UNAVAILABLE
+    with the reason SERVER_ENDS.
+    """
     return_args: _builtins.bool
     """Also answer the job's options."""
+    agent_function_path: _builtins.str
+    """The function that the host plays, which the samples of its tasks name. Empty: the job's."""
     def __init__(
         self,
         *,
@@ -1507,10 +1512,11 @@ class LeaseTasksRequest(_message.Message):
         max_tasks: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
         return_args: _builtins.bool = ...,
+        agent_function_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "max_tasks", b"max_tasks", "return_args", b"return_args", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_function_path", b"agent_function_path", "host_id", b"host_id", "max_tasks", b"max_tasks", "return_args", b"return_args", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1532,6 +1538,7 @@ class AgentTask(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    LABEL_IS_JSON_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names it in RenewTasks and FinishTask."""
     base_url: _builtins.str
@@ -1552,6 +1559,8 @@ class AgentTask(_message.Message):
     """Seconds that it may be played, from now; then it has failed."""
     sample_id: _builtins.str
     """The sample that comes of it, for logs."""
+    label_is_json: _builtins.bool
+    """The label is the JSON of an object or a list: the agent's function is given that value."""
     @_builtins.property
     def messages(self) -> _sample_pb2.ChatMessages:
         """The row's messages."""
@@ -1569,10 +1578,11 @@ class AgentTask(_message.Message):
         evaluation: _builtins.bool = ...,
         seconds: _builtins.float = ...,
         sample_id: _builtins.str = ...,
+        label_is_json: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label", "messages", b"messages", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "base_url", b"base_url", "evaluation", b"evaluation", "index", b"index", "label", b"label", "lease_id", b"lease_id", "messages", b"messages", "metadata_json", b"metadata_json", "prompt", b"prompt", "sample_id", b"sample_id", "seconds", b"seconds", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "base_url", b"base_url", "evaluation", b"evaluation", "index", b"index", "label", b"label", "label_is_json", b"label_is_json", "lease_id", b"lease_id", "messages", b"messages", "metadata_json", b"metadata_json", "prompt", b"prompt", "sample_id", b"sample_id", "seconds", b"seconds", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
     _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015

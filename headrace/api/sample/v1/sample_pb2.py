@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/api/sample/v1/sample.proto\x12\x16headrace.api.sample.v1\"a\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1d.headrace.api.sample.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.headrace.api.sample.v1.ChatMessage\"\xcb\x01\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x38\n\x08messages\x18\x03 \x01(\x0b\x32$.headrace.api.sample.v1.ChatMessagesH\x00\x12\x12\n\x05label\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x12\n\ntools_json\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\t\n\x07\x63ontentB\x08\n\x06_label\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Q\n\x0bPolicyRange\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06masked\x18\x04 \x01(\x08\"\xe1\x05\n\x0eSampleEnvelope\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x12\n\nrollout_id\x18\x04 \x01(\t\x12\x34\n\x06status\x18\x05 \x01(\x0e\x32$.headrace.api.sample.v1.SampleStatus\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12M\n\x0creward_parts\x18\x07 \x03(\x0b\x32\x37.headrace.api.sample.v1.SampleEnvelope.RewardPartsEntry\x12\x0e\n\x06scorer\x18\x08 \x01(\t\x12\x16\n\x0escorer_version\x18\t \x01(\t\x12\x30\n\x07\x66\x61ilure\x18\n \x01(\x0b\x32\x1f.headrace.api.sample.v1.Failure\x12\x15\n\rprompt_tokens\x18\x0b \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x0c \x01(\r\x12\x16\n\x0etrained_tokens\x18\r \x01(\r\x12:\n\rpolicy_ranges\x18\x0e \x03(\x0b\x32#.headrace.api.sample.v1.PolicyRange\x12\x0e\n\x06\x64igest\x18\x0f \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x10 \x01(\x04\x12>\n\x04tags\x18\x11 \x03(\x0b\x32\x30.headrace.api.sample.v1.SampleEnvelope.TagsEntry\x12<\n\x0bout_of_line\x18\x12 \x03(\x0b\x32\'.headrace.api.sample.v1.OutOfLineColumn\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_reward\"B\n\x0fOutOfLineColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"S\n\x06Sample\x12\x38\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32&.headrace.api.sample.v1.SampleEnvelope\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\xe5\x01\n\rSamplePayload\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x12\n\x05label\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x1c\n\x14sampling_params_json\x18\x05 \x01(\t\x12/\n\x07\x63olumns\x18\x06 \x03(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x1b\n\x13train_metadata_json\x18\x07 \x01(\t\x12\x11\n\thook_json\x18\x08 \x01(\tB\x08\n\x06_label\"\xe0\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x18\n\x0bjson_schema\x18\t \x01(\tH\x06\x88\x01\x01\x12\x12\n\x05regex\x18\n \x01(\tH\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokensB\x07\n\x05_seedB\x11\n\x0f_min_new_tokensB\x0e\n\x0c_json_schemaB\x08\n\x06_regex*\x9c\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x0f\n\x0b\x44TYPE_INT16\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x0f\n\x0b\x44TYPE_INT64\x10\x04\x12\x11\n\rDTYPE_FLOAT32\x10\x05\x12\x11\n\rDTYPE_FLOAT64\x10\x06\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x07*\xb7\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLE_STATUS_PENDING\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x02\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x03\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x04\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/api/sample/v1/sample.proto\x12\x16headrace.api.sample.v1\"a\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1d.headrace.api.sample.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.headrace.api.sample.v1.ChatMessage\"\xde\x01\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x38\n\x08messages\x18\x03 \x01(\x0b\x32$.headrace.api.sample.v1.ChatMessagesH\x00\x12\x12\n\x05label\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x12\n\ntools_json\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x11\n\thook_json\x18\x08 \x01(\tB\t\n\x07\x63ontentB\x08\n\x06_label\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Q\n\x0bPolicyRange\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06masked\x18\x04 \x01(\x08\"\xe1\x05\n\x0eSampleEnvelope\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x12\n\nrollout_id\x18\x04 \x01(\t\x12\x34\n\x06status\x18\x05 \x01(\x0e\x32$.headrace.api.sample.v1.SampleStatus\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12M\n\x0creward_parts\x18\x07 \x03(\x0b\x32\x37.headrace.api.sample.v1.SampleEnvelope.RewardPartsEntry\x12\x0e\n\x06scorer\x18\x08 \x01(\t\x12\x16\n\x0escorer_version\x18\t \x01(\t\x12\x30\n\x07\x66\x61ilure\x18\n \x01(\x0b\x32\x1f.headrace.api.sample.v1.Failure\x12\x15\n\rprompt_tokens\x18\x0b \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x0c \x01(\r\x12\x16\n\x0etrained_tokens\x18\r \x01(\r\x12:\n\rpolicy_ranges\x18\x0e \x03(\x0b\x32#.headrace.api.sample.v1.PolicyRange\x12\x0e\n\x06\x64igest\x18\x0f \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x10 \x01(\x04\x12>\n\x04tags\x18\x11 \x03(\x0b\x32\x30.headrace.api.sample.v1.SampleEnvelope.TagsEntry\x12<\n\x0bout_of_line\x18\x12 \x03(\x0b\x32\'.headrace.api.sample.v1.OutOfLineColumn\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_reward\"B\n\x0fOutOfLineColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"S\n\x06Sample\x12\x38\n\x08\x65nvelope\x18\x01 \x01(\x0b\x32&.headrace.api.sample.v1.SampleEnvelope\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\xe5\x01\n\rSamplePayload\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x12\n\x05label\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x1c\n\x14sampling_params_json\x18\x05 \x01(\t\x12/\n\x07\x63olumns\x18\x06 \x03(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x1b\n\x13train_metadata_json\x18\x07 \x01(\t\x12\x11\n\thook_json\x18\x08 \x01(\tB\x08\n\x06_label\"\xe0\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x18\n\x0bjson_schema\x18\t \x01(\tH\x06\x88\x01\x01\x12\x12\n\x05regex\x18\n \x01(\tH\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokensB\x07\n\x05_seedB\x11\n\x0f_min_new_tokensB\x0e\n\x0c_json_schemaB\x08\n\x06_regex*\x9c\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x0f\n\x0b\x44TYPE_INT16\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x0f\n\x0b\x44TYPE_INT64\x10\x04\x12\x11\n\rDTYPE_FLOAT32\x10\x05\x12\x11\n\rDTYPE_FLOAT64\x10\x06\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x07*\xb7\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLE_STATUS_PENDING\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x02\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x03\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x04\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEENVELOPE_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLEENVELOPE_TAGSENTRY']._loaded_options = None
   _globals['_SAMPLEENVELOPE_TAGSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2113
-  _globals['_DTYPE']._serialized_end=2269
-  _globals['_SAMPLESTATUS']._serialized_start=2272
-  _globals['_SAMPLESTATUS']._serialized_end=2455
+  _globals['_DTYPE']._serialized_start=2132
+  _globals['_DTYPE']._serialized_end=2288
+  _globals['_SAMPLESTATUS']._serialized_start=2291
+  _globals['_SAMPLESTATUS']._serialized_end=2474
   _globals['_COLUMN']._serialized_start=63
   _globals['_COLUMN']._serialized_end=160
   _globals['_CHATMESSAGE']._serialized_start=162
@@ -46,23 +46,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=228
   _globals['_CHATMESSAGES']._serialized_end=297
   _globals['_PROMPT']._serialized_start=300
-  _globals['_PROMPT']._serialized_end=503
-  _globals['_FAILURE']._serialized_start=505
-  _globals['_FAILURE']._serialized_end=547
-  _globals['_POLICYRANGE']._serialized_start=549
-  _globals['_POLICYRANGE']._serialized_end=630
-  _globals['_SAMPLEENVELOPE']._serialized_start=633
-  _globals['_SAMPLEENVELOPE']._serialized_end=1370
-  _globals['_SAMPLEENVELOPE_REWARDPARTSENTRY']._serialized_start=1264
-  _globals['_SAMPLEENVELOPE_REWARDPARTSENTRY']._serialized_end=1314
-  _globals['_SAMPLEENVELOPE_TAGSENTRY']._serialized_start=1316
-  _globals['_SAMPLEENVELOPE_TAGSENTRY']._serialized_end=1359
-  _globals['_OUTOFLINECOLUMN']._serialized_start=1372
-  _globals['_OUTOFLINECOLUMN']._serialized_end=1438
-  _globals['_SAMPLE']._serialized_start=1440
-  _globals['_SAMPLE']._serialized_end=1523
-  _globals['_SAMPLEPAYLOAD']._serialized_start=1526
-  _globals['_SAMPLEPAYLOAD']._serialized_end=1755
-  _globals['_SAMPLINGPARAMS']._serialized_start=1758
-  _globals['_SAMPLINGPARAMS']._serialized_end=2110
+  _globals['_PROMPT']._serialized_end=522
+  _globals['_FAILURE']._serialized_start=524
+  _globals['_FAILURE']._serialized_end=566
+  _globals['_POLICYRANGE']._serialized_start=568
+  _globals['_POLICYRANGE']._serialized_end=649
+  _globals['_SAMPLEENVELOPE']._serialized_start=652
+  _globals['_SAMPLEENVELOPE']._serialized_end=1389
+  _globals['_SAMPLEENVELOPE_REWARDPARTSENTRY']._serialized_start=1283
+  _globals['_SAMPLEENVELOPE_REWARDPARTSENTRY']._serialized_end=1333
+  _globals['_SAMPLEENVELOPE_TAGSENTRY']._serialized_start=1335
+  _globals['_SAMPLEENVELOPE_TAGSENTRY']._serialized_end=1378
+  _globals['_OUTOFLINECOLUMN']._serialized_start=1391
+  _globals['_OUTOFLINECOLUMN']._serialized_end=1457
+  _globals['_SAMPLE']._serialized_start=1459
+  _globals['_SAMPLE']._serialized_end=1542
+  _globals['_SAMPLEPAYLOAD']._serialized_start=1545
+  _globals['_SAMPLEPAYLOAD']._serialized_end=1774
+  _globals['_SAMPLINGPARAMS']._serialized_start=1777
+  _globals['_SAMPLINGPARAMS']._serialized_end=2129
 # @@protoc_insertion_point(module_scope)

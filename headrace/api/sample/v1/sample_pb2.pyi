@@ -207,6 +207,7 @@ class Prompt(_message.Message):
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    HOOK_JSON_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     """Unique within a stream; the idempotency key of SubmitPrompts. Derived from file and row for prompts read from data."""
     text: _builtins.str
@@ -219,6 +220,11 @@ class Prompt(_message.Message):
     """A JSON array of tool definitions for the chat template. Empty: none."""
     priority: _builtins.int
     """Larger goes first under the `priority` selection; 0 by default."""
+    hook_json: _builtins.str
+    """A JSON object, copied to each sample's hook_json. `label_is_json` says that the label is the JSON of an object or a
+    list: users' functions are given that value. `session_id`, `generate_function_path` and `custom_rm_path` are set by
+    the job's own data source alone: SubmitPrompts refuses them. Empty: none.
+    """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Given to the chat template."""
@@ -233,10 +239,11 @@ class Prompt(_message.Message):
         metadata_json: _builtins.str = ...,
         tools_json: _builtins.str = ...,
         priority: _builtins.int = ...,
+        hook_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "content", b"content", "label", b"label", "messages", b"messages", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "content", b"content", "label", b"label", "messages", b"messages", "metadata_json", b"metadata_json", "priority", b"priority", "prompt_id", b"prompt_id", "text", b"text", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "content", b"content", "hook_json", b"hook_json", "label", b"label", "messages", b"messages", "metadata_json", b"metadata_json", "priority", b"priority", "prompt_id", b"prompt_id", "text", b"text", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
     _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015
@@ -551,7 +558,8 @@ class SamplePayload(_message.Message):
     """A JSON object handed to loss hooks as it is. Empty: none."""
     hook_json: _builtins.str
     """A JSON object: what users' functions set and see again, and nobody else reads (session_id, group_index, the prompt as
-    messages, counts of an engine's answers, paths of functions). Empty: none.
+    messages, the turns of a conversation, counts of an engine's answers, paths of functions, label_is_json as in
+    Prompt). Empty: none.
     """
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Column]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from headrace.errors import ConfigError
@@ -22,6 +23,26 @@ _SLIMES: Mapping[str, str] = {
     "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: it goes on beside training",
 }
 _SLIME = ("slime.", "slime_plugins.")
+
+
+class _Way(Enum):
+    """How a definition may be recognised; the first way that finds any decides."""
+
+    NAMES = "by the names of its arguments, or by its method"
+    NUMBER = "by the number of its arguments"
+    GUESSED = "a class whose base is not read here, and may have the method"
+
+
+_WAYS = tuple(_Way)
+_METHODS = frozenset({"get_samples", "compute_reward"})
+_NO_HOOKS = ("ABC", "BaseModel", "Enum", "Exception", "Generic", "NamedTuple", "Protocol", "TypedDict", "object")
+_KNOWN_BASES: Mapping[str, frozenset[str]] = {
+    **{name: frozenset() for name in _NO_HOOKS},
+    "RolloutDataSource": frozenset({"get_samples", "add_samples"}),
+    "RolloutDataSourceWithBuffer": frozenset({"get_samples", "add_samples", "buffer_filter"}),
+    "SequenceClassifier": frozenset({"compute_reward"}),
+}
+"""The methods of classes that hooks extend; none of those that are no hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +98,86 @@ HOOK_LEAVES: Sequence[str] = tuple(_FORMS)
 def fitting(option: str, file: Path, *, group_rm: bool = False) -> list[str]:
     """Functions and classes of the file that the flag could mean, in the order of the file."""
     form = _form(option, group_rm)
-    public = [node for node in definitions(option, file) if not node.name.startswith("_")]
-    exact = [node.name for node in public if _fits(node, form, _has_names)]
-    return exact or [node.name for node in public if _fits(node, form, _has_number)]
+    public = _public(option, file)
+    return next((found for takes in _WAYS if (found := [node.name for node in public if _fits(node, form, takes)])), [])
 
 
 def hooks_of(file: Path) -> list[str]:
     """Everything in the file whose arguments have the names that some flag expects, or else their number."""
-    public = [node for node in definitions("hook", file) if not node.name.startswith("_")]
+    public = _public("hook", file)
     forms = [*_FORMS.values(), _GROUP_REWARD]
-    for takes in (_has_names, _has_number):
+    for takes in _WAYS:
         if found := [node.name for node in public if any(_fits(node, form, takes) for form in forms)]:
             return found
     return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """A function, or a class with the methods that it has: its own, and those of its base classes.
+
+    `methods` is None of a class with a base whose code is not read here: it may have any.
+    """
+
+    name: str
+    node: Definition
+    methods: frozenset[str] | None = frozenset()
+
+
+def _public(option: str, file: Path) -> list[_Definition]:
+    """What the file defines, in its order."""
+    scope = _Scope.of(option, file)
+    return [
+        _Definition(name, node, scope.methods(name) if isinstance(node, ast.ClassDef) else frozenset())
+        for name, node in scope.nodes.items()
+        if not name.startswith("_")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """A file's definitions, and the names that it imports: (module, name there)."""
+
+    option: str
+    file: Path
+    nodes: Mapping[str, Definition]
+    imported: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, option: str, file: Path) -> _Scope:
+        imported: dict[str, tuple[str, str]] = {}
+        for node in _body(option, file):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {each.asname or each.name: (node.module or "", each.name) for each in node.names}
+            elif isinstance(node, ast.Import):
+                imported |= {each.asname or each.name: (each.name, "") for each in node.names}
+        return cls(option, file, {node.name: node for node in definitions(option, file)}, imported)
+
+    def methods(self, name: str, seen: frozenset[tuple[Path, str]] = frozenset()) -> frozenset[str] | None:
+        """The methods of a class of the file; None where one of its bases cannot be read."""
+        node = self.nodes.get(name)
+        if not isinstance(node, ast.ClassDef) or (self.file, name) in seen:
+            return None
+        found = frozenset(each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+        for base in node.bases:
+            inherited = self._of_base(ast.unparse(base).partition("[")[0], seen | {(self.file, name)})
+            if inherited is None:
+                return None if not found & _METHODS else found
+            found |= inherited
+        return found
+
+    def _of_base(self, name: str, seen: frozenset[tuple[Path, str]]) -> frozenset[str] | None:
+        if name in self.nodes:
+            return self.methods(name, seen)
+        first, _, rest = name.partition(".")
+        module, there = self.imported.get(first, ("", ""))
+        name = there or rest or name
+        if (known := _KNOWN_BASES.get(name.rpartition(".")[2])) is not None:
+            return known
+        neighbour = self.file.parent / f"{module.replace('.', '/')}.py"
+        if module and neighbour.is_file():
+            return _Scope.of(self.option, neighbour).methods(name, seen)
+        return None
 
 
 def _form(option: str, group_rm: bool) -> HookForm:
@@ -98,13 +186,16 @@ def _form(option: str, group_rm: bool) -> HookForm:
 
 def definitions(option: str, file: Path) -> list[Definition]:
     """Functions and classes of the file. Raises ConfigError when it is not valid Python."""
+    return [node for node in _body(option, file) if isinstance(node, Definition)]
+
+
+def _body(option: str, file: Path) -> list[ast.stmt]:
     try:
-        body = syntax_tree(file.read_text()).body
+        return syntax_tree(file.read_text()).body
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{option} {file}: {where}: {message}", field=option) from error
-    return [node for node in body if isinstance(node, Definition)]
 
 
 def completed(option: str, path: str, *, group_rm: bool = False) -> str:
@@ -141,15 +232,16 @@ def refuse_slimes(option: str, path: str) -> None:
     )
 
 
-def _fits(
-    node: Definition, form: HookForm, takes: Callable[[Sequence[str], Sequence[str], tuple[str, ...]], bool]
-) -> bool:
+def _fits(definition: _Definition, form: HookForm, way: _Way) -> bool:
+    node = definition.node
     if isinstance(node, ast.ClassDef):
-        methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-        return form.method is not None and form.method in methods
+        if form.method is None:
+            return False
+        return way is _Way.GUESSED if definition.methods is None else form.method in definition.methods
     given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     required = [name for name in given[: len(given) - len(node.args.defaults)] if name != "evaluation"]
-    return any(takes(given, required, names) for names in form.arguments)
+    takes = {_Way.NAMES: _has_names, _Way.NUMBER: _has_number}.get(way)
+    return takes is not None and any(takes(given, required, names) for names in form.arguments)
 
 
 def _has_names(given: Sequence[str], required: Sequence[str], names: tuple[str, ...]) -> bool:

@@ -16,11 +16,11 @@ from headrace.hooks.failure import call_failure
 from headrace.hooks.generate import takes_group
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
-from headrace.trajectory import Sample
+from headrace.trajectory import Failure, Sample
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.hooks.hook_samples import HookSamples, WeightsRefused
-from services.rollout.production.sampling import SampleRequest, failed_sample
+from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample
 
 _WORKERS = 2
 _LOAD_SECONDS = 120.0
@@ -113,6 +113,54 @@ class HookSampler:
     def _require_no_refusal(self, refusals: int) -> None:
         if self._weights.refusals != refusals:
             raise WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again")
+
+
+class OwnFunctions:
+    """A sampler whose prompts may name the generate function that plays them (`generate_function_path`).
+
+    A function is loaded when its first prompt comes; all other prompts go to the job's own sampler.
+    """
+
+    def __init__(self, sampler: Sampler, make: Callable[[str], HookSampler]) -> None:
+        self._sampler = sampler
+        self._make = make
+        self._of_paths: dict[str, asyncio.Task[HookSampler]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        loaded = [task.result() for task in self._of_paths.values() if task.done() and not task.exception()]
+        return self._sampler.in_flight + sum(each.in_flight for each in loaded)
+
+    async def start(self) -> None:
+        """Functions are loaded when they are needed."""
+
+    async def close(self) -> None:
+        for task in self._of_paths.values():
+            task.cancel()
+        loaded = await asyncio.gather(*self._of_paths.values(), return_exceptions=True)
+        for each in loaded:
+            if isinstance(each, HookSampler):
+                await each.close()
+
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """Returns the samples of one prompt. A function that cannot be loaded fails them."""
+        path = requests[0].hook_fields.get("generate_function_path")
+        sampler: Sampler = self._sampler
+        if isinstance(path, str) and path:
+            if path not in self._of_paths:
+                self._of_paths[path] = asyncio.create_task(self._loaded(path))
+            try:
+                sampler = await asyncio.shield(self._of_paths[path])
+            except HeadraceError as error:
+                return [failed_sample(request, Failure("HOOK_NOT_LOADED", error.message)) for request in requests]
+        return await sampler.sample_all(requests, evaluation=evaluation, return_partial=return_partial)
+
+    async def _loaded(self, path: str) -> HookSampler:
+        sampler = self._make(path)
+        await sampler.start()
+        return sampler
 
 
 def custom_args(args: HookArgs, router_url: str) -> HookArgs:

@@ -15,6 +15,7 @@ from headrace.hooks import HookArgs, from_hook, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.finished import require_finished
 from headrace.images.columns import processed_of, raw_of
+from headrace.prompts.label import label_for_hooks
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
@@ -24,6 +25,29 @@ from services.rollout.production.sampling import SampleRequest, failed_sample
 
 class WeightsRefused(Unavailable):
     """The samples must not be stored; they are generated again."""
+
+
+def sample_for_hook(request: SampleRequest, args: HookArgs) -> HookSample:
+    """Gives the function a row's messages as they are, unless the job applies the chat template to prompts."""
+    if request.begun:
+        return to_hook(request.begun)
+    prompt, metadata, fields = request.prompt, dict(request.metadata), request.hook_fields
+    if prompt.tools:
+        metadata.setdefault("tools", prompt.tools)
+    columns = prompt.images.columns if prompt.images else {}
+    as_text = prompt.messages is None or args.get("apply_chat_template")
+    return HookSample(
+        group_index=zlib.crc32(request.group_id.encode()),  # the same for all samples of a group, after a restart too
+        index=request.index,
+        session_id=fields.get("session_id", request.sample_id),
+        prompt=prompt.text if as_text else [dict(message) for message in prompt.messages or ()],
+        multimodal_inputs=raw_of(columns),
+        multimodal_train_inputs=processed_of(columns),
+        label=label_for_hooks(request.label, fields),
+        metadata=metadata,
+        generate_function_path=fields.get("generate_function_path"),
+        custom_rm_path=fields.get("custom_rm_path"),
+    )
 
 
 class HookSamples:
@@ -39,26 +63,8 @@ class HookSamples:
         self._warned = False
 
     def given(self, request: SampleRequest) -> HookSample:
-        """Gives the function a row's messages as they are, unless the job applies the chat template to prompts."""
-        if request.begun:
-            return to_hook(request.begun)
-        prompt, metadata = request.prompt, dict(request.metadata)
-        if prompt.tools:
-            metadata.setdefault("tools", prompt.tools)
-        columns = prompt.images.columns if prompt.images else {}
-        as_text = prompt.messages is None or self._args.get("apply_chat_template")
-        return HookSample(
-            group_index=zlib.crc32(
-                request.group_id.encode()
-            ),  # the same for all samples of a group, after a restart too
-            index=request.index,
-            session_id=request.sample_id,
-            prompt=prompt.text if as_text else [dict(message) for message in prompt.messages or ()],
-            multimodal_inputs=raw_of(columns),
-            multimodal_train_inputs=processed_of(columns),
-            label=request.label,
-            metadata=metadata,
-        )
+        """The request's sample as the function is given it."""
+        return sample_for_hook(request, self._args)
 
     async def of_one(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
         """Returns the samples of one request; an unusable one is that request's failure."""
