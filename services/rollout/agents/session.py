@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.hooks.kit.tool_call import opens_thought
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.messages import Message
@@ -223,13 +224,13 @@ class AgentPolicy:
     ) -> Choice:
         """Records a response and returns it as the client is given it."""
         pieces = [self._encoder.decode_exactly([token]) for token in generation.tokens]
-        answer, message = await self._answer(session, request, generation)
+        answer, message = await self._answer(session, request, ask, generation)
         if generation.tokens:
             session.record.add(ask, answer, message if isinstance(request, ChatRequest) else None)
         return Choice(answer, message, pieces)
 
     async def _answer(
-        self, session: Session, request: ChatRequest | CompletionRequest, generation: Generation
+        self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation
     ) -> tuple[RecordedAnswer, Message]:
         tokens = generation.tokens
         ends = generation.finish is Finish.STOP and bool(tokens) and self._ends(session, tokens[-1])
@@ -238,7 +239,9 @@ class AgentPolicy:
         calls = None
         content, rest = _cut(text, (*session.params.stop, *request.stops))
         if isinstance(request, ChatRequest) and request.offered_tools:
-            content, called, calls = await self._tool_calls.read(content, request.offered_tools)
+            content, called, calls = await self._tool_calls.read(
+                content, request.offered_tools, in_thought=opens_thought(ask.text)
+            )
             rest = called + rest
         answer = RecordedAnswer(
             tokens=tokens,

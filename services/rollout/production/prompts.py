@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.images.file import BAD_IMAGE
+from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
@@ -141,9 +142,12 @@ class PromptEncoder:
         return frozenset((*self.tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)))
 
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
-        """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
+        """Encodes a conversation in OpenAI's format.
+
+        Raises InvalidArgument when the chat template refuses it, or leaves out the text of a message.
+        """
         plain, references = references_of(messages)
-        text = self.render(plain, tools)
+        text = render_prompt(self.tokenizer, plain, tools, self.variables, needs_calls=True)
         tokens, images = self.tokens_of_rendered(text), None
         if references:
             if self._images is None:
@@ -156,14 +160,7 @@ class PromptEncoder:
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the conversation's text up to the policy's turn. Raises InvalidArgument as `encode_messages` does."""
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.variables
-                )
-            )
-        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
-            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
+        return render_prompt(self.tokenizer, messages, tools, self.variables)
 
     def tokens_of_rendered(self, text: str) -> tuple[int, ...]:
         """Tokenizes a text of the chat template. Raises InvalidArgument when it is too large."""
