@@ -45,6 +45,7 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     reasoning_content: str | None = None
+    function_call: Any = None
 
     @property
     def text(self) -> str:
