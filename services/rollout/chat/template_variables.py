@@ -44,5 +44,7 @@ def readable(tokenizer: Any) -> frozenset[str]:
         environment = _compile_jinja_template(source).environment
         tree = environment.parse(source)
         assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}  # in a branch, maybe
-        found |= meta.find_undeclared_variables(tree) - assigned - set(environment.globals)
+        tests = (test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+        asked = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}  # assigned where it is absent
+        found |= (meta.find_undeclared_variables(tree) - assigned | asked) - set(environment.globals)
     return frozenset(found - _GIVEN - set(tokenizer.special_tokens_map))
