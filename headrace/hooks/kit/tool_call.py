@@ -294,4 +294,3 @@ def _of_json(item: Any) -> ToolCall | None:
 def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
     found = pattern.match(text, position)
     return found.end() if found else position
-

@@ -38,7 +38,11 @@ def render_prompt(
 
     def render(rendered: Messages) -> str:
         found = tokenizer.apply_chat_template(
-            list(rendered), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True, **variables
+            list(rendered),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
         )
         return str(found)
 

@@ -35,7 +35,13 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Parameters that change nothing here; `parallel_tool_calls` is a wish, as `tool_choice` is."""
+_OFF = (
+    *("ignore_eos", "use_beam_search", "early_stopping", "no_stop_trim", "include_stop_str_in_output", "echo"),
+    *("continue_final_message", "separate_reasoning", "stream_reasoning", "include_reasoning", "return_token_ids"),
+    *("return_hidden_states", "return_routed_experts", "return_meta_info", "return_prompt_token_ids"),
+)
 _DEFAULTS: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(_OFF, (False,)),
     "best_of": (1,),
     "suffix": ("",),
     "logit_bias": ({},),
@@ -48,7 +54,7 @@ _DEFAULTS: Mapping[str, Sequence[Any]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
 }
-"""Parameters that are not supported, with the values that ask for nothing; else that is null or false."""
+"""Parameters that are not supported, with the values that ask for nothing; null always does."""
 _INSTEAD = {"functions": "offer tools", "function_call": "write tool_choice"}
 
 
@@ -224,7 +230,10 @@ class ChatRequest(_Request, kw_only=True):
     def constraints(self) -> list[Constraint]:
         """Raises InvalidArgument for another type than text, json_object and json_schema."""
         schema = self._schema()
-        return [*([] if schema is None else [Constraint("response_format", "json_schema", schema)]), *super().constraints()]
+        return [
+            *([] if schema is None else [Constraint("response_format", "json_schema", schema)]),
+            *super().constraints(),
+        ]
 
     def _schema(self) -> str | None:
         form = self.response_format or {"type": "text"}
@@ -283,7 +292,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidArgument(f"the request cannot be read: {error}") from error
     for name in fields.keys() - set(kind.__struct_fields__) - _WITHOUT_EFFECT:
-        if fields[name] is not None and fields[name] not in _DEFAULTS.get(name, (False,)):
+        if fields[name] is not None and fields[name] not in _DEFAULTS.get(name, ()):
             instead = _INSTEAD.get(name, "leave it out")
             raise InvalidArgument(f"{name[:80]} is not supported: {instead}", field=name[:80])
     request.check()
@@ -291,7 +300,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
 
 
 def _structured(asked: Mapping[str, Any] | None) -> list[tuple[str, str, Any]]:
-    """vLLM's `structured_outputs`: an object with one of these."""
+    """VLLM's `structured_outputs`: an object with one of these."""
     found = []
     for name, value in (asked or {}).items():
         if value is None or value is False:

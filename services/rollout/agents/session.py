@@ -108,7 +108,9 @@ class Session:
             asked, jobs = getattr(request, name), getattr(self.params, name)
             if self.is_recorded and asked not in (None, jobs) and not (name == "top_k" and jobs is None and asked <= 0):
                 has = "all tokens" if jobs is None else f"{jobs:g}"
-                self.warn(f"the agent asks for {name} {asked:g}: samples are drawn with --rollout-{name.replace('_', '-')}, {has}")
+                self.warn(
+                    f"the agent asks for {name} {asked:g}: samples are drawn with --rollout-{name.replace('_', '-')}, {has}"
+                )
         return replace(params, max_new_tokens=min(params.max_new_tokens, room), seed=self._seed(params.seed, number))
 
     def next_request(self) -> str:
@@ -180,9 +182,7 @@ class AgentPolicy:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
         record = session.record
         if isinstance(request, ChatRequest):
-            return await self._encoder.off_loop(
-                record.ask, request.messages, request.offered_tools, request.variables
-            )
+            return await self._encoder.off_loop(record.ask, request.messages, request.offered_tools, request.variables)
         return await self._encoder.off_loop(record.ask_text, request.prompt)
 
     async def choices(self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask) -> list[Choice]:

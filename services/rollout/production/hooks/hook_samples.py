@@ -23,7 +23,6 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
-
 _SHOWN_CHARACTERS = 300
 
 
