@@ -142,6 +142,10 @@ class _Request(msgspec.Struct, kw_only=True):
             raise InvalidArgument(f"top_p is {self.top_p:g}, must be in (0, 1]", field="top_p")
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise InvalidArgument(f"stop must be at most {MAX_STOPS} strings that are not empty", field="stop")
+        self._check_weights()
+        self._check_constraints()
+
+    def _check_weights(self) -> None:
         for field, least, most in (("frequency_penalty", -2, 2), ("presence_penalty", -2, 2), ("min_p", 0, 1)):
             if (value := getattr(self, field)) is not None and not least <= value <= most:
                 raise InvalidArgument(f"{field} is {value:g}, must be from {least} to {most}", field=field)
@@ -156,6 +160,8 @@ class _Request(msgspec.Struct, kw_only=True):
             raise InvalidArgument(
                 f"stop_token_ids must be at most {MAX_STOPS} token ids of 0 or more", field="stop_token_ids"
             )
+
+    def _check_constraints(self) -> None:
         constraints = self.constraints()
         for constraint in constraints:
             constraint.check()

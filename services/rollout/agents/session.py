@@ -99,19 +99,20 @@ class Session:
                 reason="PROMPT_TOO_LONG",
                 field="messages",
             )
-        if self.is_recorded and request.temperature not in (None, self.params.temperature):
-            self.warn(
-                f"the agent asks for temperature {request.temperature:g}: samples are trained at --rollout-temperature "
-                f"{self.params.temperature:g}, and drawn with it"
-            )
-        for name in ("top_p", "top_k"):
-            asked, jobs = getattr(request, name), getattr(self.params, name)
-            if self.is_recorded and asked not in (None, jobs) and not (name == "top_k" and jobs is None and asked <= 0):
+        if self.is_recorded:
+            self._warn_of_the_jobs(request)
+        return replace(params, max_new_tokens=min(params.max_new_tokens, room), seed=self._seed(params.seed, number))
+
+    def _warn_of_the_jobs(self, request: ChatRequest | CompletionRequest) -> None:
+        """Says where a request asks for other values than the job's."""
+        asked_top_k = request.top_k if request.top_k and request.top_k > 0 else None
+        for name, asked in (("temperature", request.temperature), ("top_p", request.top_p), ("top_k", asked_top_k)):
+            if asked is not None and asked != (jobs := getattr(self.params, name)):
                 has = "all tokens" if jobs is None else f"{jobs:g}"
                 self.warn(
-                    f"the agent asks for {name} {asked:g}: samples are drawn with --rollout-{name.replace('_', '-')}, {has}"
+                    f"the agent asks for {name} {asked:g}: samples are trained at --rollout-{name.replace('_', '-')} "
+                    f"{has}, and drawn with it"
                 )
-        return replace(params, max_new_tokens=min(params.max_new_tokens, room), seed=self._seed(params.seed, number))
 
     def next_request(self) -> str:
         """Returns an id for the engine."""

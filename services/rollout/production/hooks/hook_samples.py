@@ -121,16 +121,18 @@ class HookSamples:
         asked = self._encoder.decode_exactly(sample.tokens[: sample.prompt_length].tolist())
         if asked == request.prompt.text:
             return sample
-        if self._args.get("apply_chat_template") and self._is_templated_twice(request.prompt.text.strip(), asked):
+        if self._args.get("apply_chat_template") and self._is_templated_twice(request.prompt.text, asked):
             self._warn_of_two_templates(asked)
         return replace(sample, hook_fields={**sample.hook_fields, ASKED: asked})
 
     def _is_templated_twice(self, text: str, asked: str) -> bool:
         assert self._encoder is not None
-        if not text or text not in asked:
-            return False
-        turn = self._encoder.render([{"role": "user", "content": text}], None)
-        return text + turn.rpartition(text)[2] in asked
+        for shown in (text, text.strip()):  # some templates cut blanks off
+            if shown and shown in asked:
+                turn = self._encoder.render([{"role": "user", "content": shown}], None)
+                if shown + turn.rpartition(shown)[2] in asked:
+                    return True
+        return False
 
     def _warn_of_two_templates(self, asked: str) -> None:
         if self._templates_twice:
@@ -139,8 +141,8 @@ class HookSamples:
         shown = asked if len(asked) <= _SHOWN_CHARACTERS else f"{asked[:_SHOWN_CHARACTERS]}…"
         self._warn(
             f"hook {self._path} makes messages of sample.prompt, which --apply-chat-template has rendered already: the "
-            f"model is asked {shown!r}. Leave --apply-chat-template out, or pass sample.prompt to generate_single as it "
-            "is"
+            f"model is asked {shown!r}. Leave --apply-chat-template out, or pass sample.prompt to generate_single "
+            "as it is"
         )
 
     def _warn_without_versions(self, sample: HookSample) -> None:
