@@ -30,6 +30,8 @@ _LEVEL = 3
 _FAILED_SHARE, _FAILED_FILES = 10, 4
 """Failed samples have a tenth of the bytes, in four files."""
 _EVALUATED_SHARE = 10
+ASKED = "asked"
+"""The key in `hook_fields` of the text that the model was asked, where a user's function made another of the prompt."""
 """Evaluated samples have another tenth."""
 
 
@@ -72,7 +74,7 @@ class Answer:
             index=sample.index,
             rollout_id=sample.rollout_id,
             status=sample.status.value,
-            prompt=sample.prompt,
+            prompt=_asked(sample),
             response=sample.response,
             label=sample.label,
             metadata=to_json(sample.metadata),
@@ -92,6 +94,11 @@ class Answer:
 
 
 _LINE = TypeAdapter(Answer)
+
+
+def _asked(sample: Sample) -> str:
+    asked = sample.hook_fields.get(ASKED)
+    return asked if isinstance(asked, str) else sample.prompt
 
 
 class SampleLog:

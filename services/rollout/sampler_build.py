@@ -96,6 +96,7 @@ class SamplerBuild:
             per_sample=self.job.rollout.generate_per_sample,
             activity=self.engines.fleet.activity,
             warn=self.warn,
+            encoder=self.encoder,
         )
 
     @cached_property

@@ -9,7 +9,7 @@ from headrace.hooks.kit.call import current_call
 from headrace.hooks.kit.completion import Completion
 from headrace.hooks.kit.generate import generate_single
 from headrace.hooks.kit.template import template_of
-from headrace.hooks.kit.tool_call import ToolCall, divided
+from headrace.hooks.kit.tool_call import ToolCall, divided_response
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -41,7 +41,7 @@ async def chat(
     response = await generate_single(messages, tools=tools, sampling_params=sampling_params)
     offered = tools if tools is not None else call.tools
     said, tool_calls = str(response), list[dict[str, Any]]()
-    if offered and (found := divided(response.raw, parser=response.parser, tools=offered)).calls:
+    if offered and (found := divided_response(response, tools=offered)).calls:
         said = template_of(call.args).without_special(found.before)
         tool_calls = _in_message(found.calls, sum(len(message.get("tool_calls") or ()) for message in messages))
     content = response.as_content(said, tool_calls)

@@ -24,6 +24,8 @@ class Completion(str):
     """The calls that its message has beside this text."""
     parser: str | None
     """The one of SGLang's parsers that the job names for tool calls."""
+    in_thought: bool
+    """True where the prompt has opened a thought, so that the text begins in its midst."""
     is_open: bool
     """True where a conversation that ends with it ended before its time: a function that leaves it was cut."""
 
@@ -36,17 +38,20 @@ class Completion(str):
         seen: Sequence[Any],
         *,
         parser: str | None = None,
+        in_thought: bool = False,
     ) -> Completion:
         """Attaches the tokens to the text."""
         completion = cls(text)
         completion.raw, completion.trajectory, completion.seen = raw, trajectory, seen
-        completion.whole, completion.parser = text, parser
+        completion.whole, completion.parser, completion.in_thought = text, parser, in_thought
         completion.tool_calls, completion.is_open = (), True
         return completion
 
     def as_content(self, text: str, tool_calls: Sequence[Any]) -> Completion:
         """Returns the same response as a message's content that has `tool_calls` beside it."""
-        content = Completion.of(text, self.raw, self.trajectory, self.seen, parser=self.parser)
+        content = Completion.of(
+            text, self.raw, self.trajectory, self.seen, parser=self.parser, in_thought=self.in_thought
+        )
         content.whole, content.tool_calls, content.is_open = str(self), copied(tool_calls), bool(tool_calls)
         return content
 

@@ -11,9 +11,11 @@ from headrace.hooks.kit.completion import Completion, copied
 from headrace.hooks.kit.engine import ask_engine
 from headrace.hooks.kit.sglang_parser import tool_call_parser
 from headrace.hooks.kit.template import Template, template_of
+from headrace.hooks.kit.tool_call import opens_thought
 from headrace.hooks.kit.trajectory import Trajectory
 
 _AFTER_ABORT_SECONDS = 0.1
+_OPENING_TOKENS = 16  # enough for the mark that opens a thought, whatever tokens it has
 Conversation = str | Sequence[Mapping[str, Any]]
 
 
@@ -36,6 +38,7 @@ async def generate_single(
     trajectory = _continued(call, template, conversation, tools if tools is not None else call.tools)
     params = {**call.params(), **(sampling_params or {})}
     start = len(trajectory.response_tokens)
+    in_thought = opens_thought(template.decode(trajectory.tokens[-_OPENING_TOKENS:], special=True))
     if _has_turns(call, trajectory):
         await _extend(call, trajectory, params)
     else:
@@ -48,6 +51,7 @@ async def generate_single(
         trajectory,
         seen,
         parser=tool_call_parser(call.args),
+        in_thought=in_thought,
     )
     call.record(conversation, completion)
     return completion

@@ -6,12 +6,12 @@ one pays that; what has no name is read by `headrace.hooks.kit.tool_call`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.hooks.kit.argument import json_at
 from headrace.suggest import did_you_mean
 
 _AUTO = "auto"
@@ -32,7 +32,7 @@ def load_parser(name: str) -> None:
 def read_by(name: str, text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     """Returns what of the text stands before the calls, and name and arguments of each call.
 
-    Calls of a tool that was not offered are among them. Raises ConfigError as `load_parser` does.
+    Calls of other tools than `tools` are among them. Raises ConfigError as `load_parser` does.
     """
     detector = _detector(name)()
     from sglang.srt.entrypoints.openai.protocol import Tool
@@ -84,8 +84,6 @@ def _before(text: str, normal: str) -> str:
 
 
 def _arguments(written: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(written or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    text = written.strip() or "{}"
+    found, end = json_at(text, 0)
+    return found if isinstance(found, dict) and end == len(text) else None

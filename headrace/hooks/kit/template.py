@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
+from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 
 
@@ -58,7 +59,7 @@ class Template:
         mark = f"response-{secrets.token_hex(8)}"
         response = {key: value for key, value in messages[position].items() if key not in ("content", "tool_calls")}
         marked = [*messages[:position], {**response, "content": mark}, *messages[position + 1 :]]
-        _, found, behind = self._render(marked, tools).rpartition(mark)
+        _, found, behind = self._render(marked, tools, first=position).rpartition(mark)
         if not found:
             raise InvalidArgument(
                 "the chat template leaves the policy's earlier response out, so its tokens cannot be continued: append "
@@ -77,19 +78,8 @@ class Template:
             text = text.replace(token, "")
         return text
 
-    def _render(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) if tools else None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **self._variables,
-                )
-            )
-        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
-            raise InvalidArgument(f"the chat template refused the conversation: {error}") from error
+    def _render(self, messages: Sequence[Any], tools: Sequence[Any] | None, *, first: int = 0) -> str:
+        return render_prompt(self._tokenizer, messages, tools, self._variables, first=first)
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))

@@ -1,25 +1,43 @@
-"""Finds the tool calls in a response, in the formats of the models that headrace trains."""
+"""Finds the tool calls in a response, in the formats of the models that headrace trains.
+
+A response is read from left to right: thoughts are skipped, a call ends where its JSON ends, and a malformed call costs
+nothing but itself.
+"""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.hooks.kit.argument import argument_of, json_at
 from headrace.hooks.kit.completion import Completion
 from headrace.hooks.kit.sglang_parser import read_by
 
-_MARKS = (
-    "<tool_call>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
+_THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+_SECTIONS = ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
+_TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_DEEPSEEK, _DEEPSEEK_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+_KIMI, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_MISTRAL = "[TOOL_CALLS]"
+_LLAMA = "<|python_tag|>"
+_OF_CALL = frozenset({"name", "arguments", "parameters", "id", "type"})
+
+_BLANK = re.compile(r"\s*")
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
+_SPECIAL = re.compile(r"(?:\s|<\|[^<>|]*\|>|<｜[^<>｜]*｜>)*\Z")
+_NAME = re.compile(r"[\w.\-]+")
+_GLM_BETWEEN = re.compile(r"(?:\\n|\s)*")
+_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>(?:\\n|\s)*<arg_value>(.*?)</arg_value>", re.S)
+_DEEPSEEK_NAME = re.compile(
+    rf"\s*(?:function{_DEEPSEEK_SEPARATOR}\s*)?([\w.\-]+)\s*(?:{_DEEPSEEK_SEPARATOR})?\s*(?:```json)?\s*(?=\{{)"
 )
+_KIMI_NAME = re.compile(rf"\s*(?:functions\.)?([\w.\-]+?)(?::\d+)?\s*{re.escape(_KIMI_ARGUMENTS)}\s*")
+_MISTRAL_NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+Read = tuple[list["ToolCall"], int]
+"""The calls behind an opening mark, and where they end."""
 
 
 class ToolCall(dict[str, Any]):
@@ -57,118 +75,222 @@ def extract_tool_calls(
 ) -> list[ToolCall]:
     """Returns the well-formed calls of a response: Qwen and Hermes, GLM, DeepSeek, Kimi K2, Mistral, Llama 3.
 
+    Calls that the policy only thinks about are left out. With `tools`, so are calls of other tools, and GLM's
+    arguments, which are no JSON, get the types of the tool's schema.
+
     `parser` is one of SGLang's by its name, as `--sglang-tool-call-parser` takes it; a response of `generate_single`
-    or `chat` brings the job's. Some of SGLang's read the types of arguments in the `tools` that were offered.
-    Raises ConfigError for a parser that there is not.
+    or `chat` brings the job's. Raises ConfigError for a parser that there is not.
     """
-    text, named = response, parser
-    if isinstance(response, Completion):
-        text, named = response.raw, parser or response.parser
-    return list(divided(text, parser=named, tools=tools).calls)
+    return list(divided_response(response, parser=parser, tools=tools).calls)
 
 
-def divided(text: str, *, parser: str | None = None, tools: Sequence[Any] | None = None) -> Divided:
-    """Divides a response's text with special tokens before its first call."""
+def divided_response(
+    response: str, *, parser: str | None = None, tools: Sequence[Any] | None = None, only_offered: bool = True
+) -> Divided:
+    """Divides a text, or a Completion with its special tokens, before its first call."""
+    if not isinstance(response, Completion):
+        return divided(response, parser=parser, tools=tools, only_offered=only_offered)
+    return divided(
+        response.raw,
+        parser=parser or response.parser,
+        tools=tools,
+        in_thought=response.in_thought,
+        only_offered=only_offered,
+    )
+
+
+def divided(
+    text: str,
+    *,
+    parser: str | None = None,
+    tools: Sequence[Any] | None = None,
+    in_thought: bool = False,
+    only_offered: bool = True,
+) -> Divided:
+    """Divides a response's text with special tokens before its first call.
+
+    `in_thought`: the prompt has opened a thought. With `only_offered`, calls of other tools than `tools` are none.
+    """
+    reader = _Reader(text, _schemas(tools or ()), only_offered=bool(tools) and only_offered)
+    calls, start, spoken = reader.read(in_thought=in_thought)
     if parser is not None:
-        return divided_by(text, *read_by(parser, text, tools or ()))
-    starts = [position for mark in _MARKS if (position := text.find(mark)) >= 0]
-    if not starts and text.lstrip().startswith("{"):
-        starts = [0]  # Llama 3 writes nothing but the call
-    start = min(starts, default=len(text))
-    calls = _read(text[start:])
+        before, found = read_by(parser, text[spoken:], tools or ())
+        return divided_by(text, text[:spoken] + before, found, tools)
     return Divided(text[:start], text[start:], calls) if calls else Divided(text)
 
 
-def divided_by(text: str, before: str, found: Sequence[tuple[str, dict[str, Any]]]) -> Divided:
+def spoken_from(text: str, *, in_thought: bool) -> int:
+    """Returns where the response's last thought has ended."""
+    return _Reader(text, {}, only_offered=False).read(in_thought=in_thought)[2]
+
+
+def divided_by(
+    text: str, before: str, found: Sequence[tuple[str, dict[str, Any]]], tools: Sequence[Any] | None
+) -> Divided:
     """The same of what a parser has found: the text before the calls, their names and arguments."""
-    calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found]
+    offered = _schemas(tools or ())
+    calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found if not tools or name in offered]
     return Divided(before, text[len(before) :], calls) if calls else Divided(text)
 
 
-def _read(text: str) -> list[ToolCall]:
-    for read in _FORMATS:
-        if calls := read(text):
-            return calls
-    return []
+def opens_thought(prompt: str) -> bool:
+    """True for a rendered prompt behind which the policy begins in the midst of a thought."""
+    return prompt.rstrip().endswith(tuple(_THOUGHTS))
 
 
-def _tagged_json(text: str) -> list[ToolCall]:
-    """Qwen and Hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
-    return _of_json(re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.S))
+def _schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    """The schema of each tool's parameters, by the tool's name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            parameters = function.get("parameters")
+            found[name] = parameters if isinstance(parameters, Mapping) else {}
+    return found
 
 
-def _key_values(text: str) -> list[ToolCall]:
-    """GLM: `<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> </tool_call>`."""
-    calls = []
-    for name, body in re.findall(r"<tool_call>\s*([\w.\-]+)\s*(<arg_key>.*?)?</tool_call>", text, re.S):
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.S)
-        calls.append(ToolCall(name=name, arguments={key.strip(): _value(value.strip()) for key, value in pairs}))
-    return calls
+class _Reader:
+    """Reads one text."""
+
+    def __init__(self, text: str, offered: Mapping[str, Mapping[str, Any]], *, only_offered: bool) -> None:
+        self._text = text
+        self._offered = offered
+        self._only_offered = only_offered
+        self._formats: Mapping[str, Callable[[int], Read | None]] = {
+            _TOOL_CALL: self._tagged,
+            _DEEPSEEK: self._deepseek,
+            _KIMI: self._kimi,
+            _MISTRAL: self._mistral,
+            _LLAMA: self._bare,
+        }
+        marks = (*_THOUGHTS, *_THOUGHTS.values(), *_SECTIONS, *self._formats)
+        self._marks = re.compile("|".join(map(re.escape, marks)))
+
+    def read(self, *, in_thought: bool) -> tuple[list[ToolCall], int, int]:
+        """Returns the calls, where the first of them begins, and where the last thought has ended."""
+        calls, start, section, position = list[ToolCall](), 0, -1, 0
+        if in_thought:
+            position = min(self._after(mark, 0) for mark in _THOUGHTS.values())
+        spoken = position
+        while mark := self._marks.search(self._text, position):
+            name, position = mark.group(), mark.end()
+            if name in _THOUGHTS:
+                spoken = position = self._after(_THOUGHTS[name], position)
+            elif name in _THOUGHTS.values():  # the prompt has opened this thought: all of it was one
+                calls, spoken = [], position
+            elif name in _SECTIONS:
+                section = mark.start()
+            elif found := self._formats[name](position):
+                made = [call for call in found[0] if not self._only_offered or call.name in self._offered]
+                if made and not calls:
+                    start = section if section >= 0 else mark.start()
+                calls += made
+                position = found[1]
+                continue
+            if name not in _SECTIONS:
+                section = -1
+        if not calls and (bare := self._bare_text(spoken)):
+            return bare, spoken, spoken
+        return calls, start, spoken
+
+    def _after(self, mark: str, position: int) -> int:
+        """Behind the next such mark; a thought that does not end is all that is left."""
+        found = self._text.find(mark, position)
+        return len(self._text) if found < 0 else found + len(mark)
+
+    def _tagged(self, position: int) -> Read | None:
+        """Qwen and Hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>`; GLM writes no JSON in the tag."""
+        position = _end(_BLANK, self._text, position)
+        if self._text[position : position + 1] in ("{", "["):
+            return self._objects(position)
+        return self._key_values(position)
+
+    def _objects(self, position: int, *, are_bare: bool = False) -> Read | None:
+        """JSON objects, and arrays of them, one behind the other. None where the first is malformed."""
+        calls, end = list[ToolCall](), None
+        while self._text[position : position + 1] in ("{", "["):
+            value, position = json_at(self._text, position)
+            if position < 0:
+                break
+            end = position
+            for item in value if isinstance(value, list) else [value]:
+                if (call := _of_json(item)) and (not are_bare or self._is_bare_call(item)):
+                    calls.append(call)
+                elif are_bare:
+                    return None
+            position = _end(_BETWEEN_CALLS, self._text, position)
+        return None if end is None else (calls, end)
+
+    def _is_bare_call(self, item: Mapping[str, Any]) -> bool:
+        """An object without a mark before it is an answer, unless it has a call's keys and the name of a tool."""
+        if self._offered:
+            return item["name"] in self._offered and set(item) <= _OF_CALL
+        return "arguments" in item or "parameters" in item
+
+    def _key_values(self, position: int) -> Read | None:
+        """GLM: `<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> </tool_call>`."""
+        if not (name := _NAME.match(self._text, position)):
+            return None
+        called, arguments = name.group(), dict[str, Any]()
+        schema = self._offered.get(called, {})
+        end = position = _end(_GLM_BETWEEN, self._text, name.end())
+        while pair := _GLM_PAIR.match(self._text, position):
+            key = pair.group(1).strip()
+            arguments[key] = argument_of(pair.group(2), schema, key)
+            end, position = pair.end(), _end(_GLM_BETWEEN, self._text, pair.end())
+        if self._text.startswith("<arg_key>", position):
+            return None  # an argument without its end
+        is_closed = bool(arguments) or self._text.startswith(_TOOL_CALL_END, position)
+        # A name alone without a closing tag may be prose.
+        if not is_closed and not (called in self._offered and _SPECIAL.match(self._text, position)):
+            return None
+        return [ToolCall(name=called, arguments=arguments)], end
+
+    def _deepseek(self, position: int) -> Read | None:
+        """DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`; V3 and R1 write `function` first."""
+        found = _DEEPSEEK_NAME.match(self._text, position)
+        return self._named(found.group(1), found.end()) if found else None
+
+    def _kimi(self, position: int) -> Read | None:
+        """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`."""
+        found = _KIMI_NAME.match(self._text, position)
+        return self._named(found.group(1), found.end()) if found else None
+
+    def _mistral(self, position: int) -> Read | None:
+        """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`; later ones write `[TOOL_CALLS]name[ARGS]{…}`."""
+        if found := _MISTRAL_NAME.match(self._text, position):
+            return self._named(found.group(1), found.end())
+        return self._objects(_end(_BLANK, self._text, position))
+
+    def _named(self, name: str, position: int) -> Read | None:
+        value, end = json_at(self._text, position)
+        return ([ToolCall(name=name, arguments=value)], end) if isinstance(value, dict) else None
+
+    def _bare(self, position: int) -> Read | None:
+        """Llama 3 behind `<|python_tag|>`: `{"name": …, "parameters": …}; {…}`."""
+        return self._objects(_end(_BLANK, self._text, position))
+
+    def _bare_text(self, position: int) -> list[ToolCall]:
+        """Llama 3 without a mark: nothing but calls is written."""
+        found = self._objects(_end(_BLANK, self._text, position), are_bare=True)
+        if found is None or not _SPECIAL.match(self._text, _end(_BETWEEN_CALLS, self._text, found[1])):
+            return []
+        return [call for call in found[0] if not self._only_offered or call.name in self._offered]
 
 
-def _deepseek(text: str) -> list[ToolCall]:
-    """DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`; V3 and R1 write `function` first."""
-    calls = []
-    for name, body in re.findall(
-        r"<｜tool▁call▁begin｜>(?:function)?(?:<｜tool▁sep｜>)?\s*([\w.\-]+)(.*?)<｜tool▁call▁end｜>", text, re.S
-    ):
-        arguments = _json(re.sub(r"^\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?|```\s*$", "", body))
-        if isinstance(arguments, dict):
-            calls.append(ToolCall(name=name, arguments=arguments))
-    return calls
-
-
-def _kimi(text: str) -> list[ToolCall]:
-    """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`."""
-    found = re.findall(
-        r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
-        r"<\|tool_call_end\|>",
-        text,
-        re.S,
-    )
-    parsed = [(name, _json(body)) for name, body in found]
-    return [ToolCall(name=name, arguments=body) for name, body in parsed if isinstance(body, dict)]
-
-
-def _mistral(text: str) -> list[ToolCall]:
-    """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`."""
-    _, found, behind = text.partition("[TOOL_CALLS]")
-    return _of_json([behind]) if found else []
-
-
-def _llama(text: str) -> list[ToolCall]:
-    """Llama 3: the whole response is `{"name": …, "parameters": …}`, also behind `<|python_tag|>`."""
-    bare = re.sub(r"<\|(?:python_tag|eot_id|eom_id)\|>", "", text).strip()
-    return _of_json([bare]) if bare.startswith("{") else []
-
-
-_FORMATS: tuple[Callable[[str], list[ToolCall]], ...] = (
-    *(_tagged_json, _key_values, _deepseek, _kimi, _mistral, _llama),
-)
-
-
-def _of_json(texts: list[str]) -> list[ToolCall]:
-    """The calls of JSON objects, and of arrays of them; what is none is left out."""
-    calls = []
-    for text in texts:
-        found = _json(text)
-        for item in found if isinstance(found, list) else [found]:
-            if isinstance(item, dict) and isinstance(item.get("name"), str):
-                arguments = item.get("arguments", item.get("parameters", {}))
-                arguments = _json(arguments) if isinstance(arguments, str) else arguments
-                if isinstance(arguments, dict):
-                    calls.append(ToolCall(name=item["name"], arguments=arguments))
-    return calls
-
-
-def _value(text: str) -> Any:
-    found = _json(text)
-    return text if found is None else found
-
-
-def _json(text: str) -> Any:
-    """Returns the first JSON value of the text, or None."""
-    try:
-        return json.JSONDecoder().raw_decode(text.strip())[0]
-    except (ValueError, RecursionError):
+def _of_json(item: Any) -> ToolCall | None:
+    if not isinstance(item, dict) or not isinstance(name := item.get("name"), str) or not name:
         return None
+    arguments = next((item[key] for key in ("arguments", "parameters") if item.get(key) is not None), None)
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        arguments, end = json_at(text or "{}", 0)
+        if end != len(text or "{}"):
+            return None
+    arguments = {} if arguments is None else arguments
+    return ToolCall(name=name, arguments=arguments) if isinstance(arguments, dict) else None
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    found = pattern.match(text, position)
+    return found.end() if found else position

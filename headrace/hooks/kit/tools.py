@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.errors import AlreadyExists, InvalidArgument
 from headrace.hooks.kit.chat import AssistantMessage
-from headrace.hooks.kit.tool_call import ToolCall, extract_tool_calls
+from headrace.hooks.kit.tool_call import ToolCall, divided_response
 from headrace.suggest import did_you_mean
 
 _SECONDS = 10.0
@@ -148,7 +148,8 @@ class Tools:
         if isinstance(response, AssistantMessage):
             calls, ids = response.tool_calls, [call["id"] for call in response.get("tool_calls", ())]
         else:
-            calls, ids = extract_tool_calls(response, tools=self.schemas()), []
+            # What no tool is called is answered, too: the policy reads which tools there are.
+            calls, ids = list(divided_response(response, tools=self.schemas(), only_offered=False).calls), []
         answers = await asyncio.gather(*(self.call(call) for call in calls))
         made = [
             {"role": "tool", "name": call.name, "content": answer} for call, answer in zip(calls, answers, strict=True)

@@ -13,8 +13,6 @@ from headrace.errors import InvalidArgument
 from headrace.wire.checks import require_between
 from headrace.wire.limits import MAX_MESSAGES, MAX_TOOLS
 
-_ROLES = {"developer": "system"}
-
 
 class Function(msgspec.Struct):
     """The function of a tool call; OpenAI writes its arguments as JSON in a string."""
@@ -47,6 +45,7 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     reasoning_content: str | None = None
+    function_call: Any = None
 
     @property
     def text(self) -> str:
@@ -62,7 +61,7 @@ class Message(msgspec.Struct):
 
     def for_template(self) -> dict[str, Any]:
         """Returns what chat templates expect: content as text, and arguments as objects."""
-        made: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": self.text}
+        made: dict[str, Any] = {"role": self.role, "content": self.text}
         for field in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, field)) is not None:
                 made[field] = value

@@ -1,13 +1,15 @@
 """OpenAI's requests and responses, of the chat and of the completions API.
 
-A parameter that would change what is sampled in a way that headrace cannot record is refused by its name.
+A parameter acts, or is refused by its name: none is ignored that would change what is sampled. A recorded session
+refuses more of them, because a response that is trained is sampled as the job says.
 """
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,8 +28,54 @@ from services.rollout.production.sampling import require_one_constraint
 T = TypeVar("T", bound="_Request")
 
 
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "rid", "request_id", "cache_salt", "extra_key"),
+    }
+)
+"""Parameters that change nothing here; `parallel_tool_calls` is a wish, as `tool_choice` is."""
+_OFF = (
+    *("ignore_eos", "use_beam_search", "early_stopping", "no_stop_trim", "include_stop_str_in_output", "echo"),
+    *("continue_final_message", "separate_reasoning", "stream_reasoning", "include_reasoning", "return_token_ids"),
+    *("return_hidden_states", "return_routed_experts", "return_meta_info", "return_prompt_token_ids"),
+)
+_DEFAULTS: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(_OFF, (False,)),
+    "best_of": (1,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+}
+"""Parameters that are not supported, with the values that ask for nothing; null always does."""
+_INSTEAD = {"functions": "offer tools", "function_call": "write tool_choice"}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a response must fit: `kind` as SamplingParams names it, and the parameter that says it."""
+
+    field: str
+    kind: str
+    text: str
+
+    def check(self) -> None:
+        """Raises InvalidArgument."""
+        if self.kind == "json_schema":
+            require_schema(self.text, self.field)
+        else:
+            require_regex(self.text, self.field)
+
+
 class _Request(msgspec.Struct, kw_only=True):
-    """The parameters that both APIs have; those that are not here do not change what is sampled."""
+    """The parameters that both APIs have."""
 
     model: str = ""
     n: int | None = None
@@ -41,14 +89,33 @@ class _Request(msgspec.Struct, kw_only=True):
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
     regex: str | None = None
-    """SGLang's: the response fits it as a whole."""
+    """SGLang's: the response fits it as a whole. So do `ebnf` and `json_schema`; vLLM's names for these follow."""
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
-    @property
-    def schema(self) -> str | None:
-        """The JSON schema that the response must fit."""
-        return None
+    def constraints(self) -> list[Constraint]:
+        """Returns what the response must fit. Raises InvalidArgument for a form of it that is unknown."""
+        given = [
+            ("json_schema", "json_schema", self.json_schema),
+            ("regex", "regex", self.regex),
+            ("ebnf", "ebnf", self.ebnf),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_grammar", "ebnf", self.guided_grammar),
+            ("guided_choice", "regex", None if self.guided_choice is None else _any_of(self.guided_choice)),
+            *_structured(self.structured_outputs),
+        ]
+        return [Constraint(field, kind, _text(value)) for field, kind, value in given if value is not None]
 
     @property
     def num_choices(self) -> int:
@@ -75,28 +142,49 @@ class _Request(msgspec.Struct, kw_only=True):
             raise InvalidArgument(f"top_p is {self.top_p:g}, must be in (0, 1]", field="top_p")
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise InvalidArgument(f"stop must be at most {MAX_STOPS} strings that are not empty", field="stop")
-        if self.schema is not None:
-            require_schema(self.schema, "response_format")
-        if self.regex is not None:
-            require_regex(self.regex, "regex")
-        for field in ("frequency_penalty", "presence_penalty", "logit_bias"):
-            if getattr(self, field):
-                raise InvalidArgument(f"{field} is not supported: leave it out", field=field)
+        self._check_weights()
+        self._check_constraints()
+
+    def _check_weights(self) -> None:
+        for field, least, most in (("frequency_penalty", -2, 2), ("presence_penalty", -2, 2), ("min_p", 0, 1)):
+            if (value := getattr(self, field)) is not None and not least <= value <= most:
+                raise InvalidArgument(f"{field} is {value:g}, must be from {least} to {most}", field=field)
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 2:
+            raise InvalidArgument(
+                f"repetition_penalty is {self.repetition_penalty:g}, must be above 0 and at most 2",
+                field="repetition_penalty",
+            )
+        if self.min_tokens is not None:
+            require_between(self.min_tokens, 0, self.most_tokens or MAX_NEW_TOKENS, "min_tokens")
+        if len(self.stop_token_ids or ()) > MAX_STOPS or any(token < 0 for token in self.stop_token_ids or ()):
+            raise InvalidArgument(
+                f"stop_token_ids must be at most {MAX_STOPS} token ids of 0 or more", field="stop_token_ids"
+            )
+
+    def _check_constraints(self) -> None:
+        constraints = self.constraints()
+        for constraint in constraints:
+            constraint.check()
+        if len(constraints) > 1:
+            raise InvalidArgument(
+                f"{constraints[0].field} and {constraints[1].field} are both set: leave one of them out",
+                field=constraints[1].field,
+            )
 
     def params(self, default: SamplingParams, *, is_recorded: bool) -> SamplingParams:
         """Returns the parameters to sample with.
 
         In a recorded session temperature, top-p and top-k are the job's: a ratio of policies needs them equal, and so
-        it refuses a schema.
+        it refuses what bends them, or a schema.
         """
-        if is_recorded and (self.schema is not None or self.regex is not None):
-            field = "response_format" if self.regex is None else "regex"
+        if is_recorded and (field := next(self._bending(), None)):
             raise InvalidArgument(f"{field} must be left out: what is trained is sampled freely", field=field)
         most = default.max_new_tokens
         made = replace(
             default,
             max_new_tokens=min(self.most_tokens or most, most) if is_recorded else self.most_tokens or most,
             stop=(*default.stop, *self.stops),
+            stop_token_ids=(*default.stop_token_ids, *(self.stop_token_ids or ())),
         )
         if is_recorded:
             return made
@@ -106,11 +194,24 @@ class _Request(msgspec.Struct, kw_only=True):
             top_p=default.top_p if self.top_p is None else self.top_p,
             top_k=self.top_k if self.top_k and self.top_k > 0 else default.top_k,
             seed=self.seed,
-            json_schema=self.schema,
-            regex=self.regex,
+            min_new_tokens=min(self.min_tokens or 0, made.max_new_tokens),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            **{constraint.kind: constraint.text for constraint in self.constraints()},
         )
         require_one_constraint(made)
         return made
+
+    def _bending(self) -> Iterator[str]:
+        """Yields parameters that change which tokens may be sampled, or how likely they are."""
+        yield from (constraint.field for constraint in self.constraints())
+        for field in ("min_p", "min_tokens", "frequency_penalty", "presence_penalty"):
+            if getattr(self, field):
+                yield field
+        if self.repetition_penalty not in (None, 1):
+            yield "repetition_penalty"
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -123,10 +224,24 @@ class ChatRequest(_Request, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, for this request."""
+    reasoning_effort: str | None = None
 
     @property
-    def schema(self) -> str | None:
+    def variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+    def constraints(self) -> list[Constraint]:
         """Raises InvalidArgument for another type than text, json_object and json_schema."""
+        schema = self._schema()
+        return [
+            *([] if schema is None else [Constraint("response_format", "json_schema", schema)]),
+            *super().constraints(),
+        ]
+
+    def _schema(self) -> str | None:
         form = self.response_format or {"type": "text"}
         match form.get("type"):
             case "text":
@@ -152,6 +267,8 @@ class ChatRequest(_Request, kw_only=True):
     def check(self) -> None:
         super().check()
         require_few(self.messages, self.tools or ())
+        if any(message.function_call is not None for message in self.messages):
+            raise InvalidArgument("function_call of a message is not supported: write tool_calls", field="messages")
         if self.top_logprobs:
             raise InvalidArgument(
                 "top_logprobs is not supported: logprobs are those of sampled tokens", field="top_logprobs"
@@ -174,13 +291,53 @@ class CompletionRequest(_Request, kw_only=True):
 
 
 def parsed(body: bytes, kind: type[T]) -> T:
-    """Raises InvalidArgument for what is no such request."""
+    """Raises InvalidArgument for what is no such request, and for a parameter that would have to be ignored."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        request = msgspec.convert(fields, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidArgument(f"the request cannot be read: {error}") from error
+    for name in fields.keys() - set(kind.__struct_fields__) - _WITHOUT_EFFECT:
+        if fields[name] is not None and fields[name] not in _DEFAULTS.get(name, ()):
+            instead = _INSTEAD.get(name, "leave it out")
+            raise InvalidArgument(f"{name[:80]} is not supported: {instead}", field=name[:80])
     request.check()
     return request
+
+
+def _structured(asked: Mapping[str, Any] | None) -> list[tuple[str, str, Any]]:
+    """VLLM's `structured_outputs`: an object with one of these."""
+    found = []
+    for name, value in (asked or {}).items():
+        if value is None or value is False:
+            continue
+        field = f"structured_outputs.{name[:80]}"
+        match name, value:
+            case "json", str() | dict():
+                found.append((field, "json_schema", value))
+            case "json_object", True:
+                found.append((field, "json_schema", {"type": "object"}))
+            case "regex", str():
+                found.append((field, "regex", value))
+            case "grammar", str():
+                found.append((field, "ebnf", value))
+            case "choice", list() if all(isinstance(choice, str) for choice in value):
+                found.append((field, "regex", _any_of(value)))
+            case _:
+                raise InvalidArgument(
+                    f"{field} is not supported: write json, regex, choice or grammar", field="structured_outputs"
+                )
+    return found
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    """A regular expression for one of these texts."""
+    escaped = (re.sub(r"[\\.^$|?*+()\[\]{}]", r"\\\g<0>", choice) for choice in choices)
+    return f"({'|'.join(escaped)})" if choices else ""
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 @dataclass(frozen=True, slots=True)

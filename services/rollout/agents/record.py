@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from headrace.errors import InvalidArgument
@@ -25,7 +26,9 @@ Tokens = tuple[int, ...]
 class Renderer(Protocol):
     """A tokenizer with its chat template."""
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, variables: Mapping[str, Any] = ...
+    ) -> str:
         """Returns the text up to the policy's turn. Raises InvalidArgument when the template refuses it."""
 
     def tokens_of_rendered(self, text: str) -> Tokens:
@@ -120,18 +123,26 @@ class SessionRecord:
     def num_answers(self) -> int:
         return len(self._turns)
 
-    def ask(self, messages: Sequence[Message], tools: list[Any] | None) -> Ask:
-        """Returns the request's tokens. Raises InvalidArgument when the chat template refuses it."""
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Ask:
+        """Returns the request's tokens. `variables` of the template are for this request, beside the job's.
+
+        Raises InvalidArgument when the chat template refuses it.
+        """
         known = {
             position: answer
             for position, key in enumerate(prefix_keys(messages))
             if (answer := self._said.get(key)) and answer.rest
         }
         plain = [message.for_template() for message in messages]
-        text = self._restored(plain, known, tools)
+        text = self._restored(plain, known, tools, variables)
         parent = None if text is None else self._longest(text)
         if text is None or parent is None:
-            text, parent = self._renderer.render(plain, tools), None
+            text, parent = self._renderer.render(plain, tools, variables), None
         return self._asked(text, parent, messages)
 
     def ask_text(self, text: str) -> Ask:
@@ -165,7 +176,11 @@ class SessionRecord:
         return max(begins, key=lambda turn: len(turn.text), default=None)
 
     def _restored(
-        self, messages: Sequence[dict[str, Any]], known: Mapping[int, RecordedAnswer], tools: list[Any] | None
+        self,
+        messages: Sequence[dict[str, Any]],
+        known: Mapping[int, RecordedAnswer],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any],
     ) -> str | None:
         """Renders with each known answer's text as it was sampled, where the client has it in another form.
 
@@ -179,7 +194,7 @@ class SessionRecord:
             for position, message in enumerate(messages)
         ]
         try:
-            text = self._renderer.render(marked, tools)
+            text = self._renderer.render(marked, tools, variables)
         except InvalidArgument:
             if not marks:
                 raise

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.hooks.kit.tool_call import opens_thought
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.messages import Message
@@ -98,12 +99,20 @@ class Session:
                 reason="PROMPT_TOO_LONG",
                 field="messages",
             )
-        if self.is_recorded and request.temperature not in (None, self.params.temperature):
-            self.warn(
-                f"the agent asks for temperature {request.temperature:g}: samples are trained at --rollout-temperature "
-                f"{self.params.temperature:g}, and drawn with it"
-            )
+        if self.is_recorded:
+            self._warn_of_the_jobs(request)
         return replace(params, max_new_tokens=min(params.max_new_tokens, room), seed=self._seed(params.seed, number))
+
+    def _warn_of_the_jobs(self, request: ChatRequest | CompletionRequest) -> None:
+        """Says where a request asks for other values than the job's."""
+        asked_top_k = request.top_k if request.top_k and request.top_k > 0 else None
+        for name, asked in (("temperature", request.temperature), ("top_p", request.top_p), ("top_k", asked_top_k)):
+            if asked is not None and asked != (jobs := getattr(self.params, name)):
+                has = "all tokens" if jobs is None else f"{jobs:g}"
+                self.warn(
+                    f"the agent asks for {name} {asked:g}: samples are trained at --rollout-{name.replace('_', '-')} "
+                    f"{has}, and drawn with it"
+                )
 
     def next_request(self) -> str:
         """Returns an id for the engine."""
@@ -174,7 +183,7 @@ class AgentPolicy:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
         record = session.record
         if isinstance(request, ChatRequest):
-            return await self._encoder.off_loop(record.ask, request.messages, request.offered_tools)
+            return await self._encoder.off_loop(record.ask, request.messages, request.offered_tools, request.variables)
         return await self._encoder.off_loop(record.ask_text, request.prompt)
 
     async def choices(self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask) -> list[Choice]:
@@ -223,13 +232,13 @@ class AgentPolicy:
     ) -> Choice:
         """Records a response and returns it as the client is given it."""
         pieces = [self._encoder.decode_exactly([token]) for token in generation.tokens]
-        answer, message = await self._answer(session, request, generation)
+        answer, message = await self._answer(session, request, ask, generation)
         if generation.tokens:
             session.record.add(ask, answer, message if isinstance(request, ChatRequest) else None)
         return Choice(answer, message, pieces)
 
     async def _answer(
-        self, session: Session, request: ChatRequest | CompletionRequest, generation: Generation
+        self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation
     ) -> tuple[RecordedAnswer, Message]:
         tokens = generation.tokens
         ends = generation.finish is Finish.STOP and bool(tokens) and self._ends(session, tokens[-1])
@@ -238,7 +247,9 @@ class AgentPolicy:
         calls = None
         content, rest = _cut(text, (*session.params.stop, *request.stops))
         if isinstance(request, ChatRequest) and request.offered_tools:
-            content, called, calls = await self._tool_calls.read(content, request.offered_tools)
+            content, called, calls = await self._tool_calls.read(
+                content, request.offered_tools, in_thought=opens_thought(ask.text)
+            )
             rest = called + rest
         answer = RecordedAnswer(
             tokens=tokens,

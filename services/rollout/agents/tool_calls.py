@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.kit.sglang_parser import load_parser, read_by
-from headrace.hooks.kit.tool_call import Divided, ToolCall, divided, divided_by
+from headrace.hooks.kit.tool_call import Divided, ToolCall, divided, divided_by, spoken_from
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from services.rollout.agents.messages import Function, ToolCallMessage
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORKERS = 1
 _LOAD_SECONDS = 120.0
 _READ_SECONDS = 10.0
@@ -44,16 +46,18 @@ class ToolCallReader:
         if self._pool:
             await self._pool.close()
 
-    async def read(self, text: str, tools: Sequence[Any]) -> InMessage:
-        """A text that the parser cannot read in time calls nothing."""
+    async def read(self, text: str, tools: Sequence[Any], *, in_thought: bool = False) -> InMessage:
+        """A text that the parser cannot read in time calls nothing. `in_thought`: the prompt has opened a thought."""
         if not self._pool or not self._parser:
-            return in_message(divided(text))
+            return in_message(divided(text, tools=tools, in_thought=in_thought))
+        start = spoken_from(text, in_thought=in_thought)
+        work = (self._parser, text[start:], tools)
         try:
-            before, found = await self._pool.run(read_by, self._parser, text, tools, timeout_seconds=_READ_SECONDS)
+            before, found = await self._pool.run(read_by, *work, timeout_seconds=_READ_SECONDS)
         except WorkerError as error:
             log.warning("tool_calls_unread", parser=self._parser, message=error.message)
             return text, "", []
-        return in_message(divided_by(text, before, found))
+        return in_message(divided_by(text, text[:start] + before, found, tools))
 
 
 def in_message(found: Divided) -> InMessage:
@@ -62,5 +66,8 @@ def in_message(found: Divided) -> InMessage:
 
 
 def _message(call: ToolCall) -> ToolCallMessage:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    # A policy may write half of a surrogate pair, which is in no UTF-8: then everything is escaped.
+    arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+    if _SURROGATE.search(arguments):
+        arguments = json.dumps(call.arguments, allow_nan=False)
     return ToolCallMessage(Function(call.name, arguments), id=f"call_{secrets.token_hex(12)}")

@@ -28,6 +28,11 @@ class Rendered:
     written: MutableMapping[int, str]
     suffix: str
 
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return f"{self.prefix}{''.join(self.written.values())}{self.suffix}"
+
 
 class TracedTemplate:
     """A tokenizer's chat template, for tools or without."""

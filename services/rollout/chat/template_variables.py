@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from jinja2 import meta, nodes
@@ -14,24 +14,23 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _FIELD = "data.apply_chat_template_kwargs"
 
 
-def require_read(tokenizer: Any, names: Iterable[str]) -> None:
-    """Raises ConfigError for a name that the template does not read, or that headrace gives itself."""
-    asked = list(names)
-    if not asked:
-        return
-    own = _variables(tokenizer) - _GIVEN - set(tokenizer.special_tokens_map)
-    for name in asked:
+def require_read(readable: Collection[str], names: Iterable[str], source: str = "apply_chat_template_kwargs") -> None:
+    """Raises ConfigError for a name that the template does not read, or that headrace gives itself.
+
+    `source`: the flag or parameter that has the names.
+    """
+    for name in names:
         if name in _GIVEN:
-            raise ConfigError(f"apply_chat_template_kwargs: {name} comes from the prompt: leave it out", field=_FIELD)
-        if name not in own:
-            known = f"it reads {', '.join(sorted(own))}" if own else "it reads none of its own"
+            raise ConfigError(f"{source}: {name} comes from the prompt: leave it out", field=_FIELD)
+        if name not in readable:
+            known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none of its own"
             raise ConfigError(
-                f"apply_chat_template_kwargs: the chat template never reads {name}; {known}{did_you_mean(name, own)}",
-                field=_FIELD,
+                f"{source}: the chat template never reads {name}; {known}{did_you_mean(name, readable)}", field=_FIELD
             )
 
 
-def _variables(tokenizer: Any) -> set[str]:
+def readable(tokenizer: Any) -> frozenset[str]:
+    """Returns the template's own variables. Raises ConfigError where the tokenizer has no template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds
 
     found = set[str]()
@@ -45,5 +44,7 @@ def _variables(tokenizer: Any) -> set[str]:
         environment = _compile_jinja_template(source).environment
         tree = environment.parse(source)
         assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}  # in a branch, maybe
-        found |= meta.find_undeclared_variables(tree) - assigned - set(environment.globals)
-    return found
+        tests = (test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+        asked = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}  # assigned where it is absent
+        found |= (meta.find_undeclared_variables(tree) - assigned | asked) - set(environment.globals)
+    return frozenset(found - _GIVEN - set(tokenizer.special_tokens_map))

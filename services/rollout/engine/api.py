@@ -10,6 +10,8 @@ from headrace.trajectory import PolicyRange
 from services.rollout.engine.answers.counts import NO_COUNTS, EngineCounts
 from services.rollout.engine.answers.response import EngineResponse, Finish
 
+_NEUTRAL = {"ebnf": None, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -25,11 +27,22 @@ class SamplingParams:
     min_new_tokens: int = 0
     json_schema: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     @property
     def is_constrained(self) -> bool:
-        """True for a response that follows a grammar. Engines begin it with the response: it cannot be continued."""
-        return self.json_schema is not None or self.regex is not None
+        """True for a response that follows a grammar."""
+        return self.json_schema is not None or self.regex is not None or self.ebnf is not None
+
+    @property
+    def can_be_continued(self) -> bool:
+        """False where an engine begins a grammar, or counts the tokens that it penalizes, with the response."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
+        return not self.is_constrained and penalties == (0.0, 0.0, 1.0)
 
     def after(self, num_tokens: int) -> SamplingParams:
         """Returns what remains to be asked for once the response has `num_tokens` tokens."""
@@ -63,6 +76,9 @@ class SamplingParams:
             params["json_schema"] = self.json_schema
         if self.regex is not None:
             params["regex"] = self.regex
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(self, name)) != neutral:
+                params[name] = value
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params

@@ -255,11 +255,11 @@ def _within(so_far: Generation, params: SamplingParams) -> Generation:
 
 def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool) -> Generation:
     """Returns what the next request continues. Raises Unavailable where the reader has tokens that it cannot."""
-    if not params.is_constrained:
+    if params.can_be_continued:
         return replace(so_far, finish=Finish.ABORT)
     if streaming and so_far.tokens:
         raise Unavailable(
-            "an engine was interrupted, and a response that follows a json_schema or regex cannot be continued: send "
+            "an engine was interrupted, and a response with a grammar or penalties cannot be continued: send "
             "the request again",
             reason="CANNOT_CONTINUE",
         )

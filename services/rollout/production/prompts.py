@@ -15,15 +15,16 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.errors import InvalidArgument
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.images.file import BAD_IMAGE
+from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.rollout.chat.chat_segments import Segment
 from services.rollout.chat.images import EncodedImages, ImageReader, references_of
-from services.rollout.chat.template_variables import require_read
+from services.rollout.chat.template_variables import readable, require_read
 from services.rollout.engine.api import PromptImages
 
 _THREADS = 2
@@ -76,7 +77,8 @@ class PromptEncoder:
 
         Raises ConfigError when there is none, or when its chat template does not read one of `variables`.
         """
-        require_read(self.tokenizer, self.variables)
+        if self.variables:
+            require_read(self._readable, self.variables)
         if self._images is not None:
             self._images.load()
 
@@ -141,9 +143,12 @@ class PromptEncoder:
         return frozenset((*self.tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)))
 
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
-        """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
+        """Encodes a conversation in OpenAI's format.
+
+        Raises InvalidArgument when the chat template refuses it, or leaves out the text of a message.
+        """
         plain, references = references_of(messages)
-        text = self.render(plain, tools)
+        text = render_prompt(self.tokenizer, plain, tools, self.variables, needs_calls=True)
         tokens, images = self.tokens_of_rendered(text), None
         if references:
             if self._images is None:
@@ -154,16 +159,26 @@ class PromptEncoder:
             tokens, images = self._images.encode(tokens, references)
         return EncodedPrompt(text, tokens, messages=messages, tools=tools or (), images=images)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Returns the conversation's text up to the policy's turn. Raises InvalidArgument as `encode_messages` does."""
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.variables
-                )
-            )
-        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
-            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Returns the conversation's text up to the policy's turn, with a request's own variables of the template.
+
+        Raises InvalidArgument as `encode_messages` does, and for a variable that the template never reads.
+        """
+        if variables:
+            try:
+                require_read(self._readable, variables, "chat_template_kwargs")
+            except ConfigError as error:
+                raise InvalidArgument(error.message, field="chat_template_kwargs") from error
+        return render_prompt(self.tokenizer, messages, tools, {**self.variables, **variables})
+
+    @cached_property
+    def _readable(self) -> frozenset[str]:
+        return readable(self.tokenizer)
 
     def tokens_of_rendered(self, text: str) -> tuple[int, ...]:
         """Tokenizes a text of the chat template. Raises InvalidArgument when it is too large."""

@@ -14,8 +14,11 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.kit.template import template_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
+from headrace.sample_log import Answer
 from services.rollout.build import rollout_service
+from services.rollout.engine.api import SamplingParams
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import SampleRequest
 from services.rollout.production.supervised import supervised_parts
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
@@ -87,3 +90,66 @@ def test_variables_that_the_chat_template_does_not_read_are_refused(
     for encoder in (PromptEncoder(tmp_path, apply_chat_template=True, variables=value), supervised.encoder):
         with pytest.raises(ConfigError, match=said):
             encoder.load()
+
+
+FUNCTION = """
+from headrace.hooks import Sample
+from headrace.models.tokenizer.tokenizer import load_tokenizer
+from pathlib import Path
+
+async def generate(args, sample, sampling_params):
+    tokenizer = load_tokenizer(Path(args.hf_checkpoint), trust_remote_code=False)
+    FORM
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    answer = tokenizer.encode("4", add_special_tokens=False)
+    sample.tokens, sample.response, sample.response_length = prompt + answer, "4", len(answer)
+    sample.rollout_log_probs, sample.status = [-0.5] * len(answer), Sample.Status.COMPLETED
+    return sample
+"""
+AS_MESSAGES = "text = tokenizer.apply_chat_template({}, tokenize=False, add_generation_prompt=True)".format
+FORMS = {
+    "one user message": AS_MESSAGES('[{"role": "user", "content": sample.prompt}]'),
+    "behind a system message": AS_MESSAGES(
+        '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": sample.prompt}]'
+    ),
+    "inside of a message": AS_MESSAGES('[{"role": "user", "content": "Question: " + sample.prompt}]'),
+    "as it is": "text = sample.prompt",
+    "behind an example": 'text = "An example." + sample.prompt',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("applies", [True, False])
+async def test_a_function_that_applies_the_chat_template_again_is_told_once_and_samples_show_what_was_asked(
+    tmp_path: Path, form: str, applies: bool
+) -> None:
+    model = tmp_path / "model"
+    make_tiny_qwen3(model)
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.save_pretrained(model)
+    (tmp_path / "hook.py").write_text(FUNCTION.replace("FORM", FORMS[form]))
+    job = Job.model_validate(
+        {
+            "model": {"hf_checkpoint": model},
+            "data": {"apply_chat_template": applies},
+            "rollout": {"custom_generate_function_path": f"{tmp_path / 'hook.py'}:generate"},
+            "services": {"buffer_address": "127.0.0.1:1", "reward_address": "127.0.0.1:2"},
+        }
+    )
+    service = rollout_service(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
+    sampler: Any = service.parts.sampler
+    try:
+        await sampler.start()
+        prompt = service.parts.encoder.encode_text("2 + 2?")
+        requests = [
+            SampleRequest(f"s{number}", "g", number, prompt, None, {}, SamplingParams(4)) for number in range(3)
+        ]
+        made = await sampler.sample_all(requests, evaluation=False)
+    finally:
+        await sampler.close()
+        await service.stop()
+    asked = tokenizer.decode(made[0].tokens[:-1].tolist())
+    assert [Answer.of(sample).prompt for sample in made] == [asked] * 3
+    warnings = [warning for warning in service.parts.warnings if "--apply-chat-template" in warning]
+    assert len(warnings) == (applies and asked.count("<|im_start|>user") == 2)
+    assert all("Leave --apply-chat-template out" in warning for warning in warnings)

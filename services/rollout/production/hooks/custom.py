@@ -20,6 +20,7 @@ from headrace.trajectory import Failure, Sample
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.hooks.hook_samples import HookSamples, WeightsRefused
+from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample
 
 _WORKERS = 2
@@ -44,9 +45,10 @@ class HookSampler:
         per_sample: bool = False,
         activity: Activity | None = None,
         warn: Callable[[str], None] = lambda _: None,
+        encoder: PromptEncoder | None = None,
     ) -> None:
         self._path = path
-        self._samples = HookSamples(path, args, weights, warn)
+        self._samples = HookSamples(path, args, weights, warn, encoder)
         self._per_sample = per_sample
         self._warn = warn
         self._weights = weights

@@ -17,10 +17,14 @@ from headrace.hooks.finished import require_finished
 from headrace.images.columns import processed_of, raw_of
 from headrace.prompts.label import label_for_hooks
 from headrace.rpc.log import log
+from headrace.sample_log import ASKED
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest, failed_sample
+
+_SHOWN_CHARACTERS = 300
 
 
 class WeightsRefused(Unavailable):
@@ -54,8 +58,16 @@ class HookSamples:
     """Converts the samples of the function at `path`."""
 
     def __init__(
-        self, path: str, args: HookArgs, weights: ServedWeights, warn: Callable[[str], None] = lambda _: None
+        self,
+        path: str,
+        args: HookArgs,
+        weights: ServedWeights,
+        warn: Callable[[str], None] = lambda _: None,
+        encoder: PromptEncoder | None = None,
     ) -> None:
+        """With an `encoder`, samples show the text that the model was asked where it is another than the prompt's."""
+        self._encoder = encoder
+        self._templates_twice = False
         self._path = path
         self._args = args
         self._weights = weights
@@ -89,7 +101,7 @@ class HookSamples:
             require_finished(self._path, sample)
             self._warn_without_versions(sample)
             sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
-        return [
+        made_samples = [
             self._with_reward(
                 from_hook(
                     sample,
@@ -103,6 +115,41 @@ class HookSamples:
             )
             for number, sample in enumerate(made)
         ]
+        if self._encoder is None or request.prompt.images is not None:
+            return made_samples
+        return [await self._encoder.off_loop(self._with_asked, request, sample) for sample in made_samples]
+
+    def _with_asked(self, request: SampleRequest, sample: Sample) -> Sample:
+        """Notes the text of the prompt's tokens where the function has made another one."""
+        assert self._encoder is not None
+        if not sample.response_length:
+            return sample
+        asked = self._encoder.decode_exactly(sample.tokens[: sample.prompt_length].tolist())
+        if asked == request.prompt.text:
+            return sample
+        if self._args.get("apply_chat_template") and self._is_templated_twice(request.prompt.text, asked):
+            self._warn_of_two_templates(asked)
+        return replace(sample, hook_fields={**sample.hook_fields, ASKED: asked})
+
+    def _is_templated_twice(self, text: str, asked: str) -> bool:
+        assert self._encoder is not None
+        for shown in (text, text.strip()):  # some templates cut blanks off
+            if shown and shown in asked:
+                turn = self._encoder.render([{"role": "user", "content": shown}], None)
+                if shown + turn.rpartition(shown)[2] in asked:
+                    return True
+        return False
+
+    def _warn_of_two_templates(self, asked: str) -> None:
+        if self._templates_twice:
+            return
+        self._templates_twice = True
+        shown = asked if len(asked) <= _SHOWN_CHARACTERS else f"{asked[:_SHOWN_CHARACTERS]}…"
+        self._warn(
+            f"hook {self._path} makes messages of sample.prompt, which --apply-chat-template has rendered already: the "
+            f"model is asked {shown!r}. Leave --apply-chat-template out, or pass sample.prompt to generate_single "
+            "as it is"
+        )
 
     def _warn_without_versions(self, sample: HookSample) -> None:
         """Warns once about a function whose samples do not name their weights."""

@@ -17,6 +17,9 @@ from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 Messages = list[dict[str, Any]]
 
 NAMES = sorted(CHAT_MODELS)
+OPENS_A_THOUGHT = "deepseek_r1_distill_qwen"  # whose prompts always open one, which its template drops later
+NO_THOUGHT = {OPENS_A_THOUGHT: "\n</think>\n\n", "glm4.5": "\n<think></think>\n", "glm4.6": "\n<think></think>\n"}
+"""What a model writes before an answer that it has not thought about, behind a prompt that does not say so."""
 WITH_TOOLS = sorted(set(NAMES) - {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen"})
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
@@ -94,7 +97,9 @@ def expected(name: str, messages: Messages) -> str:
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not message.get("step_loss_mask", 1):
             continue
-        content = said(name, message["content"])
+        if name == OPENS_A_THOUGHT and i < len(messages) - 1:
+            continue
+        content = NO_THOUGHT.get(name, "") + said(name, message["content"])
         if name == "qwen3" and i > last and i == len(messages) - 1:
             content = content.lstrip("\n")  # behind the thought that the template leaves empty
         text += content + stop(name, messages[i + 1]["role"] if i + 1 < len(messages) else None)
@@ -106,10 +111,10 @@ def expected(name: str, messages: Messages) -> str:
 @given(data=st.data())
 def test_what_is_trained_is_what_assistants_say_and_their_stop_marks(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(with_tools=name in WITH_TOOLS))
-    if any(message.get("step_loss_mask", 1) for message in messages if message["role"] == "assistant"):
+    if expected(name, messages):
         assert trained(name, messages) == expected(name, messages)
     else:
-        with pytest.raises(InvalidArgument, match="no assistant's turn to train"):
+        with pytest.raises(InvalidArgument, match=r"no assistant's turn to train|before the turns to train"):
             trained(name, messages)
 
 
@@ -120,6 +125,7 @@ def test_the_text_is_the_one_that_transformers_renders(name: str, data: st.DataO
     messages = [*data.draw(conversations(with_tools=name in WITH_TOOLS)), assistant("end")]
     text = "".join(part.text for part in mask(name).segments(messages, None))
     rendered = make_chat_tokenizer(name).apply_chat_template(messages, tokenize=False)
+    text = text.replace("<｜Assistant｜><think>\n\n</think>\n\nend", "<｜Assistant｜>end")
     assert text in (rendered, rendered + stop(name))
 
 
@@ -144,7 +150,7 @@ def test_an_answer_behind_a_tools_output_is_trained(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["glm4.5", "glm4.6"])
 def test_glm_learns_to_stop_in_the_last_turn(name: str) -> None:
-    assert trained(name, [user("x"), assistant("y")]) == "y<|user|>"
+    assert trained(name, [user("x"), assistant("y")]) == "\n<think></think>\ny<|user|>"
     called = [user("x"), assistant("", tool_calls=[CALL])]
     assert trained(name, called, [CALL["function"]]).endswith("</tool_call><|observation|>")
 
@@ -157,7 +163,7 @@ def test_the_end_of_thought_in_a_prompt_of_deepseek_is_not_trained() -> None:
 def test_calls_of_tools_are_trained(name: str) -> None:
     messages = [user("1 + 2?"), assistant("I add.", tool_calls=[CALL]), tool("3"), assistant("It is 3.")]
     text = trained(name, messages, [CALL["function"]])
-    assert text.startswith("I add.")
+    assert text.startswith(NO_THOUGHT.get(name, "") + "I add.")
     assert '"add"' in text or "<tool_call>add" in text
     assert "tool_response" not in text
 
@@ -170,7 +176,7 @@ def test_a_call_that_the_template_leaves_out_is_not_trained_as_silence() -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_a_turn_with_step_loss_mask_0_is_read_and_not_trained(name: str) -> None:
     messages = [user("a"), assistant("first", step_loss_mask=0), user("b"), assistant("second", step_loss_mask=1)]
-    assert trained(name, messages) == "second" + stop(name)
+    assert trained(name, messages) == NO_THOUGHT.get(name, "") + "second" + stop(name)
     assert "first" in "".join(part.text for part in mask(name).segments(messages, None))
     with pytest.raises(InvalidArgument, match="step_loss_mask of a message is 2, must be 0 or 1"):
         trained(name, [user("a"), assistant("b", step_loss_mask=2)])
@@ -187,7 +193,7 @@ THOUGHTFUL = [
 
 def test_thoughts_are_trained_where_the_template_keeps_them() -> None:
     assert trained("qwen3", THOUGHTFUL) == "one<|im_end|>" + THOUGHT.format("second", "two")
-    assert trained("glm4.6", THOUGHTFUL) == "one<|user|>\n<think>second</think>\ntwo<|user|>"
+    assert trained("glm4.6", THOUGHTFUL) == "\n<think></think>\none<|user|>\n<think>second</think>\ntwo<|user|>"
 
 
 def test_keep_earlier_thoughts_trains_those_of_every_turn() -> None:
@@ -197,10 +203,18 @@ def test_keep_earlier_thoughts_trains_those_of_every_turn() -> None:
     assert kept == "\n<think>first</think>\none<|user|>\n<think>second</think>\ntwo<|user|>"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3.1", "deepseek_r1_distill_qwen"])
-def test_thoughts_that_a_template_never_writes_cannot_be_kept(name: str) -> None:
+def test_keep_earlier_thoughts_trains_those_that_the_template_drops() -> None:
+    kept = trained("deepseek_v3.1", THOUGHTFUL, keep_earlier_thoughts=True)
+    assert kept == "first</think>one<｜end▁of▁sentence｜>\nsecond\n</think>\n\ntwo<｜end▁of▁sentence｜>"
+    kept = trained(OPENS_A_THOUGHT, THOUGHTFUL, keep_earlier_thoughts=True)
+    assert kept == "first\n</think>\n\none<｜end▁of▁sentence｜>second\n</think>\n\ntwo<｜end▁of▁sentence｜>"
+
+
+def test_thoughts_that_no_prompt_asks_for_cannot_be_kept() -> None:
+    tokenizer = make_chat_tokenizer("deepseek_v3.1")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{'<think>'}}", "{{'<think></think>'}}")
     with pytest.raises(ConfigError, match="never writes an assistant's thought: leave --keep-earlier-thoughts out"):
-        mask(name, keep_earlier_thoughts=True)
+        ChatMask(tokenizer, "deepseek", keep_earlier_thoughts=True)
 
 
 def test_a_tokenizer_of_another_family_is_refused() -> None:

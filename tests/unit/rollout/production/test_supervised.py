@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.job.schema.training import TrainSection
+from headrace.prompts.row import chat_message
 from headrace.trajectory import Sample, Status
 from services.rollout.chat.chat_mask import FAMILIES
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.sampling import SampleRequest
-from services.rollout.production.supervised import ConversationEncoder, SupervisedSampler
+from services.rollout.production.supervised import ConversationEncoder, SupervisedSampler, supervised_parts
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -73,8 +76,81 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
     encoded = encoder.encode(conversation(4))
     texts = [encoder.tokenizer.decode(list(encoded.tokens[part.start : part.stop])) for part in encoded.trained]
     stop, cuts_blanks = FAMILIES[family][0], name.startswith(("qwen3", "glm", "llama"))
-    assert texts == [f"The answer is 3.{stop}", f"7{stop}" if cuts_blanks else f"\n7{stop}"]
+    unthought = "\n<think></think>\n" if name.startswith("glm") else ""
+    answers = [f"{unthought}The answer is 3.{stop}", f"{unthought}7{stop}" if cuts_blanks else f"\n7{stop}"]
+    if name == "deepseek_r1_distill_qwen":  # whose prompts open a thought
+        answers = [f"\n</think>\n\n\n7{stop}"]
+    assert texts == answers
     assert encoder.tokenizer.decode(list(encoded.tokens)) == encoded.text
+
+
+FAMILIES_OF = [
+    (name, family)
+    for name, model in sorted(CHAT_MODELS.items())
+    for family in FAMILIES
+    if FAMILIES[family][0] == FAMILIES[model.family][0]
+]
+ASKED: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be exact."},
+    {"role": "user", "content": "What is 17 * 3?"},
+]
+EARLIER: list[dict[str, Any]] = [
+    {"role": "user", "content": "Name a river."},
+    {"role": "assistant", "content": "<think>\nThe longest.\n</think>\n\nThe Nile."},
+]
+THOUGHT = "Ten threes, and seven: 30 + 21."
+WRITTEN: dict[str, dict[str, str]] = {
+    "no thought": {"content": "It is 51."},
+    "a thought in the content": {"content": f"<think>\n{THOUGHT}\n</think>\n\nIt is 51."},
+    "a thought in the content without line breaks": {"content": f"<think>{THOUGHT}</think>It is 51."},
+    "the end of a thought that the prompt has opened": {"content": f"{THOUGHT}\n</think>\n\nIt is 51."},
+    "a thought of its own": {"content": "It is 51.", "reasoning_content": THOUGHT},
+    "a thought of its own by another name": {"content": "It is 51.", "reasoning": THOUGHT},
+}
+
+
+@pytest.mark.parametrize(("name", "family"), FAMILIES_OF)
+def test_what_is_trained_is_what_a_prompt_of_the_template_lets_the_model_write(
+    tmp_path: Path, name: str, family: str
+) -> None:
+    tokenizer = make_chat_tokenizer(name)
+    tokenizer.save_pretrained(tmp_path)
+    parts = supervised_parts(TrainSection(loss_mask_type=family), tmp_path)
+    assert parts is not None
+    for before in (ASKED, [*EARLIER, *ASKED[1:]]):
+        prompts = {
+            tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True, **thinking)
+            for thinking in ({}, *({"enable_thinking": thinks, "thinking": thinks} for thinks in (True, False)))
+        }
+        for written, message in WRITTEN.items():
+            encoded = parts.encoder.encode(prompt_of([*before, {"role": "assistant", **message}]))
+            start, stop = encoded.trained[-1].start, encoded.trained[-1].stop
+            response = tokenizer.decode(list(encoded.tokens[start:stop]))
+            assert tokenizer.decode(list(encoded.tokens[:start])) in prompts, written
+            assert response.count(THOUGHT) == (written != "no thought"), written
+            assert response.endswith(f"It is 51.{FAMILIES[family][0]}"), written
+            assert not response.startswith("\n\n"), written
+            assert tokenizer.decode(list(encoded.tokens[stop:])).strip() == ""
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_a_role_that_the_template_does_not_know_is_no_conversation_to_train(tmp_path: Path, name: str) -> None:
+    make_chat_tokenizer(name).save_pretrained(tmp_path)
+    parts = supervised_parts(TrainSection(loss_mask_type=CHAT_MODELS[name].family), tmp_path)
+    assert parts is not None
+    for role in ("human", "critic", "Function"):
+        asked = [{"role": role, "content": "17 * 3?"}, {"role": "user", "content": "Well?"}]
+        try:
+            text = parts.encoder.encode(prompt_of([*asked, {"role": "assistant", "content": "51"}])).text
+        except InvalidArgument as error:
+            text = error.message
+        assert "17 * 3?" in text or f"whose role is {role!r}: " in text
+
+
+def prompt_of(messages: list[dict[str, Any]]) -> sample_pb2.Prompt:
+    return sample_pb2.Prompt(
+        prompt_id="p", messages=sample_pb2.ChatMessages(messages=[chat_message(message) for message in messages])
+    )
 
 
 async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_scorer(

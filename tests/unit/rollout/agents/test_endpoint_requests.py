@@ -1,0 +1,271 @@
+"""What a request of the endpoint asks acts, or is refused by its name; calls in its answers are those of its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import pytest
+
+from headrace.policy_range import PolicyRange
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
+from services.rollout.agents.endpoint import Endpoint
+from services.rollout.agents.server import EndpointServer
+from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
+from services.rollout.agents.tool_calls import ToolCallReader
+from services.rollout.engine.answers.response import Finish
+from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.production.prompts import PromptEncoder
+from tests.support.models.chat_templates import make_chat_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "most": {"type": "number"}}},
+    },
+}
+
+
+@dataclass
+class Script:
+    """A policy that says what it is told to."""
+
+    encoder: PromptEncoder
+    says: str = "ok"
+    prompts: list[str] = field(default_factory=list)
+    params: list[dict[str, Any]] = field(default_factory=list)
+
+    async def generate(self, prompt: Any, params: SamplingParams, **_: Any) -> Generation:
+        self.prompts.append(self.encoder.decode_exactly(list(prompt)))
+        self.params.append(params.for_engine())
+        tokens = self.encoder.tokens_of_rendered(f"{self.says}<|im_end|>")
+        return Generation(tokens, (-0.1,) * len(tokens), Finish.STOP, (PolicyRange(0, 0, len(tokens)),))
+
+
+@dataclass
+class Served:
+    script: Script
+    http: httpx.AsyncClient
+    session: str
+
+    async def ask(self, *, recorded: bool = True, **body: Any) -> httpx.Response:
+        path = f"/sessions/{self.session}.first/v1" if recorded else "/v1"
+        return await self.http.post(f"{path}/chat/completions", json={"model": "m", "messages": [USER], **body})
+
+
+async def serve(folder: Path, name: str) -> AsyncIterator[Served]:
+    make_chat_tokenizer(name).save_pretrained(folder)
+    encoder = PromptEncoder(folder, apply_chat_template=False)
+    script: Any = Script(encoder)
+    sessions = AgentSessions(encoder, SamplingParams(max_new_tokens=64), SessionLimits(60.0))
+    slots = EngineSlots(Shares({Kind.CLIENTS: 8}, alone=64), max_waiting=8)
+    endpoint = Endpoint(sessions, AgentPolicy(script, encoder, ToolCallReader(), slots), encoder, "tiny")
+    server = EndpointServer(endpoint.application())
+    await server.start()
+    session = sessions.open(SamplingParams(max_new_tokens=32, seed=1), SessionLimits(60.0), lambda _: None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as http:
+        yield Served(script, http, session.session_id)
+    await server.stop()
+    encoder.close()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async for one in serve(tmp_path, "qwen3"):
+        yield one
+
+
+@pytest.fixture
+async def opens_thoughts(tmp_path: Path) -> AsyncIterator[Served]:
+    async for one in serve(tmp_path, "deepseek_r1_distill_qwen"):
+        yield one
+
+
+BENDING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.1},
+    {"frequency_penalty": -0.5},
+    {"presence_penalty": 0.5},
+    {"min_p": 0.05},
+    {"min_tokens": 3},
+    {"ebnf": 'root ::= "yes"'},
+    {"json_schema": {"type": "object"}},
+    {"guided_json": '{"type": "object"}'},
+    {"guided_regex": "a+"},
+    {"guided_choice": ["a", "b"]},
+    {"guided_grammar": 'root ::= "no"'},
+    {"structured_outputs": {"choice": ["x", "y"]}},
+    {"structured_outputs": {"regex": "b*"}},
+    {"structured_outputs": {"grammar": 'root ::= "so"'}},
+    {"response_format": {"type": "json_object"}},
+]
+UNKNOWN: list[dict[str, Any]] = [
+    {"functions": [{"name": "f", "parameters": {}}]},
+    {"function_call": {"name": "f"}},
+    {"logit_bias": {"5": 10}},
+    {"best_of": 4},
+    {"use_beam_search": True},
+    {"typical_p": 0.9},
+    {"no_repeat_ngram_size": 2},
+    {"ignore_eos": True},
+    {"add_generation_prompt": False},
+    {"skip_special_tokens": False},
+    {"audio": {"voice": "x"}},
+    {"enable_thinking": False},
+    {"reasoning_effort": "high"},
+    {"chat_template_kwargs": {"enable_thinkin": False}},
+    {"chat_template_kwargs": {"messages": []}},
+    {"structured_outputs": {"structural_tag": "{}"}},
+]
+
+
+@pytest.mark.parametrize("body", [*BENDING, *UNKNOWN], ids=str)
+async def test_what_would_bend_a_recorded_response_is_refused_by_its_name(served: Served, body: dict[str, Any]) -> None:
+    reply = await served.ask(**body)
+    assert reply.status_code == 400
+    assert next(iter(body)) in reply.json()["error"]["message"]
+    assert served.script.prompts == []
+
+
+async def test_outside_a_session_the_engine_gets_what_it_can_do(served: Served) -> None:
+    for body, params in (
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"frequency_penalty": -0.5, "presence_penalty": 2}, {"frequency_penalty": -0.5, "presence_penalty": 2}),
+        ({"min_p": 0.05, "top_k": 7}, {"min_p": 0.05, "top_k": 7}),
+        ({"min_tokens": 3}, {"min_new_tokens": 3}),
+        ({"stop_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}),
+        ({"ebnf": "root ::= x"}, {"ebnf": "root ::= x"}),
+        ({"guided_grammar": "root ::= y"}, {"ebnf": "root ::= y"}),
+        ({"guided_json": {"type": "object"}}, {"json_schema": '{"type":"object"}'}),
+        ({"json_schema": '{"type": "array"}'}, None),
+        ({"guided_choice": ["a.b", "c"]}, {"regex": r"(a\.b|c)"}),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json_schema": '{"type":"object"}'}),
+        ({"structured_outputs": {"regex": "b*", "json": None}}, {"regex": "b*"}),
+    ):
+        reply = await served.ask(recorded=False, **body)
+        assert reply.status_code == 200, (body, reply.text)
+        if params is not None:
+            assert served.script.params[-1].items() >= params.items(), body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"frequency_penalty": 3},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"stop_token_ids": [-1]},
+        {"regex": "a", "ebnf": "b"},
+        {"guided_choice": []},
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        {"guided_json": "no json"},
+    ],
+    ids=str,
+)
+async def test_outside_a_session_values_out_of_range_are_refused(served: Served, body: dict[str, Any]) -> None:
+    assert (await served.ask(recorded=False, **body)).status_code == 400
+
+
+async def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    for body in (
+        {"user": "me", "parallel_tool_calls": True, "frequency_penalty": 0, "store": False, "metadata": {"a": "b"}},
+        {"min_p": 0, "repetition_penalty": 1.0, "min_tokens": 0, "logit_bias": None, "functions": [], "best_of": 1},
+        {"guided_json": None, "structured_outputs": None, "ignore_eos": False, "modalities": ["text"]},
+    ):
+        assert (await served.ask(**body)).status_code == 200, body
+
+
+async def test_variables_of_the_chat_template_act_for_their_request(served: Served) -> None:
+    for recorded in (True, False):
+        for thinks in (False, True):
+            reply = await served.ask(recorded=recorded, chat_template_kwargs={"enable_thinking": thinks})
+            assert reply.status_code == 200
+            assert served.script.prompts[-1].endswith("<think>\n\n</think>\n\n") == (not thinks)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "function", "name": "f", "content": "RESULT-17"},
+        {"role": "human", "content": "RESULT-17"},
+        {"role": "critic", "content": "RESULT-17"},
+        {"role": "developer", "content": "RESULT-17"},
+        {"role": "user", "content": [{"type": "text", "text": "RESULT-17"}]},
+        {"role": "tool", "content": [{"type": "text", "text": "RESULT"}, {"type": "text", "text": "-17"}]},
+    ],
+    ids=lambda message: str(message["role"]),
+)
+async def test_every_messages_text_reaches_the_prompt_or_the_request_is_refused(
+    served: Served, message: dict[str, Any]
+) -> None:
+    reply = await served.ask(messages=[message, USER])
+    if reply.status_code == 400:
+        assert repr(message["role"]) in reply.json()["error"]["message"]
+    else:
+        assert "RESULT-17" in served.script.prompts[-1]
+        assert "'type'" not in served.script.prompts[-1]
+
+
+async def test_the_older_form_of_calls_is_refused(served: Served) -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    reply = await served.ask(messages=[USER, old, USER])
+    assert reply.status_code == 400
+    assert "function_call" in reply.json()["error"]["message"]
+
+
+def tagged(arguments: str, name: str = "look_up") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("NaN", "NaN"),
+        ("Infinity", "Infinity"),
+        ("-Infinity", "-Infinity"),
+        ("1e999", "1e999"),
+        ('{"deep": [NaN, 1]}', {"deep": ["NaN", 1]}),
+        ('"\\ud800"', "\ud800"),
+        ("1e3", 1000.0),
+    ],
+)
+async def test_arguments_leave_the_endpoint_as_json(served: Served, value: str, read: Any) -> None:
+    def refuse(constant: str) -> NoReturn:
+        raise AssertionError(f"{constant} is no JSON")
+
+    served.script.says = tagged(f'{{"most": {value}}}')
+    reply = await served.ask(tools=[LOOK_UP])
+    assert reply.status_code == 200
+    (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"], parse_constant=refuse) == {"most": read}
+
+
+async def test_calls_of_an_answer_are_those_of_the_tools_that_were_offered(served: Served) -> None:
+    good, other, broken = tagged('{"q": "x"}'), tagged('{"q": "y"}'), tagged('{"q": ')
+    for says, num_calls in (
+        (good, 1),
+        (tagged("{}", "drop_table"), 0),
+        ('{"name": "Grace", "born": 1906}', 0),
+        ('{"name": "drop_table", "parameters": {}}', 0),
+        (f"<think>\nPerhaps {good}?\n</think>\n\nNo.", 0),
+        (f"<think>\nPerhaps {other}", 0),
+        (f"{broken}\n{good}", 1),
+        (good.removesuffix("</tool_call>"), 1),
+    ):
+        served.script.says = says
+        message = (await served.ask(tools=[LOOK_UP], recorded=False)).json()["choices"][0]["message"]
+        assert len(message.get("tool_calls") or ()) == num_calls, says
+        assert num_calls or message["content"] == says
+
+
+async def test_a_thought_that_the_prompt_has_opened_is_not_searched(opens_thoughts: Served) -> None:
+    opens_thoughts.script.says = "I may call " + tagged('{"q": "x"}')
+    message = (await opens_thoughts.ask(tools=[LOOK_UP])).json()["choices"][0]["message"]
+    assert "tool_calls" not in message
