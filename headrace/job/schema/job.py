@@ -49,3 +49,14 @@ class Job(Section):
     tracking: TrackingSection = TrackingSection()
     megatron: Arguments = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
     sglang: Arguments = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
+
+    @property
+    def asks_engines(self) -> bool:
+        """False where given conversations are trained and nothing else wants a response: then nothing is scored too."""
+        return (
+            self.train.loss_mask_type is None
+            or self.eval.is_asked_for
+            or self.eval.eval_function_path is not None
+            or self.rollout.openai_port is not None
+            or bool(self.placement.rollout_external_engine_addrs)
+        )
