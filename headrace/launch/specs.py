@@ -18,6 +18,7 @@ from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
+from headrace.rpc.proxies import direct_to
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
@@ -122,13 +123,21 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     """Describes how to start one of `processes` of an addressed job."""
     service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
-        address_of(job, needed)
+        if needed != "reward" or job.asks_engines:
+            address_of(job, needed)
     address = address_of(job, service)
     if number is not None:
         address = address.split(",")[number]
     listens_at = _listens_at(job, address)
     metrics_address = _metrics_at(job, listens_at)
-    arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
+    arguments = [
+        "--config",
+        str(folder.config_of(service)),
+        "--address",
+        str(listens_at),
+        "--metrics-address",
+        metrics_address,
+    ]
     arguments += ["--insecure"] if job.services.insecure else []
     arguments += [*_path("--tls-dir", job.services.tls_dir), *_path("--tokens-file", job.services.tokens_file)]
     extra = {
@@ -148,7 +157,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         metrics_address=metrics_address,
         log_file=folder.logs / f"{process}.log",
         environment={**_environment(job, service), **gpus},
-        loads=_LOADS.get(service),
+        loads=_LOADS.get(service) if service != ROLLOUT or job.asks_engines else None,
         ending=folder.ending if service == "trainer" else None,
         serves=service != "trainer" or not _node_rank(job),
         restart_request=folder.restart_request(process),
@@ -211,7 +220,17 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
     caches = {} if service == "trainer" else without_thread_caches()
     slime = {SLIME_IMPORTS: "true"} if job.run.slime_imports else {}
-    return {**unbuffered, **threads, **caches, **slime}
+    return {**unbuffered, **threads, **caches, **slime, **direct_to(*_own_hosts(job))}
+
+
+def _own_hosts(job: Job) -> set[str]:
+    """The hosts of all parts of the run, which no proxy of the environment may stand between."""
+    services, placement = job.services, job.placement
+    addresses = [address for name in SERVICES for address in (address_in(job, name) or "").replace("|", ",").split(",")]
+    addresses += [*(services.rollout_address or "").split(","), *placement.rollout_external_engine_addrs]
+    hosts = {Address.parse(address).host for address in addresses if address}
+    named = {services.own_host, services.listen_host, job.rollout.openai_host, placement.master_addr}
+    return {host for host in hosts | named if host}
 
 
 def _ranks_here(job: Job) -> int:

@@ -1,8 +1,9 @@
 """Keeps services alive.
 
 A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
-times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
-fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
+times within `window_seconds`. One that ends with exit code 2 has a mistake in it and fails the run at once. So does one
+that ends before it was ever healthy, unless it is a trainer with --use-fault-tolerance; and so does a trainer that has
+nothing to learn from, and then its own last words are the reason.
 One that ends with PEER_AWAY has waited for another service without success. Such an end does not count as a restart,
 unless they go on for `max_away_seconds` in a row; its last error names the other service and its address.
 The one that is named `until` ends the run with exit code 0. A restart that a person asked for (`headrace restart`)
@@ -66,6 +67,7 @@ class Supervisor:
         policy: RestartPolicy,
         changed: Callable[[dict[str, int]], None],
         grace: Callable[[], float] = lambda: GRACE_SECONDS,
+        ready: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._specs = specs
         self._until = until
@@ -73,6 +75,7 @@ class Supervisor:
         self._policy = policy
         self._changed = changed
         self._grace = grace
+        self._ready = ready
         self._running: dict[str, ServiceProcess] = {}
         self._started_at = {spec.name: deque[float]() for spec in specs}
         self._away: dict[str, tuple[float, float]] = {}
@@ -118,7 +121,7 @@ class Supervisor:
                     "correct that and repeat the command: it continues from the last checkpoint, and "
                     "`headrace buffer retry` queues the failed prompts again"
                 )
-            if code == NOT_WORTH_RESTARTING or not ever_healthy:
+            if code == NOT_WORTH_RESTARTING or not (ever_healthy or spec.restarts_before_ready):
                 when = "" if ever_healthy else " before it was ready"
                 ended = self._running[spec.name].ended_with(code)
                 raise ServiceFailed(f"{spec.name} ended with {ended}{when}; {self._running[spec.name].why}")
@@ -145,6 +148,8 @@ class Supervisor:
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
+        if healthy:
+            self._ready(spec.name)
         asked_for = await self._ended_on_request(process)
         return await process.wait(), healthy, asked_for
 

@@ -63,7 +63,7 @@ def require_startable(job: Job, scope: Scope) -> Report:
 async def _run(
     job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report, tell: Callable[[str], None]
 ) -> None:
-    services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
+    services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_to_look(job))]
     environment = {**os.environ, **({SLIME_IMPORTS: "true"} if job.run.slime_imports else {})}
     started: list[CheckProcess] = []
 
@@ -88,19 +88,20 @@ async def _prompts(buffer: CheckProcess, report: Report, tell: Callable[[str], N
     try:
         found = msgspec.json.decode(await buffer.result(b"", tell), type=BufferReport)
     except Internal as error:
-        report.unchecked.append(error.message)
+        report.failed.append(error.message)
         return Prompts()
     report.join(found.report)
     return found.prompts
 
 
 async def _report(process: CheckProcess, data: bytes) -> Report:
-    """A failing check refuses nothing: its error is listed as unchecked, and the service will check again."""
+    """A failing check refuses nothing: its error is kept in the report, and the service will check again."""
     try:
         return msgspec.json.decode(await process.result(data), type=Report)
     except Internal as error:
-        return Report(unchecked=[error.message])
+        return Report(failed=[error.message])
 
 
-def _has_hooks(job: Job) -> bool:
-    return any(path is not None for _, path in job.hooks)
+def _has_to_look(job: Job) -> bool:
+    """The trainer's check has its hooks to load, and adapters to know about."""
+    return job.lora.lora_rank is not None or any(path is not None for _, path in job.hooks)

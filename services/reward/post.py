@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from headrace.errors import InvalidArgument
+from headrace.rpc.proxies import is_here
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_JSON_BYTES
 
@@ -31,9 +32,6 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-_opener = build_opener(_NoRedirects)
-
-
 async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | None = None) -> Any:
     """The JSON that `url` answers to the JSON of `body`.
 
@@ -42,12 +40,17 @@ async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | 
     return await asyncio.get_running_loop().run_in_executor(_threads, _post, url, body, seconds, key)
 
 
+def _opener(url: str) -> OpenerDirector:
+    """Servers elsewhere are asked through the proxy of the environment; `no_proxy` names the run's own machines."""
+    return build_opener(_NoRedirects, *([ProxyHandler({})] if is_here(url) else []))
+
+
 def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     # A rule of the job checks the scheme.
     request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
     try:
-        with _opener.open(request, timeout=seconds) as answer:
+        with _opener(url).open(request, timeout=seconds) as answer:
             text = answer.read(MAX_JSON_BYTES + 1)
     except HTTPError as error:
         if 300 <= error.code < 400:

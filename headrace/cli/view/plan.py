@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from headrace.cli.view.memory import memory, num_parameters, version_bytes
+from headrace.cli.view.memory import gigabytes, memory, num_parameters, version_bytes
 from headrace.devices.inventory import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
@@ -20,6 +20,8 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.models.block_fp8 import BlockFp8
+from headrace.process.memory import free_bytes
+from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
 from headrace.wire.shares import share_of_count
 
@@ -32,7 +34,8 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("run", f"{job.run.folder}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         *([("remote code", code)] if (code := where_code_runs(job)) else []),
-        ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
+        ("services", "; ".join(f"{name} {_where(job, name)}" for name in SERVICES)),
+        *_proxies(job),
         *_shards(job),
         ("algorithm", _algorithm(job)),
         ("loss", _loss(job)),
@@ -45,11 +48,35 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("staleness", _staleness(job)),
         ("prompts", _prompts(job)),
         *_images(job),
-        ("reward", job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"),
+        ("reward", _reward(job)),
         ("evaluation", _evaluation(job)),
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
+
+
+def _where(job: Job, service: str) -> str:
+    needed = job.asks_engines or service != "reward"
+    return address_in(job, service) or ("started here" if needed else "not needed")
+
+
+def _reward(job: Job) -> str:
+    if not job.asks_engines:
+        return "none: conversations are trained as they are given"
+    return job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"
+
+
+def _proxies(job: Job) -> list[tuple[str, str]]:
+    """Nothing where the environment has no proxy."""
+    found = proxies()
+    if not found.keys() - {NO_PROXY}:
+        return []
+    named = {"rm_url": job.reward.rm_url, "judge_url": job.reward.judge_url}
+    ways = [
+        f"{name} {url} is asked {'through it' if uses_proxy(url) else 'directly'}" for name, url in named.items() if url
+    ]
+    given = ", ".join(f"{name}={value}" for name, value in found.items())
+    return [("proxy", "; ".join([f"{given} in the environment", "the run's own addresses never use it", *ways]))]
 
 
 def _shards(job: Job) -> list[tuple[str, str]]:
@@ -91,8 +118,11 @@ def in_short(job: Job) -> str:
     """The plan in one line."""
     rollout = job.rollout
     num_services = job.services.num_rollout_services
-    engines = _count(_engines_of_each(job), "engine") + (
-        f" in each of {num_services} rollout services" if num_services > 1 else ""
+    engines = (
+        "no engine"
+        if not job.asks_engines
+        else _count(_engines_of_each(job), "engine")
+        + (f" in each of {num_services} rollout services" if num_services > 1 else "")
     )
     shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
     return (
@@ -177,6 +207,8 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 
 
 def _engines(job: Job) -> str:
+    if not job.asks_engines:
+        return "none: conversations are trained as they are given, and nothing is evaluated"
     each, groups = job.placement.rollout_num_gpus_per_engine, job.placement.engine_groups
     if groups:
         own = "".join(f"\n{_group(group)}" for group in groups)
@@ -198,6 +230,8 @@ def _group(group: EngineGroup) -> str:
 
 
 def _weights(job: Job) -> str:
+    if not job.asks_engines:
+        return "stay in the trainer: there is no engine to give them to"
     form, way = BlockFp8.of(job.model.hf_checkpoint), _way(job)
     if form is None:
         return way
@@ -212,7 +246,7 @@ def _way(job: Job) -> str:
         return "broadcast to the engines"
     folder = RunFolder.of(job).weights_of(publish)
     size = version_bytes(job)
-    each = "a version's size is unknown here" if size is None else f"{_gigabytes(size)} a version"
+    each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":
         return f"through shared memory in {folder}: {each}, and two versions lie there"
     return (
@@ -269,14 +303,12 @@ def _memory(job: Job) -> str:
     found = memory(job)
     if found is None:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
-    beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
-    kept = (
-        f"; {_gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
-    )
+    beside = "".join(f", {name} {gigabytes(size)}" for name, size in found.beside.items())
+    kept = f"; {gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
+    engines = f" and {gigabytes(found.engine)} of weights for each of an engine's processes" if job.asks_engines else ""
     return (
-        f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "
-        f"{_gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
-        f"{kept}"
+        f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}){engines}, "
+        f"before activations and KV cache{kept}; this machine has {gigabytes(free_bytes())} free"
     )
 
 
@@ -288,7 +320,3 @@ def _versions() -> Sequence[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{package} not installed")
     return found
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"

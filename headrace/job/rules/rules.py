@@ -22,7 +22,7 @@ from headrace.job.rules.lora_rules import check_lora, check_lora_targets
 from headrace.job.rules.machines.colocation import check_colocation
 from headrace.job.rules.machines.gpus import check_gpus
 from headrace.job.rules.machines.nodes import check_meeting, check_nodes
-from headrace.job.rules.megatron_rules import check_megatron, require_gpus
+from headrace.job.rules.megatron_rules import check_megatron, require_gpus, require_states_that_are_saved
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.paths.files import check_files
 from headrace.job.rules.paths.folders import check_folders
@@ -57,6 +57,7 @@ def check(job: Job, scope: Scope) -> None:
     check_folders(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
+        require_states_that_are_saved(job, scope)
         _export_folder_is_new(job)
     if "rollout" in scope.services:
         check_group_sizes(job, scope)
@@ -220,13 +221,21 @@ def _export_folder_is_new(job: Job) -> None:
 
 def _engines_compute_in_fp8(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a quantization that engines cannot be given, too."""
-    if BlockFp8.of(job.model.hf_checkpoint) and "rollout" in scope.services and not num_gpus():
+    if BlockFp8.of(job.model.hf_checkpoint) is None or "rollout" not in scope.services:
+        return
+    if not num_gpus():
         scope.missing(
             ConfigError(
                 f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
                 "this machine has none: name a folder in bfloat16 or float32",
                 field="hf_checkpoint",
             )
+        )
+    if megatron(job.megatron).dtype != "bfloat16":
+        raise ConfigError(
+            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, whose other weights SGLang takes in bfloat16, "
+            "and the trainer publishes float32: pass --bf16, or name a folder in float32",
+            field="bf16",
         )
 
 
