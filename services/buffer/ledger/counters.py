@@ -26,7 +26,7 @@ def corrected(stream: IndexedStream, *, is_complete: bool) -> tuple[StreamState,
     batched = [group for group in groups if group.step is not None and group.state in _TRAINABLE]
     committed = state.forgotten.get(GroupState.COMMITTED.value, 0)
     num_groups = len(groups) + sum(state.forgotten.values())
-    next_seq = max(max((group.seq for group in groups), default=-1) + 1, num_groups)
+    next_seq = max(max((group.seq for group in groups), default=-1) + 1, state.first_seq + num_groups)
     num_inserted = sum(stream.counts[one] for one in _TRAINABLE) + committed
     right = {"next_seq": max(state.next_seq, next_seq), "num_inserted": max(state.num_inserted, num_inserted)}
     if is_complete:

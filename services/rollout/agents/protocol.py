@@ -199,8 +199,9 @@ class _Request(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repetition_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            **{constraint.kind: constraint.text for constraint in self.constraints()},
         )
+        constraints: dict[str, Any] = {constraint.kind: constraint.text for constraint in self.constraints()}
+        made = replace(made, **constraints)
         require_one_constraint(made)
         return made
 

@@ -257,7 +257,7 @@ def test_a_label_that_is_no_answer_by_design_prevents_nothing(
 
 
 def test_one_bad_label_among_good_ones_is_a_warning(load_with, tmp_path: Path) -> None:
-    rows = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
+    rows: list[Any] = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
     report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "math")
     assert report.refusals == []
     assert any("train.jsonl, line 3" in warning for warning in report.warnings)

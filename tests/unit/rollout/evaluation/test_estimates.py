@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,5 +147,6 @@ def test_a_larger_k_never_passes_less_often_when_samples_fail(rewards: dict[int,
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.9, 1.0, 0.2, 1.0], [1.0, 0.0]])
 def test_an_interval_of_shares_is_within_0_and_1(rewards: list[float]) -> None:
     result = tally_of({row: [reward] for row, reward in enumerate(rewards)}, 1).result()
-    for estimate in (result, *result.pass_at_k):
+    estimates: list[Any] = [result, *result.pass_at_k]
+    for estimate in estimates:
         assert 0.0 <= estimate.low <= estimate.high <= 1.0

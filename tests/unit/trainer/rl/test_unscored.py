@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
-from services.trainer.model import preparation
 from services.trainer.model.preparation import Preparation
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.context import Context
@@ -21,7 +21,9 @@ from services.trainer.rl.build import advantages_of
 from services.trainer.rl.inputs import MicroInputs, step_inputs
 from services.trainer.rl.rewards import shaped_rewards
 
-LAYOUT: Any = SimpleNamespace(device=torch.device("cpu"), context=Context(0, 1, None), data_rank=0, data_group=None)
+LAYOUT: Any = SimpleNamespace(
+    device=torch.device("cpu"), context=Context(0, 1, cast(Any, None)), data_rank=0, data_group=None
+)
 
 
 def sample(index: int, mask: list[int], reward: float | None, *, prompt: int = 1, group: str = "g") -> Sample:
@@ -60,7 +62,7 @@ def trained(samples: list[Sample], kl: torch.Tensor | None = None, **train: Any)
     return found
 
 
-ESTIMATORS = {
+ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"normalize_advantages": True},
     "reinforce_plus_plus_baseline": {"normalize_advantages": True},
     "ppo": {},
@@ -73,7 +75,7 @@ ESTIMATORS = {
 @pytest.mark.parametrize("rewards", [[1.0, None, 1.0], [None, 0.5, -2.0, 0.25], [3.0, 1.0, None], [7.0, None]])
 def test_a_sample_without_a_reward_changes_nothing_for_the_others(estimator: str, rewards: list[float | None]) -> None:
     """Neither whitening, nor a group's mean, nor a divisor of the loss knows of it."""
-    options = {"advantage_estimator": estimator, **ESTIMATORS[estimator]}
+    options: dict[str, Any] = {"advantage_estimator": estimator, **ESTIMATORS[estimator]}
     with_it = trained([sample(i, [1, 1], reward) for i, reward in enumerate(rewards)], **options)
     without = trained([sample(i, [1, 1], r) for i, r in enumerate(rewards) if r is not None], **options)
     kept = [row for row, one in enumerate(with_it.samples) if one.reward is not None]
@@ -111,7 +113,7 @@ def test_a_small_kl_beside_large_equal_rewards_is_whitened_as_in_float64(reward:
 def test_importance_weights_next_to_0_are_not_normalized_to_1(
     gap: float, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     job = job_of(use_tis=True, tis_batch_normalize=True, tis_level=level, use_rollout_logprobs=False)
     (micro,) = inputs_of([sample(0, [1], 1.0)], job)
     stand_in: Any = SimpleNamespace(_config=job.train, _layout=LAYOUT)
