@@ -257,7 +257,7 @@ def test_a_label_that_is_no_answer_by_design_prevents_nothing(
 
 
 def test_one_bad_label_among_good_ones_is_a_warning(load_with, tmp_path: Path) -> None:
-    rows: list[Any] = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
+    rows: list[dict[str, Any]] = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
     report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "math")
     assert report.refusals == []
     assert any("train.jsonl, line 3" in warning for warning in report.warnings)
@@ -266,9 +266,9 @@ def test_one_bad_label_among_good_ones_is_a_warning(load_with, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("label", "key", "scorer", "ending"),
     [
-        ({"ground_truth": "3/4", "style": "rule"}, "label", "math", "parquet"),
+        ({"ground_truth": "3/4", "style": "rule"}, "label", "math", "jsonl"),
         ({"ground_truth": {"target": ["Lyon", "Lugdunum"]}, "style": "rule"}, "label", "exact_match", "jsonl"),
-        ({"truth": {"value": "3/4"}}, "label.truth.value", "math", "jsonl"),
+        ({"truth": {"value": "3/4"}}, "label.truth.value", "math", "parquet"),
         ({"answers": ["Lyon", "Lugdunum"], "id": 7}, "label.answers", "f1", "parquet"),
         ("3 * 4 = <<3*4=12>>12 and 12 + 1,000 = 1,012.\n#### 1,012", "label", "deepscaler", "jsonl"),
         ("It is 7 + 6.\n#### 13", "label", "dapo", "parquet"),
