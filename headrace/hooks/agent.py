@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.signature import Signature, wrong_signature
+from headrace.rpc.proxies import direct_to
 
 ACCEPTED = ("async def run(args, task, base_url) -> reward | None",)
 
@@ -42,6 +45,7 @@ async def run_agent(path: str, args: HookArgs, task: Task, session_url: str) -> 
     A run that is begun again, because another agent ended this process, has a URL of its own: `session_url` ends with
     the session's id.
     """
+    os.environ.update(direct_to(urlsplit(session_url).hostname or ""))
     base_url = f"{session_url}.{secrets.token_hex(4)}/v1"
     made = _agent(path).target(args, task, base_url)
     reward = await made if inspect.isawaitable(made) else made

@@ -17,6 +17,7 @@ from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
+from headrace.rpc.proxies import direct_to
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
@@ -209,7 +210,17 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
     caches = {} if service == "trainer" else without_thread_caches()
-    return {**unbuffered, **threads, **caches}
+    return {**unbuffered, **threads, **caches, **direct_to(*_own_hosts(job))}
+
+
+def _own_hosts(job: Job) -> set[str]:
+    """The hosts of all parts of the run, which no proxy of the environment may stand between."""
+    services, placement = job.services, job.placement
+    addresses = [address for name in SERVICES for address in (address_in(job, name) or "").replace("|", ",").split(",")]
+    addresses += [*(services.rollout_address or "").split(","), *placement.rollout_external_engine_addrs]
+    hosts = {Address.parse(address).host for address in addresses if address}
+    named = {services.own_host, services.listen_host, job.rollout.openai_host, placement.master_addr}
+    return {host for host in hosts | named if host}
 
 
 def _ranks_here(job: Job) -> int:

@@ -22,6 +22,7 @@ def connect(address: str) -> grpc.aio.Channel:
     """
     target = _target(address)
     options: list[tuple[str, str | int]] = [
+        ("grpc.enable_http_proxy", 0),  # a proxy of the environment is for other addresses than a run's
         ("grpc.enable_retries", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
 from headrace.errors import InvalidArgument
+from headrace.rpc.proxies import is_here
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_JSON_BYTES
 
@@ -31,11 +32,16 @@ async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | 
     return await asyncio.get_running_loop().run_in_executor(_threads, _post, url, body, seconds, key)
 
 
+def _opener(url: str) -> OpenerDirector:
+    """Servers elsewhere are asked through the proxy of the environment; `no_proxy` names the run's own machines."""
+    return build_opener(*([ProxyHandler({})] if is_here(url) else []))
+
+
 def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310 - a rule checks the scheme
     try:
-        with urlopen(request, timeout=seconds) as answer:  # noqa: S310
+        with _opener(url).open(request, timeout=seconds) as answer:
             text = answer.read(MAX_JSON_BYTES + 1)
     except HTTPError as error:
         said = error.read(400).decode(errors="replace")

@@ -20,6 +20,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.models.block_fp8 import BlockFp8
+from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
 from headrace.wire.shares import share_of_count
 
@@ -33,6 +34,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         *([("remote code", code)] if (code := where_code_runs(job)) else []),
         ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
+        *_proxies(job),
         *_shards(job),
         ("algorithm", _algorithm(job)),
         ("loss", _loss(job)),
@@ -50,6 +52,19 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
+
+
+def _proxies(job: Job) -> list[tuple[str, str]]:
+    """Nothing where the environment has no proxy."""
+    found = proxies()
+    if not found.keys() - {NO_PROXY}:
+        return []
+    named = {"rm_url": job.reward.rm_url, "judge_url": job.reward.judge_url}
+    ways = [
+        f"{name} {url} is asked {'through it' if uses_proxy(url) else 'directly'}" for name, url in named.items() if url
+    ]
+    given = ", ".join(f"{name}={value}" for name, value in found.items())
+    return [("proxy", "; ".join([f"{given} in the environment", "the run's own addresses never use it", *ways]))]
 
 
 def _shards(job: Job) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ from headrace.process.workers.spawner_process import (
     Kill,
     NotForked,
 )
+from headrace.rpc.proxies import direct_to
 
 _MARK = "HEADRACE_WORKER_OF"
 _END_SECONDS = 10.0
@@ -150,7 +151,7 @@ async def _start() -> _Running:
             stdout=2,  # what user code prints belongs with the logs
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-            env={**os.environ, _MARK: mark},
+            env={**os.environ, **direct_to(), _MARK: mark},
         )
     ours.setblocking(False)
     running = _Running(process, ours, mark)

@@ -15,6 +15,7 @@ from headrace.process.gloo import gloo_at
 from headrace.process.openmp import openmp
 from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address
+from headrace.rpc.proxies import direct_to
 from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
@@ -117,6 +118,7 @@ def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, s
     """Returns the variables to add to an engine's environment. Those of SGLang's dumps are a person's to set."""
     ours = {
         **_ENVIRONMENT,
+        **direct_to(options.host),
         **with_thread_caches(),
         **{name: value for name, value in _DUMPS.items() if name not in os.environ},
     }

@@ -20,6 +20,7 @@ from headrace.process.ended import meaning
 from headrace.process.guarded import GuardedProcess
 from headrace.rpc.log import log
 from headrace.rpc.net import free_port
+from headrace.rpc.proxies import direct_to_all
 from headrace.rpc.retry import Backoff
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.http import Http
@@ -128,7 +129,7 @@ class Router:
             await self._child.stop(grace_seconds=1.0)
 
     async def _started(self) -> GuardedProcess:
-        child = GuardedProcess(self._command, self._log_path, {})
+        child = GuardedProcess(self._command, self._log_path, direct_to_all())
         await child.start()
         end = time.monotonic() + _READY_SECONDS
         try:

@@ -1,0 +1,265 @@
+"""A proxy in the environment stands before other people's servers, never between the parts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import requests
+from aiohttp import web
+
+from headrace.cli.main import main
+from headrace.errors import HeadraceError
+from headrace.hooks import HookArgs
+from headrace.hooks.agent import Task, run_agent
+from headrace.job.schema.job import Job
+from headrace.job.schema.production import RolloutSection
+from headrace.launch.health import is_serving
+from headrace.launch.specs import spec
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.run_folder import RunFolder
+from headrace.score import ScoreItem
+from services.buffer.store.memory import MemoryStore
+from services.reward.scorers import judge, remote_rm
+from services.rollout.engine.routing.router import Router
+from services.rollout.engine.watch import FleetTiming
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.processes.buffer_server import served_buffer
+
+NOWHERE = "http://127.0.0.1:9"
+VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+LIMIT = 60.0
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every proxy is one that nobody serves, in both spellings, and no host is excepted."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, NOWHERE)
+        monkeypatch.setenv(name.upper(), NOWHERE)
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize("variable", [*VARIABLES[:2], "grpc_proxy"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+async def test_a_service_is_reached_past_a_proxy(monkeypatch: pytest.MonkeyPatch, variable: str, host: str) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv(variable, NOWHERE)
+    async with served_buffer(MemoryStore(), address=f"{host}:0") as (_, server):
+        assert await is_serving(server.address)
+
+
+class Graded(http.server.BaseHTTPRequestHandler):
+    """A judge, a reward model and a proxy before them: it keeps the URL that it was asked for."""
+
+    asked: list[str]
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        self.rfile.read(int(self.headers["content-length"]))
+        said = {"choices": [{"message": {"content": "\\boxed{7}"}}]}
+        body = json.dumps(0.7 if self.path.endswith("/score") else said).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def graded(host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
+    """The URL of a server, and what it was asked."""
+    asked: list[str] = []
+    server = http.server.HTTPServer((host, 0), type("Handler", (Graded,), {"asked": asked}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://{host}:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Args:
+    judge_model = "j"
+    judge_prompt = None
+    judge_scale = 10.0
+    reward_timeout_seconds = LIMIT
+
+    def __init__(self, url: str) -> None:
+        self.judge_url = f"{url}/v1"
+        self.rm_url = f"{url}/score"
+
+
+async def graded_by(scorer: object, url: str) -> object:
+    """The score, or why there is none."""
+    try:
+        return await scorer.score(ScoreItem("a", "p", "r"), Args(url))  # type: ignore[attr-defined]
+    except (OSError, HeadraceError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("scorer", [judge, remote_rm], ids=["judge", "remote_rm"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.7"])
+async def test_a_grader_on_this_machine_is_asked_directly(proxied: None, scorer: object, host: str) -> None:
+    with graded(host) as (url, asked):
+        assert await graded_by(scorer, url) == 0.7
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("scorer", [judge, remote_rm], ids=["judge", "remote_rm"])
+async def test_a_grader_elsewhere_is_asked_through_the_proxy_unless_no_proxy_names_it(
+    monkeypatch: pytest.MonkeyPatch, proxied: None, scorer: object
+) -> None:
+    with graded() as (proxy, asked):
+        monkeypatch.setenv("http_proxy", proxy)
+        assert await graded_by(scorer, "http://grader.example:8000") == 0.7
+        assert asked[0].startswith("http://grader.example:8000/")
+        monkeypatch.setenv("no_proxy", "grader.example")
+        assert await graded_by(scorer, "http://grader.example:8000") != 0.7
+        assert len(asked) == 1
+
+
+async def test_the_router_takes_an_engine_past_a_proxy(proxied: None, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    await engine.start(seconds=LIMIT)
+    router = Router(RolloutSection(), tmp_path / "router.log", request_seconds=10.0, timing=FleetTiming())
+    taken = False
+    try:
+        await router.start()
+        try:
+            async with asyncio.timeout(10):  # of a process that takes it in some milliseconds
+                await router.add(engine.url)
+                taken = True
+        except TimeoutError:
+            pass
+        assert taken, "the router did not take the engine"
+    finally:
+        await router.stop()
+        await engine.stop()
+
+
+def by_openai(url: str) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=LIMIT) as client:
+        said = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    return said.choices[0].message.content or ""
+
+
+def by_httpx(url: str) -> str:
+    return str(
+        httpx.post(f"{url}/v1/chat/completions", json={}, timeout=LIMIT).json()["choices"][0]["message"]["content"]
+    )
+
+
+def by_requests(url: str) -> str:
+    said = requests.post(f"{url}/v1/chat/completions", json={}, timeout=LIMIT).json()
+    return str(said["choices"][0]["message"]["content"])
+
+
+def by_urllib(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", b"{}", timeout=LIMIT) as answer:  # noqa: S310
+        return str(json.loads(answer.read())["choices"][0]["message"]["content"])
+
+
+@asynccontextmanager
+async def policy() -> AsyncIterator[str]:
+    async def answer(_: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": "ok"}
+        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+        )
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_what_a_users_function_asks_on_this_machine_passes_no_proxy(proxied: None) -> None:
+    pool, said = WorkerPool(1), {}
+    try:
+        async with policy() as url:
+            for client in (by_openai, by_httpx, by_requests, by_urllib):
+                try:
+                    said[client.__name__] = await pool.run(client, url, timeout_seconds=LIMIT)
+                except WorkerError as error:
+                    said[client.__name__] = error.message
+        assert said == dict.fromkeys(said, "ok")
+    finally:
+        await pool.close()
+
+
+async def test_an_agent_on_another_machine_reaches_its_policy_past_a_proxy(proxied: None, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import httpx\n\nasync def run(args, task, base_url):\n"
+        "    with httpx.Client() as client:\n"
+        "        return float(client._transport_for_url(httpx.URL(base_url)) is client._transport)\n"
+    )
+    hosts = ("10.9.8.7", "policy.example", "[fd00::9]")
+    pool, is_direct = WorkerPool(1), {}
+    try:
+        for host in hosts:
+            work = (f"{agent}:run", HookArgs({}), Task("hi"), f"http://{host}:8000/sessions/1")
+            is_direct[host] = await pool.run(run_agent, *work, timeout_seconds=LIMIT)
+        assert is_direct == dict.fromkeys(hosts, 1.0)
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("service", ["buffer", "reward", "rollout", "trainer"])
+def test_every_service_is_told_to_reach_all_hosts_of_the_run_directly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str
+) -> None:
+    monkeypatch.setenv("no_proxy", "mirror.example")
+    services = {
+        "buffer_address": "buffer-a.example:7001|buffer-b.example:7001",
+        "rollout_address": "10.1.2.3:7002,[fd00::7]:7002",
+        "reward_address": "reward.example:7003",
+        "trainer_address": "127.0.0.1:7004",
+        "listen_host": "0.0.0.0",  # noqa: S104
+        "rollout_service": 1,
+    }
+    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services})
+    environment = spec(job, service, RunFolder(tmp_path)).environment
+    wanted = {"mirror.example", "buffer-a.example", "buffer-b.example", "10.1.2.3", "fd00::7", "reward.example"}
+    for name in ("no_proxy", "NO_PROXY"):
+        assert wanted | {"localhost", "127.0.0.1", "::1"} <= set(environment.get(name, "").split(","))
+
+
+def test_check_names_the_proxy_without_its_password_and_says_what_goes_through_it(
+    proxied: None, monkeypatch: pytest.MonkeyPatch, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name.upper())
+    monkeypatch.setenv("http_proxy", "http://ada:secret@proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "near.example")
+    graders = ["--judge-url", "http://far.example/v1", "--rm-url", "http://near.example/score", "--judge-model", "j"]
+    main(["check", str(job_file), "--rm-type", "judge", "--fast", *graders])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "http_proxy=http://…@proxy.example:3128" in said
+    assert "the run's own addresses never use it" in said
+    assert "judge_url http://far.example/v1 is asked through it" in said
+    assert "rm_url http://near.example/score is asked directly" in said
+    assert "secret" not in said
