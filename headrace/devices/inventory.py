@@ -18,6 +18,8 @@ from headrace.devices.host import Device, Host
 from headrace.errors import ConfigError
 
 _ASK = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+"""Of x86 and of ARM, in /proc/cpuinfo."""
 _SECONDS = 30.0
 """The first call after a start of the machine loads the driver."""
 
@@ -36,6 +38,28 @@ def this_machine(environment: Mapping[str, str] = os.environ) -> Host:
 def num_gpus() -> int:
     """Counts the GPUs that this process can open."""
     return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name[6:].isdigit()])
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True for a CPU that computes with bfloat16; True also where nobody knows."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return True
+    return not words.isdisjoint(_BFLOAT16)
+
+
+def gpu_memory_bytes() -> int | None:
+    """The memory of the smallest GPU; None where nvidia-smi is not installed or does not say."""
+    program = shutil.which(_ASK[0])
+    if program is None:
+        return None
+    words = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return min((int(line) << 20 for line in asked.stdout.split()), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def parse_devices(rows: Sequence[str], sys_bus: Path = Path("/sys/bus/pci/devices")) -> list[Device]:

@@ -77,18 +77,18 @@ async def _prompts(buffer: CheckProcess, report: Report, tell: Callable[[str], N
     try:
         found = msgspec.json.decode(await buffer.result(b"", tell), type=BufferReport)
     except Internal as error:
-        report.unchecked.append(error.message)
+        report.failed.append(error.message)
         return Prompts()
     report.join(found.report)
     return found.prompts
 
 
 async def _report(process: CheckProcess, data: bytes) -> Report:
-    """A failing check refuses nothing: its error is listed as unchecked, and the service will check again."""
+    """A failing check refuses nothing: its error is kept in the report, and the service will check again."""
     try:
         return msgspec.json.decode(await process.result(data), type=Report)
     except Internal as error:
-        return Report(unchecked=[error.message])
+        return Report(failed=[error.message])
 
 
 def _has_hooks(job: Job) -> bool:

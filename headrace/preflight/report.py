@@ -18,6 +18,8 @@ class Report(msgspec.Struct):
     refusals: list[str] = []
     warnings: list[str] = []
     unchecked: list[str] = []
+    failed: list[str] = []
+    """Why a service's check ended without a result."""
 
     def join(self, other: Report) -> None:
         """Adds the findings of another service."""
@@ -25,6 +27,7 @@ class Report(msgspec.Struct):
         self.refusals += other.refusals
         self.warnings += other.warnings
         self.unchecked += other.unchecked
+        self.failed += other.failed
 
     def refuse(self, error: HeadraceError, *, elsewhere: bool = False) -> None:
         """Notes the error as unchecked when the job is for another machine."""

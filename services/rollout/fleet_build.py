@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from headrace.job.megatron.arguments import megatron
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
@@ -148,6 +149,7 @@ def engine_options(job: Job) -> EngineOptions:
         tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
         seed=job.data.rollout_seed,
         sglang=job.sglang,
+        dtype=megatron(job.megatron).dtype,
         threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
         releases_memory=bool(job.placement.offload_rollout),

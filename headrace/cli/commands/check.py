@@ -9,6 +9,7 @@ from rich.console import Console
 
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.view.check_view import print_report
+from headrace.cli.view.memory import too_little_memory
 from headrace.cli.view.plan import plan
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, scope_of_check
@@ -27,11 +28,15 @@ _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
   --elsewhere  the job is for another machine: missing files and GPUs are listed, and do not refuse the job
 """
 _REFUSED_EXIT_CODE = 2
+_FAILED_EXIT_CODE = 1
 _FAST_READ_SECONDS = 2.0
 
 
 def check(argv: Sequence[str]) -> int:
-    """Prints the plan and what every service found. Returns 2 when a service refuses the job, with its sentence."""
+    """Prints the plan and what every service found.
+
+    Returns 2 when a service refuses the job, with its sentence, and 1 when a service's check itself failed.
+    """
     if argv and argv[0] == "hook":
         from headrace.cli.check_hook import check_hook  # only here are hooks' kinds needed
 
@@ -50,8 +55,9 @@ def check(argv: Sequence[str]) -> int:
     report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
     if "buffer" in scopes[0].services:
         _check_ledger(job, report, scopes[0])
+    report.warnings += too_little_memory(job, scopes[0])
     print_report(Console(), plan(job, scopes[0]), report, scopes[0])
-    return _REFUSED_EXIT_CODE if report.refusals else 0
+    return _REFUSED_EXIT_CODE if report.refusals else _FAILED_EXIT_CODE if report.failed else 0
 
 
 def _check_ledger(job: Job, report: Report, scope: Scope) -> None:

@@ -7,14 +7,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.devices.inventory import gpu_memory_bytes, num_gpus
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.rules import known_architecture
+from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.models.block_fp8 import SCALE, BlockFp8
 from headrace.models.registry import table
+from headrace.process.memory import free_bytes
 
 _FLOAT32, _BFLOAT16 = 4, 2
+_BEFORE = "before activations and KV cache"
+_WAY_OUT = "use fewer ranks or engines, a smaller model, or another machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,11 @@ def memory(job: Job) -> Memory | None:
     data = job.placement.num_ranks // (shared * args.context_parallel_size)
     # Gradients in float32 and Adam's two moments; in bfloat16 a float32 master copy is stored beside them.
     states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
-    trained, frozen = parameters / shared * (weight + _FLOAT32 + states), parameters / shared * weight
+    frozen = parameters / shared * weight
+    full = parameters / shared * (weight + _FLOAT32 + states)
+    trained = full if job.lora.lora_rank is None else frozen
     beside = {
-        "critic": trained if uses_critic(job) else 0.0,
+        "critic": full if uses_critic(job) else 0.0,
         "reference": frozen if uses_reference(job) else 0.0,
         "teacher": frozen if job.distillation.use_opd and job.distillation.opd_type == "megatron" else 0.0,
         "old actor": frozen if job.train.keep_old_actor else 0.0,
@@ -56,6 +63,49 @@ def memory(job: Job) -> Memory | None:
     keeps = job.publish.update_weight_rollback == "host"
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
     return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)
+
+
+def too_little_memory(job: Job, scope: Scope) -> list[str]:
+    """Warns where what starts here needs more than this machine has: than each GPU, or else than its free memory."""
+    found = memory(job)
+    if found is None:
+        return []
+    ranks, engines = _processes(job, scope)
+    if num_gpus():
+        largest = max(found.rank if ranks else 0.0, found.engine if engines else 0.0)
+        has = gpu_memory_bytes()
+        if has is None or largest <= has:
+            return []
+        return [
+            f"{_first(found, largest)} needs about {gigabytes(largest)} {_BEFORE}, and a GPU here has {gigabytes(has)}"
+        ]
+    needed, free = ranks * found.rank + engines * found.engine, free_bytes()
+    if needed <= free:
+        return []
+    counts = ((ranks, "trainer rank", "trainer ranks"), (engines, "engine process", "engine processes"))
+    who = " and ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts if count)
+    return [
+        f"memory: {who} of about {gigabytes(needed)} together, {_BEFORE}, and this "
+        f"machine has {gigabytes(free)} free: {'the other one needs more' if scope.elsewhere else _WAY_OUT}"
+    ]
+
+
+def _first(found: Memory, largest: float) -> str:
+    return "a trainer rank" if largest == found.rank else "an engine's process"
+
+
+def _processes(job: Job, scope: Scope) -> tuple[int, int]:
+    """The ranks and the engines' processes of one machine."""
+    placement = job.placement
+    ranks = placement.actor_num_gpus_per_node if "trainer" in scope.services else 0
+    starts_engines = "rollout" in scope.services and not placement.rollout_external_engine_addrs
+    engines = placement.rollout_num_gpus * job.services.rollout_services if starts_engines else 0
+    return 0 if job.debug.debug_rollout_only else ranks, engines
+
+
+def gigabytes(size: float) -> str:
+    """`0.54 GB`, `41 GB`."""
+    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"
 
 
 def version_bytes(job: Job) -> int | None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from headrace.cli.view.memory import memory, num_parameters, version_bytes
+from headrace.cli.view.memory import gigabytes, memory, num_parameters, version_bytes
 from headrace.devices.inventory import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
@@ -20,6 +20,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.models.block_fp8 import BlockFp8
+from headrace.process.memory import free_bytes
 from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
 from headrace.wire.shares import share_of_count
@@ -227,7 +228,7 @@ def _way(job: Job) -> str:
         return "broadcast to the engines"
     folder = RunFolder.of(job).weights_of(publish)
     size = version_bytes(job)
-    each = "a version's size is unknown here" if size is None else f"{_gigabytes(size)} a version"
+    each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":
         return f"through shared memory in {folder}: {each}, and two versions lie there"
     return (
@@ -284,14 +285,12 @@ def _memory(job: Job) -> str:
     found = memory(job)
     if found is None:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
-    beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
-    kept = (
-        f"; {_gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
-    )
+    beside = "".join(f", {name} {gigabytes(size)}" for name, size in found.beside.items())
+    kept = f"; {gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
     return (
-        f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "
-        f"{_gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
-        f"{kept}"
+        f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}) and "
+        f"{gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
+        f"{kept}; this machine has {gigabytes(free_bytes())} free"
     )
 
 
@@ -303,7 +302,3 @@ def _versions() -> Sequence[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{package} not installed")
     return found
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"

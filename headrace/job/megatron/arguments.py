@@ -150,6 +150,11 @@ class MegatronArgs(ArchitectureArgs):
         """The values of those `names` that the job sets."""
         return {name: getattr(self, name) for name in sorted(names & self.model_fields_set)}
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights, in the trainer and as they are published."""
+        return "bfloat16" if self.bf16 else "float32"
+
     def needs_gpu(self) -> list[str]:
         """The flags that need a GPU, as they would be typed."""
         flags = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import megatron
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -25,9 +27,38 @@ OURS: Mapping[str, str] = {
 }
 """Arguments of SGLang that headrace sets, and what a job says instead."""
 
+_TENSOR = "all GPUs of an engine are tensor-parallel. Choose their number with --rollout-num-gpus-per-engine"
+_MORE = "the router spreads requests over engines. Start more of them with --rollout-num-gpus"
+_ONE_MACHINE = "an engine is on one machine. Choose its number of GPUs there with --rollout-num-gpus-per-engine"
+_WHOLE = "each engine computes prompts and responses. Start more of them with --rollout-num-gpus"
+_PLACED_BY_US: Mapping[str, tuple[Any, str]] = {
+    "pp_size": (1, _TENSOR),
+    **dict.fromkeys(("dp_size", "attn_dp_size"), (1, _MORE)),
+    **dict.fromkeys(("enable_dp_attention", "enable_dp_lm_head"), (False, _MORE)),
+    "nnodes": (1, _ONE_MACHINE),
+    "node_rank": (0, _ONE_MACHINE),
+    "dist_init_addr": (None, _ONE_MACHINE),
+    "gpu_id_step": (
+        1,
+        "engines have the GPUs of rollout_num_gpus one after the other. Hide others from the run with "
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    "use_ray": (False, "Ray places whole engines. Use --rollout-placement ray"),
+    "disaggregation_mode": ("null", _WHOLE),
+    "decoupled_spec_role": ("null", _WHOLE),
+    "enable_pd_role_switch": (False, _WHOLE),
+    "encoder_only": (False, _WHOLE),
+    "language_only": (False, _WHOLE),
+    "encoder_urls": ([], _WHOLE),
+    **dict.fromkeys(("elastic_ep_backend", "elastic_ep_initial_size", "max_ep_size"), (None, _MORE)),
+}
+"""Arguments that would give an engine other processes or GPUs than it is placed on, with their defaults."""
+
 _SHARES = ("mem_fraction_static", "schedule_conservativeness")
 _AT_MOST_ONE = ("mem_fraction_static",)
-_COUNTS = ("context_length", "max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size", "dp_size")
+_COUNTS = ("context_length", "max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
+_DTYPES = {"float": "float32"}
+"""SGLang's other names."""
 _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
@@ -35,6 +66,7 @@ def check_engines(job: Job) -> None:
     """Raises ConfigError for an argument of SGLang that headrace sets, that is secret, or that is out of range."""
     for name, value in job.sglang.items():
         check_argument(name, value)
+    _dtype(job)
     _groups(job)
     _external(job)
     _most(job)
@@ -44,6 +76,10 @@ def check_argument(name: str, value: object, where: str = "") -> None:
     """Raises ConfigError, which begins with `where`, for one argument of SGLang's."""
     if name in OURS:
         raise _refusal(name, f"cannot be given: {OURS[name]}", where)
+    if name in _PLACED_BY_US and not _is_default(value, _PLACED_BY_US[name][0]):
+        raise _refusal(name, f"{value} cannot be given: leave it out, because {_PLACED_BY_US[name][1]}", where)
+    if name.startswith("disaggregation_") and name not in _PLACED_BY_US:
+        raise _refusal(name, f"cannot be given: leave it out, because {_WHOLE}", where)
     if name in _SECRETS:
         raise ConfigError(
             f"{where}sglang {name}: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job "
@@ -95,6 +131,20 @@ def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> No
             "choose a divisor of both",
             field="rollout_num_gpus_per_engine",
         )
+
+
+def _dtype(job: Job) -> None:
+    """Engines whose weights have another dtype than the published ones would refuse the first publication."""
+    given, published = job.sglang.get("dtype"), megatron(job.megatron).dtype
+    if given is None or _DTYPES.get(given, given) == published or job.debug.debug_rollout_only:
+        return
+    other = "with" if published == "float32" else "without"
+    raise _refusal(
+        "dtype",
+        f"{given}: engines serve the weights that the trainer publishes, which are {published}: leave --sglang-dtype "
+        f"out, or train {other} --bf16",
+        "",
+    )
 
 
 def _external(job: Job) -> None:
@@ -163,6 +213,11 @@ def _groups(job: Job) -> None:
         raise ConfigError(
             f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
         )
+
+
+def _is_default(value: object, default: object) -> bool:
+    """True for None, too, as which the word `null` is read."""
+    return value is None or (type(value) is type(default) and value == default)
 
 
 def _is_share(name: str, value: object) -> bool:

@@ -107,6 +107,4 @@ def _check_group(group: EngineGroup) -> None:
                 f"{where}{name} cannot be of a group, because {_COMMON[name]}: pass --sglang-{name.replace('_', '-')}",
                 field=_FIELD,
             )
-        if name == "disaggregation_mode":
-            raise ConfigError(f"{where}disaggregation_mode {value} {_WORKERS['prefill']}", field=_FIELD)
         check_argument(name, value, where)

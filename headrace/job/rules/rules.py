@@ -220,13 +220,21 @@ def _export_folder_is_new(job: Job) -> None:
 
 def _engines_compute_in_fp8(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a quantization that engines cannot be given, too."""
-    if BlockFp8.of(job.model.hf_checkpoint) and "rollout" in scope.services and not num_gpus():
+    if BlockFp8.of(job.model.hf_checkpoint) is None or "rollout" not in scope.services:
+        return
+    if not num_gpus():
         scope.missing(
             ConfigError(
                 f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
                 "this machine has none: name a folder in bfloat16 or float32",
                 field="hf_checkpoint",
             )
+        )
+    if megatron(job.megatron).dtype != "bfloat16":
+        raise ConfigError(
+            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, whose other weights SGLang takes in bfloat16, "
+            "and the trainer publishes float32: pass --bf16, or name a folder in float32",
+            field="bf16",
         )
 
 

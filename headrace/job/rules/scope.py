@@ -15,6 +15,8 @@ from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
 
+ELSEWHERE = "--elsewhere"
+"""The flag of `headrace check` for another machine."""
 _ADDRESSED = ("buffer", "reward", "rollout")
 _GPU_SGLANG = ("mem_fraction_static", "disable_cuda_graph", "cuda_graph_max_bs", "kv_cache_dtype", "quantization")
 
@@ -78,6 +80,6 @@ def meant_for_gpus(job: Job) -> str | None:
 def scope_of_check(job: Job, *, elsewhere: bool) -> Scope:
     """The scope of `headrace check`: this machine, unless another was named or the job needs GPUs that it lacks."""
     if elsewhere:
-        return Scope(services_here(job), "--elsewhere")
+        return Scope(services_here(job), ELSEWHERE)
     reason = None if num_gpus() else meant_for_gpus(job)
     return Scope(services_here(job), reason)

@@ -31,7 +31,6 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "sleep_on_idle": True,
     "max_total_tokens": 65536,
     "max_running_requests": 64,
-    "dtype": "float32",
     "load_snapshot_publish_interval": 1,  # decode steps: an engine that leaves is asked whether it has requests
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
@@ -56,6 +55,8 @@ class EngineOptions:
     """The job's own arguments, by the names that SGLang gives them."""
     threads: int
     """On a machine without an accelerator."""
+    dtype: str = "float32"
+    """Of the weights that are published, whatever config.json says: an engine could not take others."""
     returns_experts: bool = False
     """Each token comes with the experts that it was routed to."""
     releases_memory: bool = False
@@ -83,6 +84,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
     """Returns the arguments of the server of engine number `engine` on 127.0.0.1:`port`."""
     arguments: dict[str, Any] = {
         **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
+        "dtype": options.dtype,
         **options.sglang,
         "model_path": str(options.hf_checkpoint),
         "tp_size": options.tensor_parallel_size,

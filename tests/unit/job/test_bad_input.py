@@ -57,6 +57,26 @@ ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
         (f"{ON_TWO},10.0.0.2:7002 --buffer-address 10.0.0.1:7001", "Name a folder that all machines see at the same"),
         ("--colocate --update-weight-transport collective", "Leave it out, which is ipc, or choose disk"),
         ("--colocate --sglang-enable-memory-saver", "engines have it where they give their memory up: set colocate"),
+        ("--sglang-pp-size 2", "tensor-parallel. Choose their number with --rollout-num-gpus-per-engine"),
+        ("--sglang-dp-size 2", "Start more of them with --rollout-num-gpus"),
+        ("--sglang-dp-size 8 --sglang-enable-dp-attention", "Start more of them with --rollout-num-gpus"),
+        ("--sglang-attn-dp-size 4", "Start more of them with --rollout-num-gpus"),
+        ("--sglang-enable-dp-lm-head", "Start more of them with --rollout-num-gpus"),
+        ("--sglang-nnodes 2", "an engine is on one machine"),
+        ("--sglang-node-rank 1", "an engine is on one machine"),
+        ("--sglang-dist-init-addr 10.0.0.1:5000", "an engine is on one machine"),
+        ("--sglang-gpu-id-step 2", "Hide others from the run with CUDA_VISIBLE_DEVICES"),
+        ("--sglang-use-ray", "Use --rollout-placement ray"),
+        ("--sglang-disaggregation-mode prefill", "each engine computes prompts and responses"),
+        ("--sglang-disaggregation-transfer-backend nixl", "each engine computes prompts and responses"),
+        ("--sglang-disaggregation-bootstrap-port 8999", "each engine computes prompts and responses"),
+        ("--sglang-encoder-only", "each engine computes prompts and responses"),
+        ("--sglang-elastic-ep-backend mooncake", "Start more of them with --rollout-num-gpus"),
+        ("--sglang-dtype float16", "engines serve the weights that the trainer publishes, which are float32"),
+        ("--sglang-dtype bfloat16", "leave --sglang-dtype out, or train with --bf16"),
+        ("--sglang-dtype auto", "which are float32: leave --sglang-dtype out"),
+        ("--sglang-dtype float32 --bf16", "which are bfloat16: leave --sglang-dtype out, or train without --bf16"),
+        ("--sglang-dtype half --bf16", "which are bfloat16"),
         ("--offload-train", "offload_train has no effect without colocate: add --colocate or leave"),
         ("--no-offload-rollout", "offload_rollout has no effect without colocate: add --colocate or leave"),
         ("--offload", "--colocate turns both on; --no-offload-train or --no-offload-rollout turns one off"),
@@ -177,6 +197,19 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load(path, [], {})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--sglang-pp-size 1 --sglang-dp-size 1 --sglang-nnodes 1 --sglang-node-rank 0",
+        "--sglang-disaggregation-mode null --sglang-ep-size 2",
+        "--sglang-dtype float",
+        "--sglang-dtype bfloat16 --bf16",
+    ],
+)
+def test_an_argument_of_sglangs_with_the_value_that_engines_have_anyway_is_taken(load_with, flags: str) -> None:
+    assert load_with(*flags.split()).sglang
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

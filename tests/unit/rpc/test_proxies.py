@@ -38,6 +38,8 @@ from tests.support.processes.buffer_server import served_buffer
 NOWHERE = "http://127.0.0.1:9"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 LIMIT = 60.0
+ELSEWHERE = [f"--{name}-address=127.0.0.1:70{at}" for at, name in enumerate(("buffer", "reward", "rollout"), 10)]
+"""Services that start here are checked by processes of their own."""
 
 
 @pytest.fixture
@@ -256,7 +258,7 @@ def test_check_names_the_proxy_without_its_password_and_says_what_goes_through_i
     monkeypatch.setenv("http_proxy", "http://ada:secret@proxy.example:3128")
     monkeypatch.setenv("no_proxy", "near.example")
     graders = ["--judge-url", "http://far.example/v1", "--rm-url", "http://near.example/score", "--judge-model", "j"]
-    main(["check", str(job_file), "--rm-type", "judge", "--fast", *graders])
+    main(["check", str(job_file), *ELSEWHERE, "--rm-type", "judge", *graders])
     said = " ".join(capsys.readouterr().out.split())
     assert "http_proxy=http://…@proxy.example:3128" in said
     assert "the run's own addresses never use it" in said

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.devices.inventory import cpu_has_bfloat16, num_gpus
 from headrace.job.megatron.arguments import megatron
+from headrace.job.rules.algorithm_rules import uses_critic
 from headrace.job.schema.job import Job
 
 
@@ -29,3 +31,27 @@ def begins_anew(job: Job) -> Sequence[str]:
     if folder is not None and not folder.exists():
         return [f"load {folder} does not exist yet: training starts from the beginning, with hf_checkpoint's weights"]
     return []
+
+
+def slow_bfloat16(job: Job) -> Sequence[str]:
+    """Warns that a CPU without instructions for bfloat16 converts every number."""
+    if not megatron(job.megatron).bf16 or num_gpus() or cpu_has_bfloat16():
+        return []
+    return [
+        "bf16 on this machine is slower than float32: it has no GPU, and its CPU has no instructions for bfloat16 "
+        "(avx512_bf16 or amx_bf16): leave --bf16 out to train here"
+    ]
+
+
+def learns_nothing(job: Job) -> Sequence[str]:
+    """Warns about learning rates of 0, with which weights stay as they are."""
+    if job.debug.debug_rollout_only:
+        return []
+    rates = {"lr": ("policy", megatron(job.megatron).lr)}
+    if uses_critic(job):
+        rates["critic_lr"] = ("critic", job.critic.critic_lr)
+    return [
+        f"{name} 0: the {whose} never changes: pass --{name.replace('_', '-')} 1e-6 or another learning rate"
+        for name, (whose, rate) in rates.items()
+        if rate == 0
+    ]

@@ -6,13 +6,21 @@ from collections.abc import Callable, Sequence
 
 from headrace.job.rules.debug_rules import debug_warnings
 from headrace.job.rules.warned.algorithm_warnings import algorithm_warnings
-from headrace.job.rules.warned.launch_line_warnings import begins_anew, evaluates_nothing, sequence_parallel_alone
+from headrace.job.rules.warned.launch_line_warnings import (
+    begins_anew,
+    evaluates_nothing,
+    learns_nothing,
+    sequence_parallel_alone,
+    slow_bfloat16,
+)
 from headrace.job.schema.job import Job
 
 WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
     sequence_parallel_alone,
     begins_anew,
     evaluates_nothing,
+    learns_nothing,
+    slow_bfloat16,
     algorithm_warnings,
     debug_warnings,
 )

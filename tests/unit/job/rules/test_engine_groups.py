@@ -76,7 +76,7 @@ def test_gpus_of_groups_follow_each_other(job_file: Path, monkeypatch: pytest.Mo
     job = load(with_groups(job_file, f"{text}[[placement.engine_groups]]\nnum_engines = 2\n"), (), {})
     assert job.placement.rollout_num_gpus == 6
     named = {name: ("--" + name, True) for name in arguments.words.__globals__["_GPU_RECIPE"]}
-    ours = ("model_path", "host", "port", "weight_version", "random_seed")
+    ours = ("dtype", "model_path", "host", "port", "weight_version", "random_seed")
     machine = Machine(True, {**GPU.flags, **named, **{name: (f"--{name}", True) for name in ours}})
     for number, size, first_gpu in ((0, "2", "0"), (1, "2", "2"), (2, "1", "4"), (3, "1", "5")):
         words = arguments.words(slot_options(job)(number), machine, engine=number, port=5)
@@ -141,7 +141,7 @@ def one(**group: object) -> tuple[str, ...]:
         (one(worker_type="prefill"), "worker_type prefill divides a request over two engines on GPUs, which headrace"),
         (one(worker_type="placeholder"), "worker_type placeholder reserves GPUs without an engine"),
         (one(worker_type="other"), "number 1, worker_type: .*'regular', 'prefill', 'decode'"),
-        (one(overrides={"disaggregation_mode": "decode"}), "disaggregation_mode decode divides a request over two"),
+        (one(overrides={"disaggregation_mode": "decode"}), "disaggregation-mode decode cannot be given: leave it out"),
         (one(overrides={"model_path": "m"}), "engine group group-1: --sglang-model-path cannot be given: set hf_che"),
         (one(overrides={"api_key": "x"}), "engine group group-1: sglang api_key: engines listen on 127.0.0.1"),
         (one(overrides={"dtype": "float16"}), "dtype cannot be of a group, because all engines are given the same"),

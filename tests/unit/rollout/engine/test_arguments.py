@@ -70,6 +70,21 @@ def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
     assert "OMP_NUM_THREADS" not in arguments.environment(engine_options(job()), has_accelerator=True)
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("megatron", "dtype"),
+    [({}, "float32"), ({"bf16": True}, "bfloat16"), ({"bf16": False, "lr": 1e-5}, "float32")],
+)
+def test_an_engine_serves_the_dtype_that_is_published(
+    tmp_path: Path, machine: Machine, megatron: dict[str, object], dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "float16", "torch_dtype": "float16"}')
+    told = Job.model_validate({"model": {"hf_checkpoint": tmp_path}, "megatron": megatron})
+    words = [*arguments.words(engine_options(told), machine, engine=0, port=5), "none"]
+    named = words.index("--dtype") if "--dtype" in words else -2
+    assert words[named + 1] == dtype
+
+
 def test_with_offload_rollout_engines_on_gpus_can_give_up_their_memory() -> None:
     placement = {"colocate": True, "offload_rollout": True}
     told = engine_options(Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement}))
