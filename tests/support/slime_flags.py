@@ -76,6 +76,10 @@ MODEL_ARGS: Mapping[str, str] = {
 """scripts/models/: each must agree with the checkpoint that it is for."""
 
 TAKEN: Sequence[tuple[str, str, object]] = (
+    ("--optimizer-cpu-offload", "megatron.optimizer_cpu_offload", True),
+    ("--overlap-cpu-optimizer-d2h-h2d", "megatron.overlap_cpu_optimizer_d2h_h2d", True),
+    ("--use-precision-aware-optimizer", "megatron.use_precision_aware_optimizer", True),
+    ("--no-check-for-nan-in-loss-and-grad", "megatron.check_for_nan_in_grad", False),
     ("--actor-num-nodes 1", "placement.actor_num_nodes", 1),
     ("--actor-num-gpus-per-node 8", "placement.actor_num_gpus_per_node", 8),
     ("--rollout-num-gpus 4", "placement.rollout_num_gpus", 4),
@@ -208,9 +212,6 @@ REFUSED: Sequence[tuple[str, str]] = (
     ("--enable-mtp-training", "not trained"),
     ("--data-pad-size-multiplier 4096", "as the layout needs"),
     ("--log-probs-chunk-size 1024", "within a fixed memory"),
-    ("--optimizer-cpu-offload", "optimizer_cpu_offload cannot be set by a job: its states are in a form"),
-    ("--overlap-cpu-optimizer-d2h-h2d", "overlap_cpu_optimizer_d2h_h2d cannot be set by a job"),
-    ("--use-precision-aware-optimizer", "use_precision_aware_optimizer cannot be set by a job"),
     ("--transformer-impl transformer_engine", "transformer_impl cannot be set by a job"),
     ("--advantage-estimator on_policy_distillation", "--advantage-estimator: should be 'grpo'"),
     ("--loss-mask-type glm5", "--loss-mask-type: should be"),

@@ -65,6 +65,8 @@ def read(
 
 
 def _require_plain(setting: Setting) -> None:
+    if setting.value is None:
+        raise ConfigError(f"{setting.origin} null is no value: leave it out for SGLang's default", field=setting.name)
     try:
         plain(setting.value)
     except ValueError as error:

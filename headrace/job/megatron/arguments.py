@@ -18,6 +18,7 @@ from headrace.job.schema.section import NonNegative, Positive, Rate
 MEGATRON_ALIASES: Mapping[str, str] = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "end_weight_decay": "end_wd",

@@ -50,10 +50,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
         megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
     """),
     _STATES: _names("""
-        optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
-        overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_precision_aware_optimizer
-        store_param_remainders main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
-        use_layer_wise_distributed_optimizer
+        main_grads_dtype exp_avg_dtype exp_avg_sq_dtype use_layer_wise_distributed_optimizer
     """),
     _SWAPS: _names("""
         overlap_param_gather overlap_param_gather_with_optimizer_step align_param_gather
@@ -130,3 +127,15 @@ GPU_ONLY = frozenset(
     """)
 )
 """What Megatron-core does only on a GPU, most of it with Transformer Engine."""
+
+OPTIMIZER_ON_GPU = frozenset(
+    _names("""
+        optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
+        overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_precision_aware_optimizer
+        store_param_remainders
+    """)
+)
+"""Where the optimizer keeps its states beside a GPU. They change no result, so they are left out on a CPU."""
+
+OTHER_STATES = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+"""Those with which the states have a form that headrace's checkpoints do not hold."""

@@ -8,6 +8,7 @@ from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs, megatron
 from headrace.job.megatron.fields import ONLY_IN
+from headrace.job.megatron.owned import OTHER_STATES
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 
@@ -31,6 +32,21 @@ def require_gpus(job: Job, scope: Scope) -> None:
                 f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
             )
         )
+
+
+def require_states_that_are_saved(job: Job, scope: Scope) -> None:
+    """Refuses an optimizer on a GPU whose states no checkpoint holds."""
+    given = megatron(job.megatron).given(frozenset(OTHER_STATES))
+    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
+        return
+    scope.missing(
+        ConfigError(
+            f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
+            "hold yet, and every run ends with a checkpoint: leave it out",
+            field=next(iter(given)),
+        )
+    )
 
 
 def _context_parallel(args: MegatronArgs, job: Job) -> None:

@@ -22,7 +22,7 @@ from headrace.job.rules.lora_rules import check_lora, check_lora_targets
 from headrace.job.rules.machines.colocation import check_colocation
 from headrace.job.rules.machines.gpus import check_gpus
 from headrace.job.rules.machines.nodes import check_meeting, check_nodes
-from headrace.job.rules.megatron_rules import check_megatron, require_gpus
+from headrace.job.rules.megatron_rules import check_megatron, require_gpus, require_states_that_are_saved
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.paths.files import check_files
 from headrace.job.rules.paths.folders import check_folders
@@ -57,6 +57,7 @@ def check(job: Job, scope: Scope) -> None:
     check_folders(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
+        require_states_that_are_saved(job, scope)
         _export_folder_is_new(job)
     if "rollout" in scope.services:
         check_group_sizes(job, scope)

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.megatron.owned import ARCHITECTURAL
+from headrace.job.megatron.owned import ARCHITECTURAL, OPTIMIZER_ON_GPU
 
 C = TypeVar("C")
 
@@ -27,7 +27,8 @@ def made(config: type[C], args: MegatronArgs, values: Mapping[str, Any], fixed: 
     Raises ConfigError with Megatron's own words when it refuses a combination.
     """
     known = frozenset(field.name for field in fields(config))  # type: ignore[arg-type]  # untyped dataclasses
-    given = {name: _as_megatron(name, value) for name, value in args.given(known - ARCHITECTURAL).items()}
+    left_out = ARCHITECTURAL if torch.cuda.is_available() else ARCHITECTURAL | OPTIMIZER_ON_GPU
+    given = {name: _as_megatron(name, value) for name, value in args.given(known - left_out).items()}
     try:
         return config(**({**values} | given | {**(fixed or {})}))
     except (ValueError, AssertionError, NotImplementedError) as error:

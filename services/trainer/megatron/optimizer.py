@@ -78,6 +78,7 @@ class Optimizer:
                 "bf16": args.bf16,
                 "params_dtype": torch.bfloat16 if args.bf16 else torch.float32,
                 "use_distributed_optimizer": args.use_distributed_optimizer,
+                "optimizer_offload_fraction": 1.0,  # as Megatron's own script; without optimizer_cpu_offload unused
             },
             fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
         )

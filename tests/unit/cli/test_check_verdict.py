@@ -132,3 +132,47 @@ def test_the_memory_of_a_job_is_compared_with_this_machines(
     lines = said(capsys)
     assert needed in lines
     assert "and this machine has" in lines
+
+
+SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (SLIMES, "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer: without effect"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "optimizer_offload_fraction: without effect"),
+        ("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload: without effect"),
+        ("--no-pin-cpu-grads --no-pin-cpu-params", "pin_cpu_grads, pin_cpu_params: without effect"),
+        ("--no-check-for-nan-in-loss-and-grad", ""),
+        ("--check-for-nan-in-loss-and-grad", ""),
+    ],
+)
+def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing_on_a_cpu(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, named: str
+) -> None:
+    for module in ("job.rules.megatron_rules", "job.rules.warned.launch_line_warnings"):
+        monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 0, raising=False)
+    assert main(["check", str(job_file), *SERVICES, *flags.split()]) == 0
+    assert named in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (SLIMES, "--optimizer-cpu-offload, --use-precision-aware-optimizer"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
+        ("--use-precision-aware-optimizer --use-distributed-optimizer", "--use-precision-aware-optimizer"),
+        ("--overlap-cpu-optimizer-d2h-h2d --no-check-for-nan-in-loss-and-grad", None),
+        ("--no-optimizer-cpu-offload", None),
+    ],
+)
+def test_on_a_gpu_states_that_no_checkpoint_holds_are_refused(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
+) -> None:
+    for module in ("job.rules.megatron_rules", "job.rules.warned.launch_line_warnings"):
+        monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 8, raising=False)
+    assert main(["check", str(job_file), *SERVICES, *flags.split()]) == (2 if refused else 0)
+    if refused:
+        told = " ".join(capsys.readouterr().err.split())
+        assert f"{refused}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot" in told

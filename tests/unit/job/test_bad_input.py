@@ -70,6 +70,7 @@ ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
         ("--sglang-disaggregation-mode prefill", "each engine computes prompts and responses"),
         ("--sglang-disaggregation-transfer-backend nixl", "each engine computes prompts and responses"),
         ("--sglang-disaggregation-bootstrap-port 8999", "each engine computes prompts and responses"),
+        ("--sglang-disaggregation-mode null", "leave it out for SGLang's default"),
         ("--sglang-encoder-only", "each engine computes prompts and responses"),
         ("--sglang-elastic-ep-backend mooncake", "Start more of them with --rollout-num-gpus"),
         ("--sglang-dtype float16", "engines serve the weights that the trainer publishes, which are float32"),
@@ -203,7 +204,7 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     "flags",
     [
         "--sglang-pp-size 1 --sglang-dp-size 1 --sglang-nnodes 1 --sglang-node-rank 0",
-        "--sglang-disaggregation-mode null --sglang-ep-size 2",
+        "--sglang-ep-size 2 --sglang-gpu-id-step 1",
         "--sglang-dtype float",
         "--sglang-dtype bfloat16 --bf16",
     ],

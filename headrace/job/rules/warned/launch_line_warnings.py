@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.devices.inventory import cpu_has_bfloat16, num_gpus
 from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron.owned import OPTIMIZER_ON_GPU
 from headrace.job.rules.algorithm_rules import uses_critic
 from headrace.job.schema.job import Job
 
@@ -31,6 +32,14 @@ def begins_anew(job: Job) -> Sequence[str]:
     if folder is not None and not folder.exists():
         return [f"load {folder} does not exist yet: training starts from the beginning, with hf_checkpoint's weights"]
     return []
+
+
+def acts_on_gpus_alone(job: Job) -> Sequence[str]:
+    """Warns about a place for the optimizer's states that only a machine with GPUs has."""
+    given = megatron(job.megatron).given(OPTIMIZER_ON_GPU)
+    if not given or num_gpus():
+        return []
+    return [f"{', '.join(given)}: without effect on this machine, which has no GPU"]
 
 
 def slow_bfloat16(job: Job) -> Sequence[str]:

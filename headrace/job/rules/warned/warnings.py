@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from headrace.job.rules.debug_rules import debug_warnings
 from headrace.job.rules.warned.algorithm_warnings import algorithm_warnings
 from headrace.job.rules.warned.launch_line_warnings import (
+    acts_on_gpus_alone,
     begins_anew,
     evaluates_nothing,
     learns_nothing,
@@ -21,6 +22,7 @@ WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
     evaluates_nothing,
     learns_nothing,
     slow_bfloat16,
+    acts_on_gpus_alone,
     algorithm_warnings,
     debug_warnings,
 )
