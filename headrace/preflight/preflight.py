@@ -52,7 +52,7 @@ def require_startable(job: Job, scope: Scope) -> Report:
 async def _run(
     job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report, tell: Callable[[str], None]
 ) -> None:
-    services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
+    services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_to_look(job))]
     environment = dict(os.environ)
     started: list[CheckProcess] = []
 
@@ -91,5 +91,6 @@ async def _report(process: CheckProcess, data: bytes) -> Report:
         return Report(failed=[error.message])
 
 
-def _has_hooks(job: Job) -> bool:
-    return any(path is not None for _, path in job.hooks)
+def _has_to_look(job: Job) -> bool:
+    """The trainer's check has its hooks to load, and adapters to know about."""
+    return job.lora.lora_rank is not None or any(path is not None for _, path in job.hooks)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.model.lora_targets import lora_targets
 from headrace.models.registry import architecture
+from headrace.preflight.process import CheckOptions
+from headrace.preflight.report import Prompts
+from services.trainer.check import check as check_trainer
 from tests.support.models.tiny_families import tiny_config
 
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -83,3 +89,31 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         lora_targets(architecture(tiny_config(family)), wanted)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--lora-rank", "16"),
+        ("--lora-rank", "4", "--lora-target-modules", "q_proj", "--bf16"),
+        ("--lora-rank", "1", "--loss-type", "sft_loss", "--loss-mask-type", "qwen3", "--n-samples-per-prompt", "1"),
+    ],
+)
+@pytest.mark.parametrize(("gpus", "installed"), [(8, True), (8, False), (0, True)])
+def test_lora_is_refused_before_a_start_where_layers_are_transformer_engines(
+    load_with,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    gpus: int,
+    installed: bool,
+) -> None:
+    one_step = ("--num-steps-per-rollout", "1") if "sft_loss" in flags else ()
+    job = load_with(*flags, *one_step)
+    if installed:
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("headrace.devices.inventory.num_gpus", lambda: gpus)
+    report = asyncio.run(check_trainer(CheckOptions(job, elsewhere=False, fast=False), Prompts))
+    assert any("Transformer Engine" in refusal for refusal in report.refusals) == bool(gpus and installed)
