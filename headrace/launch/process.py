@@ -30,7 +30,7 @@ class ServiceSpec:
     loads: str | None = None
     """What takes so long to import that a person should know: it is all that the service does before it says a word."""
     max_restarts: int | None = None
-    """Within the window of the launcher's RestartPolicy; None: as many as it says."""
+    """Within the window of the launcher's RestartPolicy, also before it was ever ready; None: as many as it says."""
     ending: Path | None = None
     """The file in which the service says why it failed."""
     keeps_exit_code: bool = True
@@ -45,6 +45,11 @@ class ServiceSpec:
     """A file that asks for a restart while it is there."""
     held: Address | None = None
     """A port that its starter listens on and passes to it (`--listener`): callers wait while it starts again."""
+
+    @property
+    def restarts_before_ready(self) -> bool:
+        """True for a trainer whose job asks for restarts: what kills it may do so while it starts."""
+        return self.max_restarts is not None
 
     @property
     def listens_at(self) -> Address:

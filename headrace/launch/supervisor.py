@@ -1,8 +1,9 @@
 """Keeps services alive.
 
 A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
-times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
-fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
+times within `window_seconds`. One that ends with exit code 2 has a mistake in it and fails the run at once. So does one
+that ends before it was ever healthy, unless it is a trainer with --use-fault-tolerance; and so does a trainer that has
+nothing to learn from, and then its own last words are the reason.
 One that ends with PEER_AWAY has waited for another service without success. Such an end does not count as a restart,
 unless they go on for `max_away_seconds` in a row; its last error names the other service and its address.
 The one that is named `until` ends the run with exit code 0. A restart that a person asked for (`headrace restart`)
@@ -118,7 +119,7 @@ class Supervisor:
                     "correct that and repeat the command: it continues from the last checkpoint, and "
                     "`headrace buffer retry` queues the failed prompts again"
                 )
-            if code == NOT_WORTH_RESTARTING or not ever_healthy:
+            if code == NOT_WORTH_RESTARTING or not (ever_healthy or spec.restarts_before_ready):
                 when = "" if ever_healthy else " before it was ready"
                 ended = self._running[spec.name].ended_with(code)
                 raise ServiceFailed(f"{spec.name} ended with {ended}{when}; {self._running[spec.name].why}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -114,6 +115,30 @@ async def test_a_killed_service_comes_back_at_the_same_address_without_its_old_c
         assert not alive(old)
         assert alive(new)
     assert "fake ended with signal 9 (killed: out of memory? It had " in stage.told[1]
+
+
+@pytest.mark.parametrize("death", ["kill -KILL $$", "kill -ABRT $$", "exit 1", f"exit {PEER_LOST}"])
+async def test_a_trainer_with_fault_tolerance_that_dies_before_it_is_ready_is_started_again(
+    stage: Stage, death: str
+) -> None:
+    """Twice: the job's own number of restarts counts these, too."""
+    spec = replace(stage.spec(name="trainer"), max_restarts=2)
+    deaths = stage.folder / "deaths"
+    script = f"echo died >> {deaths}; test $(wc -l < {deaths}) -gt 2 || {death}; exec {shlex.join(spec.command)}"
+    supervised = asyncio.create_task(stage.supervisor(replace(spec, command=["/bin/sh", "-c", script])).run())
+    try:
+        await becomes(lambda: supervised.done() or any("ready" in line for line in stage.told))
+        assert not supervised.done(), str(supervised.exception())
+        assert len(deaths.read_text().split()) == 3
+    finally:
+        supervised.cancel()
+        await asyncio.gather(supervised, return_exceptions=True)
+
+
+async def test_a_trainer_that_dies_before_it_is_ready_again_and_again_ends_the_run(stage: Stage) -> None:
+    spec = replace(stage.spec("--broken", "out of memory", name="trainer"), max_restarts=1)
+    with pytest.raises(ServiceFailed, match=r"(?s)trainer ended 2 times in .*out of memory"):
+        await stage.supervisor(spec).run()
 
 
 async def test_cancelling_ends_services_and_their_descendants(stage: Stage) -> None:
