@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,8 +67,12 @@ class RunFolder:
 
     @property
     def job_file(self) -> Path:
-        """The resolved job as every service reads it."""
+        """The resolved job of the run, as its services have accepted it."""
         return self.path / "job.json"
+
+    def config_of(self, service: str) -> Path:
+        """The resolved job with which the service was started last: the run's own once it was accepted."""
+        return self.path / f".{service}-job.json"
 
     @property
     def _version_file(self) -> Path:
@@ -128,10 +132,16 @@ class RunFolder:
         """Has addresses and process ids."""
         return self.path / "services.json"
 
-    def create(self, job: Job) -> None:
-        """Makes the folders and writes the resolved job, also as TOML for people."""
+    def prepare(self, job: Job, services: Iterable[str]) -> None:
+        """Makes the folders, and writes the job for these services alone: the run's own stays as it is."""
         for folder in (self.path, self.logs, self.ledger):
             folder.mkdir(parents=True, exist_ok=True)
+        for service in services:
+            _write_whole(self.config_of(service), job.model_dump_json(indent=2) + "\n")
+
+    def create(self, job: Job) -> None:
+        """Makes the folders and writes the resolved job, also as TOML for people."""
+        self.prepare(job, ())
         _write_whole(self.job_file, job.model_dump_json(indent=2) + "\n")
         _write_whole(self.path / "job.toml", to_toml(job))
         _write_whole(self._version_file, __version__ + "\n")

@@ -102,6 +102,12 @@ def resumption(earlier: EarlierStart, job: Job) -> str:
     return "; ".join([where, *told])
 
 
+def differences(earlier: Job, job: Job) -> list[str]:
+    """The options that decide what is trained and are not the same: `lora_rank 8 there, 16 here`."""
+    changes = [each for each in _changes(earlier, job) if each.section not in _UNTOLD]
+    return [f"{each.name} {each.old} there, {each.new} here" for each in changes]
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     section: str

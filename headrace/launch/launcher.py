@@ -15,13 +15,14 @@ from headrace.disk.one_at_a_time import one_at_a_time
 from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
+from headrace.launch.earlier import EarlierStart, differences, earlier_start
 from headrace.launch.gpus import gpu_environments
 from headrace.launch.grace import grace_seconds
 from headrace.launch.own_token import require_services_token
 from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, specs
-from headrace.launch.supervisor import RestartPolicy, Supervisor
+from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
@@ -62,6 +63,9 @@ class Launcher:
         self._tell = tell
         self._policy = policy
         self._again: asyncio.TimerHandle | None = None
+        self._earlier: EarlierStart | None = None
+        """What the run had before this start, until its services have accepted the job of this one."""
+        self._starting = {each.name for each in self._specs}
 
     async def run(self) -> None:
         """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed.
@@ -74,16 +78,48 @@ class Launcher:
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 for name in self._services:
                     held.enter_context(_alone(self.folder.path, name))
-                self.folder.create(self.job)
+                self._earlier = earlier_start(self.folder)
+                self.folder.prepare(self.job, self._services)
+                if self._earlier is None:
+                    self.folder.create(self.job)
                 for each in self._specs:  # all of them at once: their number is the ledger's number of shards
                     if service_of(each.name) == BUFFER and (shard := number_of(each.name)) is not None:
                         self.folder.ledger_of(shard).mkdir(exist_ok=True)
                 self._write_services({})
             self._tell(f"run {self.folder.path}: starting {names}; their output is in its logs/")
             until = "trainer" if "trainer" in self._services else None
-            await Supervisor(
-                self._specs, until, self._tell, self._policy, self._write_services, self.grace_seconds
-            ).run()
+            supervisor = Supervisor(
+                self._specs, until, self._tell, self._policy, self._write_services, self.grace_seconds, self._is_ready
+            )
+            try:
+                await supervisor.run()
+            except ServiceFailed as error:
+                raise ServiceFailed(f"{error.message}{self._refused()}") from error
+            self._accept()
+
+    def _is_ready(self, process: str) -> None:
+        self._starting.discard(process)
+        if not self._starting:
+            self._accept()
+
+    def _accept(self) -> None:
+        """Makes the job that was started the run's own: until here its services could refuse it.
+
+        Only a trainer knows whether it can resume from the run's checkpoints.
+        """
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None and ("trainer" in self._services or not earlier.saved_step):
+            self.folder.create(self.job)
+
+    def _refused(self) -> str:
+        """Names what this start changed, where services have refused it."""
+        changed = differences(self._earlier.job, self.job) if self._earlier else []
+        if not changed:
+            return ""
+        return (
+            f"\nthe services refused this start, and the run keeps the job that it had: {'; '.join(changed)}. Pass the "
+            "values that are there to resume, or start a new run with another --run-name"
+        )
 
     def grace_seconds(self) -> float:
         """Time in which services have to end, estimated from the last steps."""

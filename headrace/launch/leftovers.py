@@ -40,9 +40,10 @@ def outlast_leftovers(
 
 def leftovers(folder: RunFolder, services: Sequence[str]) -> Sequence[int]:
     """The guards' process ids; a guard is the last to go of its service."""
-    job, programs = folder.job_file.absolute(), {f"services.{service}" for service in services}
+    programs = {f"services.{service}" for service in services}
+    jobs = {file.absolute() for file in (folder.job_file, *map(folder.config_of, services))}
     return [
         each.pid
         for each in orphans()
-        if programs.intersection(each.command) and job in {each.folder / word for word in each.command}
+        if programs.intersection(each.command) and jobs & {each.folder / word for word in each.command}
     ]

@@ -128,7 +128,14 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         address = address.split(",")[number]
     listens_at = _listens_at(job, address)
     metrics_address = _metrics_at(job, listens_at)
-    arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
+    arguments = [
+        "--config",
+        str(folder.config_of(service)),
+        "--address",
+        str(listens_at),
+        "--metrics-address",
+        metrics_address,
+    ]
     arguments += ["--insecure"] if job.services.insecure else []
     arguments += [*_path("--tls-dir", job.services.tls_dir), *_path("--tokens-file", job.services.tokens_file)]
     extra = {

@@ -67,6 +67,7 @@ class Supervisor:
         policy: RestartPolicy,
         changed: Callable[[dict[str, int]], None],
         grace: Callable[[], float] = lambda: GRACE_SECONDS,
+        ready: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._specs = specs
         self._until = until
@@ -74,6 +75,7 @@ class Supervisor:
         self._policy = policy
         self._changed = changed
         self._grace = grace
+        self._ready = ready
         self._running: dict[str, ServiceProcess] = {}
         self._started_at = {spec.name: deque[float]() for spec in specs}
         self._away: dict[str, tuple[float, float]] = {}
@@ -146,6 +148,8 @@ class Supervisor:
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
+        if healthy:
+            self._ready(spec.name)
         asked_for = await self._ended_on_request(process)
         return await process.wait(), healthy, asked_for
 

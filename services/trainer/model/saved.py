@@ -57,14 +57,38 @@ class SavedParts:
 
 def require_same_model(reader: CheckpointReader, here: Mapping[str, Any]) -> None:
     """Raises DataLoss that names facts in which two models differ; their tensors may have the same shapes."""
-    saved = reader.scalars[_MODEL]
-    names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
-    if names:
-        differences = ", ".join(f"{name} is {saved.get(name)} there and {here.get(name)} here" for name in names[:5])
+    saved, own = (_options(facts) for facts in (reader.scalars[_MODEL], here))
+    names = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    if not names:
+        return
+    differences = "; ".join(f"{name} {_said(saved.get(name))} there, {_said(own.get(name))} here" for name in names[:5])
+    if all(name.startswith(_LORA) for name in names):
         raise DataLoss(
-            f"the checkpoint is of another model: {differences}: resume with the --hf-checkpoint that it was saved "
+            f"the checkpoint has other adapters: {differences}: resume with the --lora-* options that it was saved "
             "with, or take its weights alone with --initial-megatron-checkpoint"
         )
+    raise DataLoss(
+        f"the checkpoint is of another model: {differences}: resume with the --hf-checkpoint that it was saved with, "
+        "or take its weights alone with --initial-megatron-checkpoint"
+    )
+
+
+def _options(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with those of adapters beside the others, by their options' names."""
+    lora = {f"{_LORA}_{name}": value for name, value in facts.get(_LORA, {}).items()}
+    return {name: value for name, value in facts.items() if name != _LORA} | lora
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def start_from(reader: CheckpointReader, shards: Sequence[ModelShard], adapters: Adapters | None) -> None:

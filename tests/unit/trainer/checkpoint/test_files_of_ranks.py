@@ -61,7 +61,7 @@ def test_what_one_ranks_disk_refuses_is_the_same_error_on_all_and_all_go_on(runs
         ("restore", "ok"),
         (
             "resume with a smaller model of the same names",
-            "DataLoss: .*is of another model: ffn_hidden_size is .* there",
+            "DataLoss: .*is of another model: ffn_hidden_size .* there",
         ),
         ("its weights alone", "DataLoss: .*is not of this job's model: .*mlp.down_proj.weight/weight has shape "),
     ]
