@@ -46,6 +46,7 @@ def serving(job: Job, folder: Path, *, hf_checkpoint: Path) -> Job:
     return job.model_copy(
         update={
             "data": data,
+            "train": job.train.model_copy(update={"loss_mask_type": None}),  # engines answer, whatever was trained
             "model": job.model.model_copy(update={"hf_checkpoint": hf_checkpoint}),
             "services": job.services.model_copy(update=addresses | alone),
             "buffer": job.buffer.model_copy(update=buffer),

@@ -122,7 +122,8 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     """Describes how to start one of `processes` of an addressed job."""
     service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
-        address_of(job, needed)
+        if needed != "reward" or job.asks_engines:
+            address_of(job, needed)
     address = address_of(job, service)
     if number is not None:
         address = address.split(",")[number]
@@ -155,7 +156,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         metrics_address=metrics_address,
         log_file=folder.logs / f"{process}.log",
         environment={**_environment(job, service), **gpus},
-        loads=_LOADS.get(service),
+        loads=_LOADS.get(service) if service != ROLLOUT or job.asks_engines else None,
         ending=folder.ending if service == "trainer" else None,
         serves=service != "trainer" or not _node_rank(job),
         restart_request=folder.restart_request(process),

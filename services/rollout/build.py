@@ -18,6 +18,7 @@ from headrace.models.registry import read_architecture
 from headrace.rpc.listen import Listen
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
+from headrace.wire.limits import MAX_COUNTER
 from services.rollout.admission.groups_limit import GroupsLimit
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
@@ -105,7 +106,7 @@ class _Build:
         job, openai, supervised = self.job, self.samplers.openai, self.supervised
         adapts = job.rollout.adapt_groups_in_flight and not supervised
         return RolloutService(
-            *(self.parts(), self.engines.router, self.engines.client, self.buffer),
+            *(self.parts(), self.engines.router if job.asks_engines else None, self.engines.client, self.buffer),
             custom=self.started_functions(),
             endpoint=openai.server if openai else None,
             group_filter=self.group_filter,
@@ -135,7 +136,7 @@ class _Build:
             slots=self.slots,
             params=self.params,
             generate_seconds=self.seconds,
-            router_url=self.engines.router.url,
+            router_url=self.engines.router.url if job.asks_engines else None,
             agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
             warnings=self.warnings,
         )
@@ -153,7 +154,7 @@ class _Build:
         return Producer(
             steps.ledger if steps else BufferLedger(self.buffer, STREAM),
             self.groups(),
-            lambda: self.fleet.policy_version,
+            (lambda: self.fleet.policy_version) if self.job.asks_engines else (lambda: MAX_COUNTER),
             self.metrics,
             max_groups_in_flight=groups_at_once(self.job.rollout),
             interrupt=self.fleet.interrupt,
@@ -189,8 +190,9 @@ class _Build:
 
     @cached_property
     def scorer(self) -> SampleScorer:
+        address = self.job.services.reward_address
         return SampleScorer(
-            _required(self.job.services.reward_address, "reward_address"),
+            _required(address, "reward_address") if self.job.asks_engines else address,
             item_seconds=self.job.reward.reward_timeout_seconds,
             patience_seconds=self.job.services.peer_wait_seconds,
         )

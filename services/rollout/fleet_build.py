@@ -55,7 +55,7 @@ def engine_parts(
         router.url, routed_experts=job.train.use_rollout_routing_replay, vocab_size=architecture.vocab_size
     )
     fleet = Fleet(
-        job.placement.num_engines,
+        job.placement.num_engines if job.asks_engines else 0,
         slots_of(job),
         factory,
         router,
@@ -87,7 +87,7 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)
     options_of = slot_options(job, seed=job.data.rollout_seed + service * job.placement.num_engines)
-    if job.placement.rollout_placement == "ray":
+    if job.placement.rollout_placement == "ray" and job.asks_engines:
         return _ray_factory(options_of, log_dir)
     return lambda number: SglangProcess(
         options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
@@ -159,10 +159,13 @@ def engine_options(job: Job) -> EngineOptions:
 def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
     """Returns how many engines may be asked for while the job runs."""
     placement = job.placement
-    if placement.rollout_placement == "ray":  # whose machines have GPUs and memory that nothing here knows
+    if (
+        placement.rollout_placement == "ray" and job.asks_engines
+    ):  # whose machines have GPUs and memory that nothing here knows
         return Capacity(most=placement.rollout_max_engines or placement.num_engines)
     return Capacity(
         num_slots=placement.num_engines if has_accelerator else None,
+        is_asked=job.asks_engines,
         most=placement.rollout_max_engines,
         elsewhere=bool(placement.rollout_external_engine_addrs),
     )

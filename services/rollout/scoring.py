@@ -16,7 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.client.reward import RewardClient, score_until
-from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
+from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.rpc.log import log
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import Score, ScoreItem, ScoreResult
@@ -32,9 +32,12 @@ _KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """The reward service in use, and since when. An empty scorer means the service's default."""
+    """The reward service in use, and since when. An empty scorer means the service's default.
 
-    address: str
+    There is no address in a run that scores nothing.
+    """
+
+    address: str | None
     scorer: str
     since: datetime
 
@@ -44,14 +47,14 @@ class SampleScorer:
 
     def __init__(
         self,
-        address: str,
+        address: str | None,
         *,
         item_seconds: float,
         call_seconds: float = _CALL_SECONDS,
         patience_seconds: float = 300.0,
     ) -> None:
         self.target = RewardTarget(address, "", datetime.now(UTC))
-        self._client = RewardClient(address)
+        self._client = None if address is None else RewardClient(address)
         self._former: list[RewardClient] = []
         self._item_seconds = item_seconds
         self._call_seconds = call_seconds
@@ -62,7 +65,7 @@ class SampleScorer:
         """Takes effect from the next call on; calls on their way finish where they are. None changes nothing."""
         if address is not None and address != self.target.address:
             client = RewardClient(address)
-            self._former.append(self._client)
+            self._former += [self._client] if self._client else []
             self._client = client
             if len(self._former) > _KEPT_CLIENTS:
                 await self._former.pop(0).close()
@@ -75,7 +78,7 @@ class SampleScorer:
         return self.target
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
+        await asyncio.gather(*(client.close() for client in [*self._former, self._client] if client))
 
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples with rewards, or FAILED with the reason.
@@ -107,6 +110,8 @@ class SampleScorer:
 
         async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[ScoreResult]:
             scorer = self.target.scorer or None
+            if self._client is None:
+                raise FailedPrecondition("this run has no reward service: start one and name it with SetReward")
             return await self._client.ask(some, scorer, deadline_seconds=min(left_seconds, call_seconds))
 
         try:

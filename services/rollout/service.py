@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
-from headrace.errors import HeadraceError
+from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.rpc.log import log
 from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.admission.load_watch import LoadWatch
@@ -24,6 +24,7 @@ from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
+from services.rollout.engine.scaling.capacity import NO_ENGINES
 from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
@@ -56,16 +57,23 @@ class RolloutParts:
     slots: EngineSlots
     params: SamplingParams
     generate_seconds: float
-    router_url: str
+    router_url: str | None
+    """None in a run without engines."""
     agent_hosts: AgentHosts | None
     """Lends the job's tasks, where other processes play them."""
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
 
+    def require_engines(self) -> None:
+        """Raises FailedPrecondition in a run that has none."""
+        if self.router_url is None:
+            raise FailedPrecondition(NO_ENGINES)
+
     async def ask(
         self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation = NOTHING_YET
     ) -> AsyncGenerator[Generation, None]:
         """Streams one response to a client, once it has a slot; both take at most the limit of a generation."""
+        self.require_engines()
         params, end = merged_params(sampling, self.params), time.monotonic() + self.generate_seconds
         async with self.slots.slot(Kind.CLIENTS, seconds=self.generate_seconds):
             pieces = self.generator.stream(
@@ -96,7 +104,7 @@ class RolloutService:
     def __init__(
         self,
         parts: RolloutParts,
-        router: Router,
+        router: Router | None,
         router_client: EngineClient,
         buffer: Buffer,
         *,
@@ -107,6 +115,7 @@ class RolloutService:
         conversations: PromptEncoder | None = None,
         load_watch: LoadWatch | None = None,
     ) -> None:
+        """`router`: None without engines."""
         self.parts = parts
         self._encoders = [parts.encoder, *([conversations] if conversations else [])]
         self._router = router
@@ -152,6 +161,8 @@ class RolloutService:
             self.load_watch.start()
 
     async def _start_engines(self) -> None:
+        if self._router is None:
+            return
         log.info("router_starting")
         await self._router.start()
         self._router_supervised = asyncio.create_task(self._router.supervise())
@@ -169,6 +180,8 @@ class RolloutService:
 
     async def lost(self) -> None:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
+        if self._router is None:
+            await asyncio.Event().wait()
         assert self._router_supervised is not None, "the service was not started"
         starting = [self._first_start] if self._first_start else []
         await asyncio.gather(self._router_supervised, self.parts.fleet.lost(), *starting)
@@ -194,7 +207,7 @@ class RolloutService:
         for task in going_on:
             task.cancel()
         await asyncio.gather(*going_on, return_exceptions=True)
-        await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
+        await asyncio.gather(self.parts.fleet.stop(), *([self._router.stop()] if self._router else []))
         for each in self._custom:
             await each.close()
         if self._filter:

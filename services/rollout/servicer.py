@@ -48,6 +48,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._parts = parts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        self._parts.require_engines()
         require_at_most(request.n, MAX_RESPONSES, "n")
         self._parts.slots.require_room(max(1, request.n))
         encoder = self._parts.encoder
@@ -84,6 +85,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> AsyncIterator[pb.EvaluateResponse]:
+        self._parts.require_engines()
         async with contextlib.aclosing(self._parts.evaluator.run(request.datasets)) as all_progress:
             async for progress in all_progress:
                 samples = [s.pack() for s in progress.samples] if request.return_samples else []
@@ -95,14 +97,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         parts = self._parts
         return pb.GetFleetResponse(
             engines=[engine_to_proto(engine) for engine in parts.fleet.engines],
-            router_address=parts.router_url,
+            router_address=parts.router_url or "",
             policy_version=parts.fleet.policy_version,
             paused=parts.producer.paused,
             samples_in_flight=parts.sampler.in_flight,
             groups_produced=parts.metrics.groups_produced,
             tokens_produced=parts.metrics.tokens_produced,
             publication_id=parts.receiver.open_id,
-            reward_address=parts.scorer.target.address,
+            reward_address=parts.scorer.target.address or "",
             scorer=parts.scorer.target.scorer,
             samples_being_scored=parts.scorer.being_scored,
             warnings=parts.warnings,
@@ -124,6 +126,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:
+        self._parts.require_engines()
         begun = await self._parts.receiver.begin(plan_from_proto(request))
         return pb.BeginPublishResponse(world_size=begun.world_size, engine_ids=begun.engine_ids)
 
@@ -167,7 +170,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
         address, scorer = reward_target_from_proto(request)
         target = await self._parts.scorer.retarget(address=address, scorer=scorer)
-        response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
+        response = pb.SetRewardResponse(address=target.address or "", scorer=target.scorer)
         response.time.FromDatetime(target.since)
         return response
 

@@ -98,7 +98,8 @@ def _processes(job: Job, scope: Scope) -> tuple[int, int]:
     """The ranks and the engines' processes of one machine."""
     placement = job.placement
     ranks = placement.actor_num_gpus_per_node if "trainer" in scope.services else 0
-    starts_engines = "rollout" in scope.services and not placement.rollout_external_engine_addrs
+    is_elsewhere = bool(placement.rollout_external_engine_addrs)
+    starts_engines = "rollout" in scope.services and job.asks_engines and not is_elsewhere
     engines = placement.rollout_num_gpus * job.services.rollout_services if starts_engines else 0
     return 0 if job.debug.debug_rollout_only else ranks, engines
 

@@ -34,7 +34,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("run", f"{job.run.folder}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         *([("remote code", code)] if (code := where_code_runs(job)) else []),
-        ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
+        ("services", "; ".join(f"{name} {_where(job, name)}" for name in SERVICES)),
         *_proxies(job),
         *_shards(job),
         ("algorithm", _algorithm(job)),
@@ -48,11 +48,22 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("staleness", _staleness(job)),
         ("prompts", _prompts(job)),
         *_images(job),
-        ("reward", job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"),
+        ("reward", _reward(job)),
         ("evaluation", _evaluation(job)),
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
+
+
+def _where(job: Job, service: str) -> str:
+    needed = job.asks_engines or service != "reward"
+    return address_in(job, service) or ("started here" if needed else "not needed")
+
+
+def _reward(job: Job) -> str:
+    if not job.asks_engines:
+        return "none: conversations are trained as they are given"
+    return job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"
 
 
 def _proxies(job: Job) -> list[tuple[str, str]]:
@@ -107,8 +118,11 @@ def in_short(job: Job) -> str:
     """The plan in one line."""
     rollout = job.rollout
     num_services = job.services.num_rollout_services
-    engines = _count(_engines_of_each(job), "engine") + (
-        f" in each of {num_services} rollout services" if num_services > 1 else ""
+    engines = (
+        "no engine"
+        if not job.asks_engines
+        else _count(_engines_of_each(job), "engine")
+        + (f" in each of {num_services} rollout services" if num_services > 1 else "")
     )
     shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
     return (
@@ -193,6 +207,8 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 
 
 def _engines(job: Job) -> str:
+    if not job.asks_engines:
+        return "none: conversations are trained as they are given, and nothing is evaluated"
     each, groups = job.placement.rollout_num_gpus_per_engine, job.placement.engine_groups
     if groups:
         own = "".join(f"\n{_group(group)}" for group in groups)
@@ -214,6 +230,8 @@ def _group(group: EngineGroup) -> str:
 
 
 def _weights(job: Job) -> str:
+    if not job.asks_engines:
+        return "stay in the trainer: there is no engine to give them to"
     form, way = BlockFp8.of(job.model.hf_checkpoint), _way(job)
     if form is None:
         return way
@@ -287,10 +305,10 @@ def _memory(job: Job) -> str:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
     beside = "".join(f", {name} {gigabytes(size)}" for name, size in found.beside.items())
     kept = f"; {gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
+    engines = f" and {gigabytes(found.engine)} of weights for each of an engine's processes" if job.asks_engines else ""
     return (
-        f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}) and "
-        f"{gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
-        f"{kept}; this machine has {gigabytes(free_bytes())} free"
+        f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}){engines}, "
+        f"before activations and KV cache{kept}; this machine has {gigabytes(free_bytes())} free"
     )
 
 

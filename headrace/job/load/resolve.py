@@ -88,7 +88,7 @@ def _colocated(job: Job) -> Job:
     placement, publish = job.placement, job.publish
     if not placement.colocate:
         return job
-    are_two = not (job.debug.debug_rollout_only or job.debug.trains_alone)
+    are_two = job.asks_engines and not (job.debug.debug_rollout_only or job.debug.trains_alone)
     update: dict[str, Any] = {
         name: are_two and value is not False
         for name, value in (("offload_train", placement.offload_train), ("offload_rollout", placement.offload_rollout))

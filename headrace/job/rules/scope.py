@@ -50,12 +50,13 @@ class Scope:
 def services_here(job: Job) -> list[str]:
     """The services that `headrace train` starts: those without an address in the job, and the trainer.
 
-    The trainer alone where it trains on recorded steps.
+    The trainer alone where it trains on recorded steps; no reward service where nothing is scored.
     """
     if job.debug.trains_alone:
         return ["trainer"]
     addresses = job.services.model_dump()
-    return [name for name in _ADDRESSED if addresses[f"{name}_address"] is None] + ["trainer"]
+    needed = [name for name in _ADDRESSED if name != "reward" or job.asks_engines]
+    return [name for name in needed if addresses[f"{name}_address"] is None] + ["trainer"]
 
 
 def meant_for_gpus(job: Job) -> str | None:

@@ -58,3 +58,14 @@ class Job(Section):
         """
         brings_rewards = self.hooks.custom_convert_samples_to_train_data_path is not None
         return self.train.loss_type != "sft_loss" and not self.distillation.use_opd and not brings_rewards
+
+    @property
+    def asks_engines(self) -> bool:
+        """False where given conversations are trained and nothing else wants a response: then nothing is scored too."""
+        return (
+            self.train.loss_mask_type is None
+            or self.eval.is_asked_for
+            or self.eval.eval_function_path is not None
+            or self.rollout.openai_port is not None
+            or bool(self.placement.rollout_external_engine_addrs)
+        )

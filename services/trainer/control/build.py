@@ -230,7 +230,9 @@ class TrainerBuild:
         devices = self._devices(group, rollout)
         return TrainerRanks(
             group,
-            NoEngines() if rollout is None else self._publisher(group, built, rollout, devices),
+            NoEngines()
+            if rollout is None or not self._job.asks_engines
+            else self._publisher(group, built, rollout, devices),
             console,
             self._run_dir,
             built.checkpoints,
@@ -242,7 +244,7 @@ class TrainerBuild:
 
     async def clear_devices(self, rollout: Rollout | None) -> None:
         """Makes engines give up their memory on shared devices before any rank has memory there."""
-        if rollout is not None and self._job.placement.offload_rollout:
+        if rollout is not None and self._job.placement.offload_rollout and self._job.asks_engines:
             await clear(rollout.services, seconds=self._away_seconds)
 
     @property
@@ -252,7 +254,7 @@ class TrainerBuild:
 
     def _devices(self, group: RankGroup, rollout: Rollout | None) -> Devices:
         placement = self._job.placement
-        if rollout is None or not placement.colocate:
+        if rollout is None or not placement.colocate or not self._job.asks_engines:
             return OwnDevices()
         return SharedDevices(
             group,

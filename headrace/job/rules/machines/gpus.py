@@ -64,7 +64,7 @@ def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
     """GPUs of each engine that is started here, those of one rollout service after those of the service before."""
     placement = job.placement
     elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement == "ray"
-    if "rollout" not in scope.services or elsewhere or job.debug.trains_alone:
+    if "rollout" not in scope.services or elsewhere or job.debug.trains_alone or not job.asks_engines:
         return ()
     groups = [group.size for group in placement.engine_groups for _ in range(group.count)]
     of_one = groups or [placement.rollout_num_gpus_per_engine] * placement.num_engines

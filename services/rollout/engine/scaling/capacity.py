@@ -10,6 +10,10 @@ from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhaust
 from headrace.process.memory import free_bytes
 from services.rollout.engine.engine import Engine, EngineState
 
+NO_ENGINES = (
+    "this run trains conversations as they are given and has no engines: start it again with --eval-prompt-data NAME "
+    "PATH to have some, or ask its weights with `headrace eval` once it has ended"
+)
 _FIELD = "num_engines"
 _SPARE_BYTES = 512 << 20
 """Left to everything else on the machine."""
@@ -31,10 +35,14 @@ class Capacity:
     """The job's rollout_max_engines."""
     elsewhere: bool = False
     """Engines are started by somebody else."""
+    is_asked: bool = True
+    """False for a run whose samples need no engine."""
     free_bytes: Callable[[], int] = free_bytes
 
     async def require(self, num_engines: int, fleet: Sequence[Engine]) -> None:
         """Raises what keeps the fleet from having `num_engines` engines, with the way out."""
+        if not self.is_asked:
+            raise FailedPrecondition(NO_ENGINES)
         if self.elsewhere:
             raise FailedPrecondition(
                 "engines are started elsewhere (rollout_external_engine_addrs): start or end them there, and start the "
