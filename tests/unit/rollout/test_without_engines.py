@@ -100,7 +100,8 @@ async def test_conversations_become_groups_of_the_trainers_version_without_an_en
 ) -> None:
     async with tuning(tmp_path, family, reward_address="127.0.0.1:9") as (client, _, engines), asyncio.timeout(60):
         assert engines == []
-        assert not [pid for pid in descendants(os.getpid()) if b"router_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
+        assert not [command for command in commands if b"router_process" in command]
         while (await client.stats("train")).groups["READY"] < NUM_PROMPTS:  # another party's state
             await asyncio.sleep(0.02)
 
