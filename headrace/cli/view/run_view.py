@@ -30,7 +30,7 @@ _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
 _STEPS_BEFORE_GUESSING = 2
 WARNING_CHARACTERS = 600
-_REWARDS = {"reward/mean": "reward", "reward/all/mean": "reward of all groups"}
+_REWARDS = {"reward/all/mean": "reward", "reward/mean": "reward of trained samples"}
 _ENDED = (trainer_pb2.PHASE_FINISHED, trainer_pb2.PHASE_FAILED)
 
 

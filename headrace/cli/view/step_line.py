@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _PARTS: Mapping[str, tuple[str, str]] = {
-    "reward/mean": ("reward", ".3f"),
-    "reward/all/mean": ("of all groups", ".3f"),
+    "reward/all/mean": ("reward", ".3f"),
+    "reward/mean": ("of trained", ".3f"),
     "loss/sft": ("loss", ".4f"),
     "critic/loss": ("critic's loss", ".4f"),
     "loss/kl": ("KL to the start", ".4f"),
@@ -18,14 +18,22 @@ _PARTS: Mapping[str, tuple[str, str]] = {
 }
 """What a person looks at, in this order: its label and format.
 
+The first reward is the mean of all scored groups: filters choose what is trained, so it alone shows what the policy
+can do.
 Not `loss/policy`: on fresh samples its value is 0 whatever its gradient is, and reads as a failure.
 """
 
 
 def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
     """Empty when no metric of a step is present."""
+    labels = {name: label for name, (label, _) in _PARTS.items()}
+    if "reward/all/mean" not in metrics:
+        labels["reward/mean"] = "reward"
     wanted = [name for name in _PARTS if name in metrics and name not in skip]
-    return ", ".join(f"{_PARTS[name][0]} {metrics[name]:{_PARTS[name][1]}}" for name in wanted)
+    parts = [f"{labels[name]} {metrics[name]:{_PARTS[name][1]}}" for name in wanted]
+    if metrics.get("reward/std") == 0.0 and metrics.get("samples/count", 0.0) > 1:
+        parts.append("nothing to learn in this step: all rewards are equal")
+    return ", ".join(parts)
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ from headrace.disk.whole_file import replacing
 from services.trainer.serving.pictures.points import Point
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
-    ("reward", ("reward/mean", "reward/all/mean")),
+    ("reward", ("reward/all/mean", "reward/mean")),
     ("evaluation", ("eval/",)),
     ("response tokens", ("response_length/mean",)),
     ("loss", ("loss/policy", "loss/sft", "loss/kl")),
