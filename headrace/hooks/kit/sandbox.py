@@ -269,10 +269,11 @@ class Program:
         assert self.process.stdout is not None
         try:
             async with asyncio.timeout_at(self._deadline):
-                self.process.stdin.write(line.encode(errors="replace") + b"\n")
-                await self.process.stdin.drain()
+                with suppress(ConnectionError):  # it has ended: what it said is read all the same
+                    self.process.stdin.write(line.encode(errors="replace") + b"\n")
+                    await self.process.stdin.drain()
                 answer = await self.process.stdout.readline()
-        except (TimeoutError, ValueError, ConnectionError):  # a ValueError is a line beyond the limit
+        except (TimeoutError, ValueError):  # a ValueError is a line beyond the limit
             answer = b""
         if not self.has_begun():
             raise Unavailable(f"the sandbox did not start: {answer.decode(errors='replace')[:200] or 'no output'}")
