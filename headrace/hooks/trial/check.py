@@ -40,8 +40,8 @@ from headrace.process.workers import WorkerError, WorkerPool
 
 Kind = Literal["reward", "group_reward", "generate", "rollout", "agent"] | LedgerKind | TrainerKind
 KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", "rollout", "agent", *LEDGER_KINDS, *TRAINER_FORMS)
-_LOAD_SECONDS = 60.0
-_TRY_SECONDS = 30.0
+_LOAD_SECONDS = 120.0
+_TRY_SECONDS = 120.0
 _TURNS = 3
 """`args.max_turns` where no job says it: functions loop over its range."""
 _PROMPTS = [Sample(index=index, prompt="What is 3 + 4?", label="7") for index in range(2)]

@@ -383,7 +383,7 @@ async def plays(args, task, base_url):
         ("--custom-generate-function-path", "unfinished", 2, "returned a sample that cannot be trained"),
         ("--custom-generate-function-path", "loops", 2, "args.max_turns is None: give the job --max-turns N"),
         ("--custom-generate-function-path", "waits_for_a_server", 0, "start what"),
-        ("--agent-function-path", "plays", 2, "raised LookupError: 'no browser for 4'"),
+        ("--agent-function-path", "plays", 2, "raised LookupError: no browser for 4"),
     ],
 )
 def test_check_tries_functions_that_make_samples(
