@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -214,7 +215,12 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
 class OfCallsAlone:
     """A template that writes the calls of an assistant whom a tool answers, and nothing else that it said there."""
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         followers = [*(message["role"] for message in messages[1:]), "assistant"]
         pairs = zip(messages, followers, strict=True)
         return "".join(f"{m.get('tool_calls') if after == 'tool' else m['content']};" for m, after in pairs)
