@@ -188,6 +188,7 @@ class _Request(msgspec.Struct, kw_only=True):
         )
         if is_recorded:
             return made
+        fits = {constraint.kind: constraint.text for constraint in self.constraints()}
         made = replace(
             made,
             temperature=default.temperature if self.temperature is None else self.temperature,
@@ -199,9 +200,10 @@ class _Request(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repetition_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
+            json_schema=fits.get("json_schema"),
+            regex=fits.get("regex"),
+            ebnf=fits.get("ebnf"),
         )
-        constraints: dict[str, Any] = {constraint.kind: constraint.text for constraint in self.constraints()}
-        made = replace(made, **constraints)
         require_one_constraint(made)
         return made
 

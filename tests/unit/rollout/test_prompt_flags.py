@@ -93,41 +93,45 @@ def test_variables_that_the_chat_template_does_not_read_are_refused(
 
 
 FUNCTION = """
-from headrace.hooks import Sample
-from headrace.models.tokenizer.tokenizer import load_tokenizer
 from pathlib import Path
 
+from headrace.hooks import Sample
+from headrace.models.tokenizer.tokenizer import load_tokenizer
+
+tokenizers = []
+
 async def generate(args, sample, sampling_params):
-    tokenizer = load_tokenizer(Path(args.hf_checkpoint), trust_remote_code=False)
-    FORM
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    answer = tokenizer.encode("4", add_special_tokens=False)
+    tokenizers or tokenizers.append(load_tokenizer(Path(args.hf_checkpoint), trust_remote_code=False))
+    before, role, inside = sample.label.split("|")
+    text = before + sample.prompt
+    if role:
+        messages = [{"role": "system", "content": "Be brief."}] * (role == "both")
+        messages.append({"role": "user", "content": inside + text})
+        text = tokenizers[0].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizers[0].encode(text, add_special_tokens=False)
+    answer = tokenizers[0].encode("4", add_special_tokens=False)
     sample.tokens, sample.response, sample.response_length = prompt + answer, "4", len(answer)
     sample.rollout_log_probs, sample.status = [-0.5] * len(answer), Sample.Status.COMPLETED
     return sample
 """
-AS_MESSAGES = "text = tokenizer.apply_chat_template({}, tokenize=False, add_generation_prompt=True)".format
-FORMS = {
-    "one user message": AS_MESSAGES('[{"role": "user", "content": sample.prompt}]'),
-    "behind a system message": AS_MESSAGES(
-        '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": sample.prompt}]'
-    ),
-    "inside of a message": AS_MESSAGES('[{"role": "user", "content": "Question: " + sample.prompt}]'),
-    "as it is": "text = sample.prompt",
-    "behind an example": 'text = "An example." + sample.prompt',
-}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("applies", [True, False])
+@pytest.mark.parametrize(
+    ("applies", "forms", "num_warnings"),
+    [
+        (True, ["|user|", "|both|", "|user|Question: "], 1),
+        (True, ["||", "An example. ||"], 0),
+        (False, ["|user|", "|both|", "||"], 0),
+    ],
+)
 async def test_a_function_that_applies_the_chat_template_again_is_told_once_and_samples_show_what_was_asked(
-    tmp_path: Path, form: str, applies: bool
+    tmp_path: Path, applies: bool, forms: list[str], num_warnings: int
 ) -> None:
     model = tmp_path / "model"
     make_tiny_qwen3(model)
     tokenizer = make_chat_tokenizer("qwen3")
     tokenizer.save_pretrained(model)
-    (tmp_path / "hook.py").write_text(FUNCTION.replace("FORM", FORMS[form]))
+    (tmp_path / "hook.py").write_text(FUNCTION)
     job = Job.model_validate(
         {
             "model": {"hf_checkpoint": model},
@@ -142,14 +146,15 @@ async def test_a_function_that_applies_the_chat_template_again_is_told_once_and_
         await sampler.start()
         prompt = service.parts.encoder.encode_text("2 + 2?")
         requests = [
-            SampleRequest(f"s{number}", "g", number, prompt, None, {}, SamplingParams(4)) for number in range(3)
+            SampleRequest(f"s{number}", "g", number, prompt, form, {}, SamplingParams(4))
+            for number, form in enumerate(forms)
         ]
         made = await sampler.sample_all(requests, evaluation=False)
     finally:
         await sampler.close()
         await service.stop()
-    asked = tokenizer.decode(made[0].tokens[:-1].tolist())
-    assert [Answer.of(sample).prompt for sample in made] == [asked] * 3
-    warnings = [warning for warning in service.parts.warnings if "--apply-chat-template" in warning]
-    assert len(warnings) == (applies and asked.count("<|im_start|>user") == 2)
-    assert all("Leave --apply-chat-template out" in warning for warning in warnings)
+    assert [Answer.of(sample).prompt for sample in made] == [
+        tokenizer.decode(sample.tokens[:-1].tolist()) for sample in made
+    ]
+    warnings = [warning for warning in service.parts.warnings if "Leave --apply-chat-template out" in warning]
+    assert len(warnings) == num_warnings

@@ -1,0 +1,97 @@
+"""Messages of a prompt reach the model, or the prompt is refused with the role and the way out."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import InvalidArgument
+from headrace.prompts.row import chat_message
+from services.rollout.production.prompts import PromptEncoder
+from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
+
+NAMES = sorted(CHAT_MODELS)
+SAID = "Say 'x<y' & 42."
+
+
+@functools.cache
+def encoder(name: str) -> PromptEncoder:
+    folder = Path(tempfile.mkdtemp())
+    make_chat_tokenizer(name).save_pretrained(folder)
+    return PromptEncoder(folder, apply_chat_template=False)
+
+
+def asked(name: str, *messages: dict[str, Any]) -> str:
+    """The text that the model is asked, or the refusal."""
+    prompt = sample_pb2.Prompt(
+        prompt_id="p", messages=sample_pb2.ChatMessages(messages=[chat_message(message) for message in messages])
+    )
+    try:
+        return encoder(name).encode(prompt).text
+    except InvalidArgument as error:
+        return f"refused: {error.message}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_in_parts_is_one_text(name: str) -> None:
+    for parts in (
+        [{"type": "text", "text": SAID}],
+        [{"type": "text", "text": SAID[:7]}, {"type": "text", "text": SAID[7:]}],
+        [SAID],
+        [{"type": "input_text", "text": SAID}],
+    ):
+        for role in ("user", "system"):
+            messages = [{"role": role, "content": parts}, {"role": "user", "content": "Well?"}]
+            assert asked(name, *messages) == asked(name, {**messages[0], "content": SAID}, messages[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("role", ["human", "gpt", "developer", "function", "ipython", "Users", "critic"])
+def test_no_role_vanishes(name: str, role: str) -> None:
+    for messages in (
+        [{"role": role, "content": SAID}],
+        [{"role": role, "content": SAID}, {"role": "user", "content": "Well?"}],
+        [{"role": "user", "content": SAID}, {"role": role, "content": SAID}],  # the same text is there, once
+        [{"role": "user", "content": "Well?"}, {"role": role, "content": "e"}],  # it is in other words, too
+    ):
+        text = asked(name, *messages)
+        if not text.startswith("refused: "):
+            assert text.count(SAID) == sum(message["content"] == SAID for message in messages)
+            assert messages[-1]["content"] != "e" or re.search(r"[>\n]e(<|$)", text), text
+        else:
+            assert repr(role) in text or "template refused" in text
+
+
+@pytest.mark.parametrize(
+    ("role", "way_out"), [("human", "rename the role to 'user'"), ("function", "rename the role to 'tool'")]
+)
+def test_a_refusal_names_the_role_and_the_way_out(role: str, way_out: str) -> None:
+    text = asked("qwen3", {"role": "user", "content": "a"}, {"role": role, "content": "b"})
+    assert text == f"refused: the chat template writes nothing of message 1, whose role is {role!r}: {way_out}"
+
+
+def test_every_message_counts_and_not_roles_alone() -> None:
+    two = [{"role": "system", "content": text} for text in ("First.", "Second.")]
+    text = asked("deepseek_r1_distill_qwen", *two, {"role": "user", "content": "a"})
+    assert "message 0, whose role is 'system'" in text
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    assert "the tool calls of message 1" in asked("smollm2", {"role": "user", "content": "a"}, called)
+    assert '"arguments": {"a": 1}}' in asked(
+        "qwen2.5",
+        {"role": "user", "content": "a"},
+        {**called, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"text": "a"}, 7, [{"type": "video", "video": "a.mp4"}], [{"type": "text"}], [{"type": "json", "json": {}}]],
+)
+def test_content_of_another_kind_is_refused(content: Any) -> None:
+    assert asked("qwen2.5", {"role": "user", "content": content}).startswith("refused: ")
