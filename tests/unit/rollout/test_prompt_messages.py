@@ -47,7 +47,7 @@ def test_text_in_parts_is_one_text(name: str) -> None:
         [{"type": "input_text", "text": SAID}],
     ):
         for role in ("user", "system"):
-            messages = [{"role": role, "content": parts}, {"role": "user", "content": "Well?"}]
+            messages: list[dict[str, Any]] = [{"role": role, "content": parts}, {"role": "user", "content": "Well?"}]
             assert asked(name, *messages) == asked(name, {**messages[0], "content": SAID}, messages[1])
 
 
