@@ -47,8 +47,9 @@ def test_text_in_parts_is_one_text(name: str) -> None:
         [{"type": "input_text", "text": SAID}],
     ):
         for role in ("user", "system"):
-            messages = [{"role": role, "content": parts}, {"role": "user", "content": "Well?"}]
-            assert asked(name, *messages) == asked(name, {**messages[0], "content": SAID}, messages[1])
+            well = {"role": "user", "content": "Well?"}
+            as_text = asked(name, {"role": role, "content": SAID}, well)
+            assert asked(name, {"role": role, "content": parts}, well) == as_text
 
 
 @pytest.mark.parametrize("name", NAMES)
