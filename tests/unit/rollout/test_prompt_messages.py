@@ -47,8 +47,9 @@ def test_text_in_parts_is_one_text(name: str) -> None:
         [{"type": "input_text", "text": SAID}],
     ):
         for role in ("user", "system"):
-            messages: list[dict[str, Any]] = [{"role": role, "content": parts}, {"role": "user", "content": "Well?"}]
-            assert asked(name, *messages) == asked(name, {**messages[0], "content": SAID}, messages[1])
+            well = {"role": "user", "content": "Well?"}
+            as_text = asked(name, {"role": role, "content": SAID}, well)
+            assert asked(name, {"role": role, "content": parts}, well) == as_text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +64,7 @@ def test_no_role_vanishes(name: str, role: str) -> None:
         text = asked(name, *messages)
         if not text.startswith("refused: "):
             assert text.count(SAID) == sum(message["content"] == SAID for message in messages)
-            assert messages[-1]["content"] != "e" or re.search(r"[>\n]e(<|$)", text), text
+            assert messages[-1]["content"] != "e" or re.search(r'[>\n]"?e"?(<|$)', text), text
         else:
             assert repr(role) in text or "template refused" in text
 
