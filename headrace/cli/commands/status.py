@@ -131,7 +131,7 @@ async def _rollout(address: str) -> str:
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
     staying = sum(engine.state != rollout_pb2.ENGINE_STATE_LEAVING for engine in fleet.engines)
     wanted = f" ({fleet.wanted_engines} wanted)" if fleet.wanted_engines not in (0, staying) else ""
-    return f"{engines}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
+    return f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
 
 
 async def _buffer(address: str) -> str:

@@ -71,7 +71,7 @@ def _on_whom(
         return f"for prompts: {one_line(stats.trouble)}"
     if fleet is None or "rollout" in silent:
         return f"on the rollout service, which {unanswered(silent.get('rollout'))}"
-    if not any(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in fleet.engines):
+    if fleet.engines and not any(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in fleet.engines):
         return f"on the rollout service: {engines_line(fleet.engines)}"
     if fleet.paused:
         return "on the rollout service: production is paused"
