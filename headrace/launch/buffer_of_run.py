@@ -36,7 +36,7 @@ async def buffer_of_run(folder: RunFolder, start_seconds: float = START_SECONDS)
     job = job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
     async with AsyncExitStack() as stack:
         readers: list[ServiceProcess] = []
-        for each in specs(job, BUFFER, folder):
+        for each in specs(job, BUFFER, folder, config=folder.job_file):
             log_file = folder.logs / f"{each.name}-reader.log"
             readers.append(await ServiceProcess.start(replace(each, name=f"{each.name} reader", log_file=log_file)))
             stack.push_async_callback(readers[-1].stop)

@@ -110,16 +110,26 @@ def _node_rank(job: Job) -> int:
 
 
 def specs(
-    job: Job, service: str, folder: RunFolder, gpus: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    job: Job,
+    service: str,
+    folder: RunFolder,
+    gpus: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    config: Path | None = None,
 ) -> list[ServiceSpec]:
     """Describes how to start the processes of one service of an addressed job.
 
-    `gpus`: variables that name the GPUs of a process.
+    `gpus`: variables that name the GPUs of a process. `config`: the job's file; default: the launcher's for the service.
     """
-    return [spec(job, process, folder, gpus.get(process, {})) for process in processes(job, service)]
+    return [spec(job, process, folder, gpus.get(process, {}), config) for process in processes(job, service)]
 
 
-def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})) -> ServiceSpec:
+def spec(
+    job: Job,
+    process: str,
+    folder: RunFolder,
+    gpus: Mapping[str, str] = MappingProxyType({}),
+    config: Path | None = None,
+) -> ServiceSpec:
     """Describes how to start one of `processes` of an addressed job."""
     service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
@@ -132,7 +142,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     metrics_address = _metrics_at(job, listens_at)
     arguments = [
         "--config",
-        str(folder.config_of(service)),
+        str(config or folder.config_of(service)),
         "--address",
         str(listens_at),
         "--metrics-address",

@@ -35,11 +35,11 @@ _OTHERS_FLAGS = {
     *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
-    "--require-hashes",
+    *("--require-hashes", "--security-opt"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
 }
-"""Of torchrun, Slurm, Ray; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
+"""Of torchrun, Slurm, Ray; of SGLang's server; of pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 
