@@ -118,7 +118,7 @@ def specs(
 ) -> list[ServiceSpec]:
     """Describes how to start the processes of one service of an addressed job.
 
-    `gpus`: variables that name the GPUs of a process. `config`: the job's file; default: the launcher's for the service.
+    `gpus`: variables that name the GPUs of a process. `config`: the job's file, if not the launcher's.
     """
     return [spec(job, process, folder, gpus.get(process, {}), config) for process in processes(job, service)]
 

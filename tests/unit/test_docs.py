@@ -39,7 +39,7 @@ _OTHERS_FLAGS = {
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
 }
-"""Of torchrun, Slurm, Ray; of SGLang's server; of pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags and Helm."""
+"""Of torchrun, Slurm, Ray, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 
