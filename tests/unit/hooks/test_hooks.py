@@ -284,7 +284,7 @@ def test_a_hook_that_imports_slime_is_told_what_to_import_instead(tmp_path: Path
     with pytest.raises(ConfigError) as refused:
         load_hook(f"{tmp_path}/of_slime.py:f")
     assert "No module named 'slime" in refused.value.message
-    assert "`from headrace.hooks import Sample, DynamicFilterOutput`" in refused.value.message
+    assert "`from headrace.hooks import Sample, DynamicFilterOutput" in refused.value.message
 
 
 def test_a_hook_of_slimes_own_is_told_what_is_here_in_its_place() -> None:
