@@ -48,7 +48,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._parts = parts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        self._parts.require_engines()
         require_at_most(request.n, MAX_RESPONSES, "n")
         self._parts.slots.require_room(max(1, request.n))
         encoder = self._parts.encoder
