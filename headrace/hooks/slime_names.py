@@ -13,6 +13,12 @@ from typing import Any
 SLIME_IMPORTS = "HEADRACE_SLIME_IMPORTS"
 """The environment variable of --slime-imports: processes that load hooks inherit it."""
 
+
+def slime_environment(slime_imports: bool) -> dict[str, str]:
+    """The variables that tell a started process of --slime-imports."""
+    return {SLIME_IMPORTS: "true"} if slime_imports else {}
+
+
 _SAMPLE = {"Sample": "headrace.hooks.sample"}
 _HTTP = {"post": "headrace.hooks.slime_state", "get": "headrace.hooks.slime_state"}
 _SOURCES = dict.fromkeys(("RolloutDataSource", "RolloutDataSourceWithBuffer"), "headrace.hooks.data_source")
@@ -26,9 +32,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "slime": {},
     "slime.data": {**_SAMPLE, **_SOURCES},
     "slime.rollout": {},
-    "slime.rollout.base_types": dict.fromkeys(
-        ("RolloutFnTrainOutput", "RolloutFnEvalOutput"), "headrace.hooks.rollout"
-    ),
+    "slime.rollout.base_types": _OUTPUTS,
     "slime.rollout.data_source": _SOURCES,
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": "headrace.hooks.filter"},

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.hooks.slime_names import SLIME_IMPORTS
+from headrace.hooks.slime_names import slime_environment
 from headrace.job.rules.machines.nodes import meeting_of
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
@@ -229,8 +229,13 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
     caches = {} if service == "trainer" else without_thread_caches()
-    slime = {SLIME_IMPORTS: "true"} if job.run.slime_imports else {}
-    return {**unbuffered, **threads, **caches, **slime, **direct_to(*_own_hosts(job))}
+    return {
+        **unbuffered,
+        **threads,
+        **caches,
+        **slime_environment(job.run.slime_imports),
+        **direct_to(*_own_hosts(job)),
+    }
 
 
 def _own_hosts(job: Job) -> set[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ConfigError, Internal
-from headrace.hooks.slime_names import SLIME_IMPORTS
+from headrace.hooks.slime_names import slime_environment
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.warned.warnings import warnings
 from headrace.job.schema.job import Job
@@ -64,7 +64,7 @@ async def _run(
     job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report, tell: Callable[[str], None]
 ) -> None:
     services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_to_look(job))]
-    environment = {**os.environ, **({SLIME_IMPORTS: "true"} if job.run.slime_imports else {})}
+    environment = {**os.environ, **slime_environment(job.run.slime_imports)}
     started: list[CheckProcess] = []
 
     async def start(service: str) -> CheckProcess:

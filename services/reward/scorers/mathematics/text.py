@@ -50,7 +50,6 @@ _LOOKS = re.compile(
 _STARS = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({\\-])")
 _ROOT_OF = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d+|[a-z])")
 _SIGNED_POWER = re.compile(r"\^\s*(-\s*(?:\d+|[a-z]))")
-_MIXED = re.compile(r"(?<![\d.^_/])(\d+) (\d+)\s*/\s*(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
 _OF_ANGLES = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _ABOUT = re.compile(
