@@ -63,6 +63,9 @@ class _Parts:
     turn: EngineTurn | None
     metrics: RolloutMetrics
 
+    def require_engines(self) -> None:
+        """There are some."""
+
 
 class _Servicer(RolloutServicer):
     async def GetFleet(self, request: pb.GetFleetRequest, context: Any) -> pb.GetFleetResponse:

@@ -44,7 +44,7 @@ async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutC
         return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20, begun=begun)
 
     slots = EngineSlots(Shares({Kind.CLIENTS: 3}), max_waiting=126)
-    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots, require_engines=lambda: None))
+    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots))
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     server = RpcServer(
         "rollout",
