@@ -86,7 +86,7 @@ def from_hook(
         rollout_log_probs=_log_probs(name, sample, length),
         status=Status(sample.status.value),
         failure=_failure(sample),
-        label=label_text(sample.label),
+        label=label_text(sample.label, f"{name} label"),
         metadata=sample.metadata,
         train_metadata=sample.train_metadata or {},
         sampling_params=sampling_params or {},

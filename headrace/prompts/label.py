@@ -51,8 +51,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def label_text(value: Any) -> str | None:
-    """The label as text. Raises InvalidArgument.
+def label_text(value: Any, field: str = "the label") -> str | None:
+    """The label as text. Raises InvalidArgument, which calls it `field`.
 
     Text stays as it is, None is no label, anything else becomes JSON with sorted keys and no blanks. Equal values have
     equal bytes, whatever the order of their keys and wherever they came from: `true`, `[1,2.5]`.
@@ -63,5 +63,5 @@ def label_text(value: Any) -> str | None:
         return canonical(_plain(value))  # also of a number, an array or a tensor of a library
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"the label is neither text nor JSON: {error}: give text, or finite numbers, lists and objects of them"
+            f"{field} is neither text nor JSON: {error}: give text, or finite numbers, lists and objects of them"
         ) from error

@@ -198,7 +198,7 @@ def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_repl
     view.on_progress(_row(6, 7, {"eval/sums": 0.5}))
     lines = view.summary()
     assert lines[0].startswith("finished 6 steps")
-    assert "mean reward: first three steps 0.100, last three 0.400" in lines
+    assert "mean reward of trained samples: first three steps 0.100, last three 0.400" in lines
     assert "eval/sums: 0.500 after step 6" in lines
     assert len(view.unread()) == 8
 

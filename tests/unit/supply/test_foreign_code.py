@@ -62,6 +62,7 @@ ALLOWED = {
     ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
     ("headrace/hooks/load.py", "import_module"): "the same, of a module",
+    ("headrace/hooks/slime_names.py", "import_module"): "headrace's own modules, by a table of slime's names",
     ("headrace/job/load/engine_groups.py", "import yaml"): "a job's file of engine groups",
     ("headrace/models/tokenizer/tokenizer.py", "from_pretrained"): "a folder's code runs with trust_remote_code alone",
     ("headrace/models/torch_dist/common.py", "read_pickle"): "the reader that imports nothing",
@@ -73,6 +74,7 @@ ALLOWED = {
     ("headrace/process/workers/process.py", "import pickle"): "the service writes them; it reads MessagePack",
     ("headrace/process/workers/spawner_process.py", "import_module"): "a module of headrace that is imported early",
     ("services/reward/builtin.py", "import_module"): "headrace's own scorers, by a table of their names",
+    ("services/reward/scorers/code_program.py", "import_module"): "modules of the standard library, by a table",
     ("services/rollout/chat/images.py", "from_pretrained"): "an image processor of transformers; no code of a folder",
     (
         "services/rollout/engine/cpu/models/served.py",
