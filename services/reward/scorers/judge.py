@@ -83,11 +83,11 @@ async def score(item: ScoreItem, args: HookArgs) -> float:
         "model": args.judge_model,
         "messages": [{"role": "user", "content": _filled(args, item)}],
         "temperature": 0.0,
-    } | ({"response_format": _response_format(args.judge_scale)} if args.judge_json else {})
+    } | ({"response_format": _response_format(args.judge_scale)} if _in_json(args) else {})
     url = f"{args.judge_url.rstrip('/')}/chat/completions"
     answer = await post(url, asked, seconds=args.reward_timeout_seconds, key=os.environ.get(KEY))
     said = _content(url, answer)
-    return (json_grade if args.judge_json else grade)(said, args.judge_scale)
+    return (json_grade if _in_json(args) else grade)(said, args.judge_scale)
 
 
 def grade(said: str, scale: float) -> float:
@@ -111,6 +111,11 @@ def grade(said: str, scale: float) -> float:
 def json_grade(said: str, scale: float) -> float:
     """Returns the `grade` of the judge's JSON over the highest one. Raises InvalidArgument as `grade` does."""
     return _from_json(_json_object(_verdict(said)), said, scale)
+
+
+def _in_json(args: HookArgs) -> bool:
+    # A user's function that asks this judge may bring arguments of its own, written before the flag existed.
+    return getattr(args, "judge_json", False)
 
 
 def _verdict(said: str) -> str:
@@ -188,7 +193,7 @@ def _filled(args: HookArgs, item: ScoreItem) -> str:
     parts = {"prompt": _text(item.prompt), "response": item.response, "label": item.label or "(not known)"}
     if args.judge_prompt is not None:
         return _template(args.judge_prompt).format_map(parts)
-    return (JSON_PROMPT if args.judge_json else PROMPT).format_map({**parts, "scale": args.judge_scale})
+    return (JSON_PROMPT if _in_json(args) else PROMPT).format_map({**parts, "scale": args.judge_scale})
 
 
 @cache

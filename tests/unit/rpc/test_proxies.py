@@ -100,7 +100,6 @@ def graded(host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
 class Args:
     judge_model = "j"
     judge_prompt = None
-    judge_json = False
     judge_scale = 10.0
     reward_timeout_seconds = LIMIT
 
