@@ -107,6 +107,6 @@ def test_check_says_how_many_tensors_travel_in_fp8_and_refuses_a_machine_whose_e
     assert main(["check", str(job_file), "--fast"]) == 2
     refused = " ".join("".join(capsys.readouterr()).split())
     assert re.search(r"hf_checkpoint \S+ is in block FP8, in which SGLang computes only on a GPU", refused)
-    assert main(["check", str(job_file), "--fast", "--elsewhere"]) == 0
+    assert main(["check", str(job_file), "--fast", "--elsewhere", "--bf16"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "engines serve block FP8: 1 of 2 tensors, 1.3 MB a publication" in printed
