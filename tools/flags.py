@@ -1,6 +1,7 @@
 """The table of flags: what each does, its default, and the test that shows that it acts.
 
-    python -m tools.flags            refuses a flag without a test, a test that is gone, and a stale docs/flags.md
+    python -m tools.flags            refuses a flag without a test, a test that is gone or that `make test` skips, and a
+                                     stale docs/flags.md
     python -m tools.flags --write    writes docs/flags.md
 
 Which test shows which flag is said in tests/flags.toml. Tests are parsed, not imported.
@@ -97,6 +98,8 @@ def _wrong(name: str, test: str, root: Path) -> str | None:
     named = re.compile(rf"(?<![\w-]){name}(?![\w-])|--{name.replace('_', '-')}(?![\w-])")
     if not any(named.search(text) for text in _texts(root / file, root)):
         return "which does not name it"
+    if function in _gated(root / file, root):
+        return "which `make test` skips, as it waits for an environment variable: name a short form of it"
     return None
 
 
@@ -105,6 +108,56 @@ def _functions(file: Path) -> frozenset[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = ast.walk(syntax_tree(file.read_text()))
     return frozenset(node.name for node in nodes if isinstance(node, kinds) and node.name.startswith("test_"))
+
+
+@cache
+def _gated(file: Path, root: Path) -> frozenset[str]:
+    """The tests of a file that an environment variable lets run: they or their module have a skipif that reads one."""
+    tree, switches = syntax_tree(file.read_text()), _switches(file, root)
+    of_all = [node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["pytestmark"]]
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if any(_is_gate(mark, switches) for mark in (*of_all, *node.decorator_list))
+    )
+
+
+@cache
+def _switches(file: Path, root: Path) -> Mapping[str, bool]:
+    """The names of a module that are made of environment variables; True for a mark that skips tests without one."""
+    found: dict[str, bool] = {}
+    for node in syntax_tree(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            module = root / f"{(node.module or '').replace('.', '/')}.py"
+            of_module = _switches(module, root) if module.is_file() else {}
+            found |= {each.asname or each.name: of_module[each.name] for each in node.names if each.name in of_module}
+        elif isinstance(node, ast.Assign) and _reads_environment(node.value, found):
+            found |= dict.fromkeys(_targets(node), _is_gate(node.value, found))
+    return found
+
+
+def _is_gate(mark: ast.expr, switches: Mapping[str, bool]) -> bool:
+    """The marks of single parameters leave the others."""
+    nodes = [*ast.walk(mark)]
+    kinds = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if "parametrize" in kinds:
+        return False
+    is_named = any(switches.get(node.id, False) for node in nodes if isinstance(node, ast.Name))
+    return is_named or ("skipif" in kinds and _reads_environment(mark, switches))
+
+
+def _reads_environment(expression: ast.expr, switches: Mapping[str, bool]) -> bool:
+    nodes = [*ast.walk(expression)]
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+        or (isinstance(node, ast.Name) and node.id in switches)
+        for node in nodes
+    )
+
+
+def _targets(node: ast.Assign) -> list[str]:
+    return [target.id for target in node.targets if isinstance(target, ast.Name)]
 
 
 @cache

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.rpc.server import RpcServer, Service
 from services.buffer import __main__ as program
-from services.buffer.build import of_shard, store_of_job
+from services.buffer.build import of_shard, store_of_job, train_stream
 from services.buffer.ledger.stream import Selection, StreamConfig, StreamState
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.chooser import GroupChooser
@@ -115,7 +117,7 @@ SHOWN_BY = {
     "buffer_postgres": "test_a_database_is_the_jobs, below",
     "buffer_postgres_wait_seconds": "test_a_database_is_the_jobs, below",
     "vocab_size": "of config.json, and no option here",
-    "update_weights_interval": "train_stream refuses it with max_staleness 0: tests/unit/buffer/test_build.py",
+    "update_weights_interval": "test_weights_that_are_published_too_seldom_are_refused, below",
 }
 """Options that the buffer reads and no table compares, with the test that shows them."""
 VOCAB_SIZE = 640
@@ -288,3 +290,14 @@ def test_a_ledger_is_in_files_where_the_job_does_not_say_otherwise(folder: Path)
     store = store_of_job(Job.model_validate(sections(folder) | {"buffer": {}}), folder)
     store.close()
     assert isinstance(store, SqliteStore)
+
+
+@pytest.mark.parametrize(
+    ("interval", "staleness", "is_refused"), [(1, 0, False), (3, 1, True), (3, 2, False), (9, 7, True)]
+)
+def test_weights_that_are_published_too_seldom_are_refused(
+    folder: Path, interval: int, staleness: int, is_refused: bool
+) -> None:
+    changes = {"publish": {"update_weights_interval": interval}, "buffer": {"max_staleness": staleness}}
+    with pytest.raises(ConfigError, match=f"interval {interval} .* {staleness}:") if is_refused else nullcontext():
+        assert train_stream(job_of(folder, changes)).max_staleness == staleness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,12 @@ def differences(folder: Path, job: Job, readers: Readers, monkeypatch: pytest.Mo
         lines.extend(ignored(job, server, readers))
 
     (folder / "job.json").write_text(job.model_dump_json())
+
+    async def run(pool: object, function: Callable[..., object], *given: object, timeout_seconds: float) -> object:
+        return function(*given)
+
     monkeypatch.setattr(WorkerPool, "start", nothing)
+    monkeypatch.setattr(WorkerPool, "run", run)
     monkeypatch.setattr(RpcServer, "start", nothing)
     monkeypatch.setattr(RewardServer, "run_until_signal", compare)
     assert program.main(["--config", str(folder / "job.json")]) == 0
