@@ -112,14 +112,19 @@ def _functions(file: Path) -> frozenset[str]:
 
 @cache
 def _gated(file: Path, root: Path) -> frozenset[str]:
-    """The tests of a file that an environment variable lets run: they or their module have a skipif that reads one."""
+    """The tests that are skipped without an environment variable: by a mark, in their body, or in a fixture of the file."""
     tree, switches = syntax_tree(file.read_text()), _switches(file, root)
-    of_all = [node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["pytestmark"]]
+    marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["pytestmark"]]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if any(isinstance(node, ast.If) and _skips(node, switches) for node in tree.body):
+        return frozenset(node.name for node in functions)
+    skipping = {node.name for node in functions if _skips(node, switches)}
     return frozenset(
         node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if any(_is_gate(mark, switches) for mark in (*of_all, *node.decorator_list))
+        for node in functions
+        if node.name in skipping
+        or any(argument.arg in skipping for argument in (*node.args.args, *node.args.kwonlyargs))
+        or any(_is_gate(mark, switches) for mark in (*marks, *node.decorator_list))
     )
 
 
@@ -138,22 +143,29 @@ def _switches(file: Path, root: Path) -> Mapping[str, bool]:
 
 
 def _is_gate(mark: ast.expr, switches: Mapping[str, bool]) -> bool:
-    """The marks of single parameters leave the others."""
-    nodes = [*ast.walk(mark)]
-    kinds = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    if "parametrize" in kinds:
+    """A mark of one parameter leaves the others."""
+    names = _names(mark)
+    if "parametrize" in names:
         return False
-    is_named = any(switches.get(node.id, False) for node in nodes if isinstance(node, ast.Name))
-    return is_named or ("skipif" in kinds and _reads_environment(mark, switches))
-
-
-def _reads_environment(expression: ast.expr, switches: Mapping[str, bool]) -> bool:
-    nodes = [*ast.walk(expression)]
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
-        or (isinstance(node, ast.Name) and node.id in switches)
-        for node in nodes
+    return any(switches.get(name, False) for name in names) or (
+        "skipif" in names and _reads_environment(mark, switches)
     )
+
+
+def _skips(node: ast.stmt, switches: Mapping[str, bool]) -> bool:
+    return "skip" in _names(node) and _reads_environment(node, switches)
+
+
+def _reads_environment(node: ast.AST, switches: Mapping[str, bool]) -> bool:
+    return not _names(node).isdisjoint({"environ", "getenv", *switches})
+
+
+def _names(node: ast.AST) -> set[str]:
+    """The names in an expression or a statement, and those of attributes."""
+    nodes = [*ast.walk(node)]
+    return {each.id for each in nodes if isinstance(each, ast.Name)} | {
+        each.attr for each in nodes if isinstance(each, ast.Attribute)
+    }
 
 
 def _targets(node: ast.Assign) -> list[str]:

@@ -10,11 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
-from headrace.job.schema.placement import PlacementSection
 from headrace.trajectory import Status
 from services.rollout.build import rollout_service
 from services.rollout.engine.routing.router import command
-from services.rollout.engine.watch import FleetTiming
 from services.rollout.production.hooks.custom import custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest, job_params
@@ -77,21 +75,6 @@ def test_thresholds_of_cache_aware_reach_the_router_and_no_other_policy(flag: st
     words = command(job_of(router_policy="cache_aware", **{flag: value}).rollout, 1, 2, 90.0)
     assert words[words.index(word) + 1] == str(value)
     assert word not in command(job_of().rollout, 1, 2, 90.0)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "name"),
-    [
-        ("rollout_health_check_interval", 0.25, "check_interval_seconds"),
-        ("rollout_health_check_timeout", 3.5, "check_timeout_seconds"),
-        ("rollout_health_check_misses", 7, "missed_checks"),
-        ("max_engine_restarts", 0, "max_restarts"),
-    ],
-)
-def test_engines_and_router_are_watched_as_the_job_says(flag: str, value: float, name: str) -> None:
-    timing = FleetTiming.of(PlacementSection.model_validate({flag: value}), start_seconds=12.0)
-    assert (getattr(timing, name), timing.start_seconds) == (value, 12.0)
-    assert getattr(FleetTiming.of(PlacementSection(), start_seconds=1.0), name) == getattr(FleetTiming(), name)
 
 
 async def test_custom_generate_function_path_makes_the_samples_of_the_service(tmp_path: Path) -> None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.rollout.v1.rollout_pb2 import GetFleetRequest
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
+from headrace.recorded_steps import sample_ids_of
+from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
+from services.rollout import fleet_build
 from services.rollout.build import rollout_service
+from services.rollout.engine.client import EngineClient
 from services.rollout.engine.engine import EngineState
+from services.rollout.production.producer import Producer
 from services.rollout.servicer import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import WIRE
+from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
+from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.models.chat_templates import make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -101,3 +109,112 @@ async def test_adapt_groups_in_flight_follows_the_engines_and_the_fleet_shows_it
     service = rollout_service(fixed, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
     assert service.load_watch is None
     await service.stop()
+
+
+LONG = 60
+"""Tokens of a response. The engine has no end of its own."""
+
+
+class NoRouter(RememberedRouting):
+    """Stands where sglang-router does, before one engine: those who ask it ask the engine."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    async def stop(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def generating(
+    sections: Mapping[str, Mapping[str, Any]], *, policy_version: int = 0, token_seconds: float = 0.0
+) -> AsyncIterator[tuple[Producer, FakeFleet]]:
+    """The job's service at work before an engine of this policy version, which needs so long for each token."""
+    engine = FakeEngine(WIRE, token_seconds=token_seconds)
+    job = Job.model_validate(sections)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_build, "Router", lambda *_, **__: NoRouter(engine.url))
+        service = rollout_service(job, lambda number: engine, job.model.hf_checkpoint, CollectorRegistry())
+    parts = service.parts
+    fakes = FakeFleet(parts.fleet, RememberedRouting(), [engine])
+    await parts.fleet.start()
+    await fakes.until(lambda: parts.fleet.engines[0].state is EngineState.READY)
+    await fakes.name_weights(0, policy_version)
+    parts.fleet.weights.policy_version = policy_version
+    parts.producer.start()
+    try:
+        yield parts.producer, fakes
+    finally:
+        await service.stop()
+
+
+@asynccontextmanager
+async def one_group(folder: Path, **sections: Mapping[str, Any]) -> AsyncIterator[tuple[BufferClient, dict[str, Any]]]:
+    """A buffer that wants one group of two samples, and the job of its producers."""
+    make_tiny_qwen3(folder)
+    config = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=1, max_staleness=5)
+    async with (
+        served_buffer(MemoryStore()) as (_, server),
+        BufferClient(server.address) as client,
+        scripted_reward(score(1.0)) as reward,
+    ):
+        await client.create_stream(config)
+        await client.submit_prompts("train", text_prompts("it"))
+        yield (
+            client,
+            {
+                "model": {"hf_checkpoint": folder},
+                "services": {"buffer_address": server.address, "reward_address": reward.address},
+                "buffer": {"max_staleness": 5},
+            }
+            | {"rollout": {"rollout_max_response_len": LONG, **sections.pop("rollout", {})}, **sections},
+        )
+
+
+async def samples_of(client: BufferClient, epoch: int) -> list[Sample]:
+    """Those of the group, once they are there."""
+    async with asyncio.timeout(60):
+        while not (batch := await client.try_lease_batch("train", epoch, 0, wait_seconds=1.0)).ready:
+            pass
+    return [Sample.unpack(packed) for packed in await client.fetch_samples("train", sample_ids_of(batch))]
+
+
+@pytest.mark.parametrize(("partial_rollout", "mask"), [(False, False), (True, False), (True, True)])
+async def test_partial_rollout_continues_an_interrupted_group_and_the_mask_leaves_its_older_tokens_out(
+    tmp_path: Path, partial_rollout: bool, mask: bool
+) -> None:
+    flags = {"partial_rollout": partial_rollout, "mask_offpolicy_in_partial_rollout": mask}
+    async with one_group(tmp_path, rollout=flags) as (client, sections):
+        epoch = (await client.rewind("train", 0)).epoch
+        async with generating(sections, token_seconds=0.01) as (producer, fakes):
+            await fakes.until(lambda: fakes.fake(0).num_tokens >= 9)
+            await producer.drain()
+        await client.set_policy_version("train", epoch, 3)
+        async with generating(sections, policy_version=3) as (_, fakes):
+            samples = await samples_of(client, epoch)
+            made = fakes.fake(0).num_tokens
+    begun = [sum(r.end - r.start for r in sample.policy_ranges if r.policy_version == 0) for sample in samples]
+    assert all(0 < length < LONG for length in begun) if partial_rollout else begun == [0, 0]
+    assert made == 2 * LONG - sum(begun)
+    trained = [int(sample.loss_mask.sum()) for sample in samples]
+    assert trained == ([LONG - length for length in begun] if mask else [LONG, LONG])
+
+
+@pytest.mark.parametrize("is_taught", [False, True])
+async def test_every_token_has_the_log_prob_of_the_teacher_at_opd_teacher_url(tmp_path: Path, is_taught: bool) -> None:
+    teacher = FakeEngine(WIRE)
+    await teacher.start(seconds=60)
+    url = {"opd_teacher_url": teacher.url} if is_taught else {}
+    try:
+        async with one_group(tmp_path, distillation=url) as (client, sections):
+            epoch = (await client.rewind("train", 0)).epoch
+            async with generating(sections), EngineClient(teacher.url) as asked:
+                for sample in await samples_of(client, epoch):
+                    expected = await asked.score(sample.tokens.tolist(), cache_key="", seconds=60.0)
+                    said = sample.columns.get("teacher_log_probs")
+                    assert (said is not None) == is_taught
+                    if said is not None:
+                        np.testing.assert_allclose(said, expected[-LONG:], rtol=1e-6)
+    finally:
+        await teacher.stop()

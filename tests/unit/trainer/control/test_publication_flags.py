@@ -68,6 +68,7 @@ class AskedRollout:
     def __init__(self) -> None:
         self.begun: list[pb.BeginPublishRequest] = []
         self.deadlines: list[float] = []
+        self.probes: list[Probe] = []
         self.busy_share: float | None = None
 
     async def begin_publish(
@@ -82,6 +83,7 @@ class AskedRollout:
 
     async def commit_publish(self, *_: object, probe: Probe, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
+        self.probes.append(probe)
         return pb.CommitPublishResponse(busy_share=self.busy_share)
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
@@ -189,6 +191,34 @@ async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeo
     (begun,) = rollout.begun
     assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
     assert rollout.deadlines == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("update_weight_pause_mode", "asked"),
+    [
+        ("in_place", pb.PAUSE_MODE_IN_PLACE),
+        ("retract", pb.PAUSE_MODE_RETRACT),
+        ("abort", pb.PAUSE_MODE_ABORT),
+    ],
+)
+async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode_says(
+    update_weight_pause_mode: str, asked: pb.PauseMode
+) -> None:
+    rollout = AskedRollout()
+    async with only_rank() as ranks:
+        await publisher_of(ranks, rollout, update_weight_pause_mode=update_weight_pause_mode).publish(STATE)
+    assert [begun.pause_mode for begun in rollout.begun] == [asked]
+
+
+@pytest.mark.parametrize("update_weight_probe_tolerance", [0.001, 0.0625, 7.0])
+async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance(
+    update_weight_probe_tolerance: float,
+) -> None:
+    rollout = AskedRollout()
+    async with only_rank() as ranks:
+        publish = {"update_weight_probe_tolerance": update_weight_probe_tolerance}
+        await publisher_of(ranks, rollout, **publish).publish(STATE)
+    assert rollout.probes == [Probe(*PROBE, update_weight_probe_tolerance)]
 
 
 @pytest.mark.parametrize("update_weight_disk_path", [None, Path("/shared/weights")])
