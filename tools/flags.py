@@ -112,7 +112,7 @@ def _functions(file: Path) -> frozenset[str]:
 
 @cache
 def _gated(file: Path, root: Path) -> frozenset[str]:
-    """The tests that are skipped without an environment variable: by a mark, in their body, or in a fixture of the file."""
+    """The tests that are skipped without an environment variable: by a mark, in their body, or in a fixture there."""
     tree, switches = syntax_tree(file.read_text()), _switches(file, root)
     marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["pytestmark"]]
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
