@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
 from services.rollout import __main__ as program
+from services.rollout import evaluate_url
 from services.rollout.admission.shares import Kind
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.build import rollout_service
-from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
+from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator, Progress
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.hooks.all_samples import AllSamples
 from services.rollout.production.hooks.custom import HookSampler, OwnFunctions
@@ -255,6 +256,20 @@ EXTERNAL: Readers = {
     "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._tensor_parallel_size],
 }
 GROUPS: Readers = {"engine_groups": [lambda b: (b.group(0), b.group(1))]}
+OF_A_SERVER: Readers = {
+    "hf_checkpoint": [lambda evaluator: evaluator._encoder._hf_checkpoint],
+    "apply_chat_template": [lambda evaluator: evaluator._encoder._apply_chat_template],
+    "rollout_seed": [lambda evaluator: evaluator._seed],
+    "rollout_temperature": [lambda evaluator: evaluator._defaults.temperature],
+    "generate_timeout_seconds": [lambda evaluator: evaluator._sampler._seconds],
+    "eval_samples_in_flight": [lambda evaluator: evaluator._slots.shares.slots(Kind.EVALUATION)],
+    "prompt_root": [lambda evaluator: evaluator._files.root],
+    "group_rm": [lambda evaluator: evaluator._scores_groups],
+    "reward_address": [lambda evaluator: evaluator._scorer.target.address],
+    "reward_timeout_seconds": [lambda evaluator: evaluator._scorer._item_seconds],
+    "peer_wait_seconds": [lambda evaluator: evaluator._scorer._patience_seconds],
+}
+"""Of an evaluation that asks a server of somebody else's."""
 
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
@@ -434,7 +449,7 @@ async def test_the_parts_have_the_values_that_the_job_gives(folder: Path, varian
 
 async def test_every_option_that_the_service_reads_is_compared(folder: Path) -> None:
     source = Path(program.__file__).parent
-    read = options_named_in([path for path in source.rglob("*.py") if path.name not in ("check.py", "evaluate_url.py")])
+    read = options_named_in([path for path in source.rglob("*.py") if path.name != "check.py"])
     for changes, _ in VARIANTS.values():
         job = job_of(folder, changes)
         with options_read() as now:
@@ -443,6 +458,23 @@ async def test_every_option_that_the_service_reads_is_compared(folder: Path) -> 
     compared = {option for _, readers in VARIANTS.values() for option in readers}
     assert sorted(read - compared - set(SHOWN_BY) - set(OF_OTHERS)) == [], "compare them above"
     assert sorted((set(SHOWN_BY) | set(OF_OTHERS)) - read) == [], "nothing reads these any more"
+
+
+async def test_an_evaluation_of_a_server_has_the_values_that_the_job_gives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, lines = job_of(folder, {}), list[str]()
+
+    class Compared(Evaluator):
+        async def run(self, datasets: object) -> AsyncGenerator[Progress, None]:
+            lines.extend(ignored(job, self, OF_A_SERVER))
+            yield Progress(0, 0)
+
+    monkeypatch.setattr(evaluate_url, "Evaluator", Compared)
+    with options_read() as read:
+        await evaluate_url.evaluate_url(job, "http://127.0.0.1:9", "m", [], return_samples=False)
+    assert not lines, "\n".join(lines)
+    assert read <= {*OF_A_SERVER, *ENGINES}, "compare them above"
 
 
 @pytest.mark.parametrize("insecure", [True, False])

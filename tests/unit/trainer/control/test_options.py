@@ -148,7 +148,9 @@ AS_TRAINED: Readers = {
     "rollout_batch_size": [lambda p: p.breaker._recent._size / p.job.rollout.n_samples_per_prompt],
     "update_weight_transport": [lambda p: "disk" if p.publisher._transport._written else "another"],
     "update_weight_disk_path": [
-        lambda p: same([p.sender._root, p.publisher._transport._root, p.exports._reserved[-1]])
+        lambda p: p.sender._root,
+        lambda p: p.publisher._transport._root,
+        lambda p: p.exports._reserved[-1],
     ],
     "update_weight_buffer_size": [lambda p: p.sender._file_bytes],
     "update_weight_timeout_seconds": [lambda p: p.publisher._transport._seconds],
