@@ -77,6 +77,7 @@ class PromptEncoder:
 
         Raises ConfigError when there is none, or when its chat template does not read one of `variables`.
         """
+        _ = self.tokenizer
         if self.variables:
             require_read(self._readable, self.variables)
         if self._images is not None:
