@@ -1,4 +1,7 @@
-"""For every test: none assumes a calm machine, none logs to where another did, no job reads a switch, none leaves a process."""
+"""For every test: none assumes a calm machine, none logs to where another one did, none leaves a process running.
+
+And no job reads a switch of the tests.
+"""
 
 from __future__ import annotations
 

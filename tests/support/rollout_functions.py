@@ -61,7 +61,7 @@ class Producing:
         return [Sample.unpack(packed) for packed in await self.buffer.fetch_samples("train", names)]
 
     async def groups(self, state: str, count: int) -> pb.StreamStats:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while (stats := await self.buffer.stats("train")).groups[state] < count:
                 await asyncio.sleep(0.02)  # another party's state
         return stats

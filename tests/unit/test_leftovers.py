@@ -18,7 +18,9 @@ LEAVE = {
     "a_child": "subprocess.Popen(['sleep', '600'])",
     "a_child_with_a_session_of_its_own": "subprocess.Popen(['sleep', '600'], start_new_session=True)",
     "a_grandchild_whose_parent_has_ended": "subprocess.run(['sh', '-c', 'sleep 600 >/dev/null 2>&1 &'], check=True)",
-    "a_child_of_multiprocessing": "multiprocessing.get_context('spawn').Process(target=time.sleep, args=(600,)).start()",
+    "a_child_of_multiprocessing": (
+        "multiprocessing.get_context('spawn').Process(target=time.sleep, args=(600,)).start()"
+    ),
     "a_child_with_another_title": (
         "subprocess.run([sys.executable, '-c', 'import os, setproctitle, time; os.fork() and os._exit(0);"
         ' setproctitle.setproctitle(1000 * "x"); time.sleep(600)\'], check=True)'
