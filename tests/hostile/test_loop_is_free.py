@@ -1,7 +1,7 @@
 """No call holds the event loop for long, not at the protocol's limits either: the work of each callback is counted.
 
 Everybody else waits for a callback. Its work is counted in calls of functions (Python's own and C's) and in bytes that
-are hashed. Both are the same on a busy machine. Long work is paced by the clock: a slow machine does less of it at once.
+are hashed. Both are the same on a busy machine. Long work is paced by the clock: a slow machine does less at once.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Producing:
     async def batch(self) -> list[Sample]:
         """The samples of the first step, once it is full."""
         epoch = (await self.buffer.rewind("train", 0)).epoch
-        reply = await self.buffer.lease_batch("train", epoch, 0, timeout_seconds=40)
+        reply = await self.buffer.lease_batch("train", epoch, 0, timeout_seconds=120)
         names = [envelope.sample_id for group in reply.groups for envelope in group.samples]
         return [Sample.unpack(packed) for packed in await self.buffer.fetch_samples("train", names)]
 

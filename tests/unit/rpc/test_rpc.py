@@ -182,7 +182,9 @@ async def test_a_client_comes_back_soon_where_nobody_could_ask_it_to_wait(servic
         with pytest.raises(grpc.aio.AioRpcError) as raw:
             await broken.ListScorers(reward_pb2.ListScorersRequest(), timeout=60)
     await server.stop(0)
-    assert from_rpc_error(raw.value).retry_after_seconds == 0
+    error = from_rpc_error(raw.value)
+    assert isinstance(error, Unavailable)
+    assert error.retry_after_seconds == 0
 
 
 @pytest.mark.parametrize(
