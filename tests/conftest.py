@@ -1,4 +1,7 @@
-"""What holds for every test: none assumes a calm machine, none logs to where another one did, no job reads a switch."""
+"""For every test: none assumes a calm machine, none logs to where another one did, none leaves a process running.
+
+And no job reads a switch of the tests.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,15 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+from tests.support.processes.leftovers import (
+    pytest_addoption,
+    pytest_configure,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
+
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 _TESTS = Path(__file__).parent
 _LONG = ("e2e", "chaos", "hosts", "hostile", "clusters", "upgrade", "soak", "gpu", "images")

@@ -113,7 +113,7 @@ async def test_one_that_is_killed_before_the_bucket_does_not_take_the_others_wit
         await publish(receiver, group, weights(1), 1)
         with pytest.raises(PublicationAborted):
             await publish(receiver, group, weights(2), 2)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await receiver.abort("version-2", "as the trainer does")
         assert survivor.restarts == 0
 
@@ -204,7 +204,7 @@ async def publish(
     done, _ = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
     if failures := [error for task in done if (error := task.exception())]:
         given_up.set()
-        async with asyncio.timeout(30):  # it does not hang
+        async with asyncio.timeout(60):  # it does not hang
             await asyncio.gather(sending, return_exceptions=True)  # it may have been through when the engine went
         group.drop()
         receiving.cancel()

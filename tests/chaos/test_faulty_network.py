@@ -192,7 +192,7 @@ async def it_is_the_column(_: Scene, answer: bytes) -> bool:
 
 
 async def backed_up(client: BufferClient) -> list[pb.BackupResponse]:
-    return [part async for part in client.backup(deadline_seconds=DEADLINE_SECONDS)]
+    return [part async for part in client.backup(deadline_seconds=client._deadline_seconds)]
 
 
 async def the_copy_is_whole(scene: Scene, answer: list[pb.BackupResponse]) -> bool:
@@ -255,12 +255,10 @@ CASES: Mapping[str, Case] = {
     "SetPolicyVersion": Case(
         Scene.consumed, lambda s, c: c.set_policy_version(s.stream, s.epoch, 1), the_version_is_set
     ),
-    "Watch": Case(Scene.consumed, lambda s, c: s.events(c, DEADLINE_SECONDS), history_is_whole),
+    "Watch": Case(Scene.consumed, lambda s, c: s.events(c, c._deadline_seconds), history_is_whole),
     "ListGroups": Case(Scene.consumed, lambda s, c: c.list_groups(s.stream), it_says_what_is_there),
     "UploadColumn": Case(Scene.created, lambda s, c: c.upload_column(COLUMN), the_column_is_whole),
-    "FetchColumn": Case(
-        uploaded, lambda s, c: c.fetch_column(NAMED, deadline_seconds=DEADLINE_SECONDS), it_is_the_column
-    ),
+    "FetchColumn": Case(uploaded, lambda s, c: c.fetch_column(NAMED), it_is_the_column),
     "Backup": Case(Scene.consumed, lambda s, c: backed_up(c), the_copy_is_whole),
     "GetStats": Case(Scene.consumed, lambda s, c: c.stats(s.stream), lambda s, answer: _stats_are(s, answer)),
 }

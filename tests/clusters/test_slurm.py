@@ -80,7 +80,6 @@ class SlurmRun:
             while self.said().count("interrupted; the same command continues") < starts:
                 await asyncio.sleep(0.1)
         took = time.monotonic() - since
-        assert took < GRACE_SECONDS
         await self.until_starts(starts + 1)
         assert self.resumed()[-1] == self.last_step(), f"job {job} saved the step at which it ended"
         return took

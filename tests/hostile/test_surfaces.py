@@ -54,9 +54,7 @@ async def test_hostile_bytes_on_every_port_end_nothing_and_hold_up_nobody(tmp_pa
             *ports_of(rollout, ROLLOUT, openai=f"127.0.0.1:{port}"),
             *ports_of(trainer, TRAINER),
         ]
-        await besiege(
-            ports, NUM_ATTACKS, SEED, slack_bytes=NUM_ATTACKS * FRAGMENTS_OF_AN_ATTACK, most_health_seconds=1.0
-        )
+        await besiege(ports, NUM_ATTACKS, SEED, slack_bytes=NUM_ATTACKS * FRAGMENTS_OF_AN_ATTACK)
     finally:
         for server in (rollout, trainer, reward, buffer):
             await server.kill()

@@ -56,12 +56,12 @@ class Producing:
     async def batch(self) -> list[Sample]:
         """The samples of the first step, once it is full."""
         epoch = (await self.buffer.rewind("train", 0)).epoch
-        reply = await self.buffer.lease_batch("train", epoch, 0, timeout_seconds=40)
+        reply = await self.buffer.lease_batch("train", epoch, 0, timeout_seconds=120)
         names = [envelope.sample_id for group in reply.groups for envelope in group.samples]
         return [Sample.unpack(packed) for packed in await self.buffer.fetch_samples("train", names)]
 
     async def groups(self, state: str, count: int) -> pb.StreamStats:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while (stats := await self.buffer.stats("train")).groups[state] < count:
                 await asyncio.sleep(0.02)  # another party's state
         return stats

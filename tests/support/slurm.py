@@ -160,7 +160,7 @@ async def _running(folder: Path, words: list[str]) -> AsyncIterator[None]:
         if daemon.returncode is None:
             daemon.terminate()
         try:
-            await asyncio.wait_for(daemon.wait(), 30)
+            await asyncio.wait_for(daemon.wait(), 60)
         except TimeoutError:
             daemon.kill()
             await daemon.wait()

@@ -67,7 +67,7 @@ async def test_a_step_over_the_wire(client: BufferClient) -> None:
     epoch = (await client.rewind("train", 0)).epoch
     leases = (await client.lease_groups("train", "p", 8)).leases
     assert [(x.prompt.text, x.n_samples, x.attempt) for x in leases] == [("What is a?", 2, 1), ("What is b?", 2, 1)]
-    assert 50 < leases[0].lease_seconds <= 60
+    assert 0 < leases[0].lease_seconds <= 60
     results = await client.put_groups([complete_put(x) for x in leases])
     assert {r.state for r in results} == {pb.GROUP_STATE_READY}
     batch = await client.lease_batch("train", epoch, 0)

@@ -47,10 +47,10 @@ async def test_a_waiting_producer_hears_that_the_step_has_its_batch(buffer: Buff
     leases = await leased(buffer)
     assert len(leases) >= 8
     await buffer.put_groups([complete_put(lease) for lease in leases[:-2]])
-    waiting = asyncio.create_task(buffer.lease_groups("train", "p", 8, wait_seconds=50.0, oldest_version=0))
+    waiting = asyncio.create_task(buffer.lease_groups("train", "p", 8, wait_seconds=600.0, oldest_version=0))
     batch = await buffer.try_lease_batch("train", epoch, 0, wait_seconds=5.0)
     assert batch.ready
-    answer = await asyncio.wait_for(waiting, 40)
+    answer = await asyncio.wait_for(waiting, 60)
     assert (list(answer.leases), answer.oldest_version) == ([], 1)
     assert answer.no_lease_reason == pb.NO_LEASE_REASON_ADMISSION
     late = {lease.group_id for lease in leases[-2:]}
@@ -69,10 +69,10 @@ async def test_who_knows_it_already_waits_and_who_does_not_ask_does_too(buffer: 
     assert (await buffer.try_lease_batch("train", epoch, 0, wait_seconds=5.0)).ready
     known: list[int | None] = [1, None]
     waiting = [
-        asyncio.create_task(buffer.lease_groups("train", "p", 8, wait_seconds=50.0, oldest_version=one))
+        asyncio.create_task(buffer.lease_groups("train", "p", 8, wait_seconds=600.0, oldest_version=one))
         for one in known
     ]
-    at_once = await buffer.lease_groups("train", "q", 8, wait_seconds=50.0, oldest_version=0)
+    at_once = await buffer.lease_groups("train", "q", 8, wait_seconds=600.0, oldest_version=0)
     assert (list(at_once.leases), at_once.oldest_version) == ([], 1)
     assert not any(task.done() for task in waiting)
     for task in waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -95,8 +96,9 @@ class Stack:
         began = time.monotonic()
         await self._engine.said("stop", "--time", grace, self._of(service))
         seconds = time.monotonic() - began
-        assert seconds < float(grace), f"{service} was killed after {grace} s\n{await self.last_words()}"
-        return (await self.state(service))["ExitCode"], seconds
+        code = (await self.state(service))["ExitCode"]
+        assert code != 128 + signal.SIGKILL, f"{service} was killed after {grace} s\n{await self.last_words()}"
+        return code, seconds
 
     async def ended(self, service: str) -> int:
         """Waits for the container's own end; its exit code."""

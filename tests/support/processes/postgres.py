@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pwd
 import shutil
@@ -18,6 +17,7 @@ import psycopg
 import pytest
 
 from headrace.rpc.net import free_port
+from tests.support.processes.leftovers import at_session_end
 
 _USER = "postgres"  # initdb refuses root
 
@@ -117,10 +117,10 @@ def _runs(pid: int) -> bool:
 
 @cache
 def cluster() -> str:
-    """The DSN of one for tests that leave it alone. Started once, stopped when the process ends."""
+    """The DSN of one for tests that leave it alone. Started once, stopped when the session ends."""
     server = PostgresServer()
     server.start()
-    atexit.register(server.stop)
+    at_session_end(server.stop)
     return server.dsn
 
 

@@ -3,7 +3,9 @@
 There are two such processes, for even and odd ranks, and in them a string has different hashes: ranks that go through a
 set in its order do not agree, as they would not if each were started by itself.
 
-A line of JSON on stdin is a launch, a line on stdout its ranks' exit codes. The process ends with its starter.
+A line of JSON on stdin is a launch, a line on stdout its ranks' exit codes. The process ends with its starter, and
+whatever ranks have started ends with their launch: forked ranks leave without the handlers of `atexit`, by which
+multiprocessing would end its processes (Megatron-core starts some for each checkpoint).
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from headrace.process.linux import die_with_parent
+from headrace.process.linux import adopt_orphans, die_with_parent, kill_descendants
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _PRELOADED = ("services.trainer.__main__", "services.trainer.model.build", "services.trainer.checkpoint.checkpoint")
@@ -62,6 +65,11 @@ class RankHosts:
                 host.ask(replace(launch, logs=part))
             return {rank: code for host, _ in asked for rank, code in host.answer().items()}
 
+    def close(self) -> None:
+        """Ends the processes, if they were started."""
+        for host in self._hosts:
+            host.close()
+
 
 class _Host:
     def __init__(self, hash_seed: str) -> None:
@@ -78,6 +86,12 @@ class _Host:
         assert self._process.stdout is not None
         codes: dict[str, int | None] = json.loads(self._process.stdout.readline())
         return codes
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
 
     def _started(self) -> subprocess.Popen[str]:
         changed = {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": self._hash_seed, "PYTHONWARNINGS": "ignore"}
@@ -97,6 +111,7 @@ def _serve() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    adopt_orphans()
     for line in sys.stdin:
         print(json.dumps(_codes(Launch(**json.loads(line)))), file=answers, flush=True)
 
@@ -107,10 +122,11 @@ def _codes(launch: Launch) -> dict[str, int | None]:
     codes: dict[int, int] = {}
     while len(codes) < len(ranks) and time.monotonic() < deadline and os.getppid() == starter:
         ended, status = os.waitpid(-1, os.WNOHANG)
-        if ended:
+        if ended in ranks.values():
             codes[ended] = os.waitstatus_to_exitcode(status)
             if codes[ended]:
                 failed.touch()
+        if ended:
             continue
         if failed.exists():
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -119,6 +135,10 @@ def _codes(launch: Launch) -> dict[str, int | None]:
         if pid not in codes:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    kill_descendants()
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
     return {rank: codes.get(pid) for rank, pid in ranks.items()}
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.megatron.rendezvous import RENDEZVOUS
+from tests.support.processes.leftovers import at_session_end
 from tests.support.ranks.rank_host import Launch, RankHosts
 
 _HOSTS = RankHosts()
+at_session_end(_HOSTS.close)
 
 
 def run_cases(

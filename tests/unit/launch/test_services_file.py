@@ -80,7 +80,7 @@ async def test_services_json_is_written_when_the_disk_has_space_and_a_person_is_
         launcher._write_services({"buffer": 2})
     file = launcher.folder.services_file
     assert not file.exists()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not file.exists():
             await asyncio.sleep(0.01)
     assert launcher.folder.services()["buffer"].pid == 2

@@ -73,7 +73,7 @@ async def test_nothing_outlives_a_starter_that_was_killed(starter: str, tmp_path
     assert all(is_running(pid) for pid in started)
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         while any(is_running(pid) for pid in started):  # another party's state
             await asyncio.sleep(0.01)
 
@@ -122,13 +122,13 @@ IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
 async def until_said(process: GuardedProcess, word: str) -> None:
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         while word not in process.last_lines():  # another party's state
             await asyncio.sleep(0.01)
 
 
 async def grandchild_in(log: Path) -> int:
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         while not (found := grandchildren_in(log)):  # another party's state
             await asyncio.sleep(0.01)
     return found[0]

@@ -137,6 +137,6 @@ async def test_streams_end_with_their_reader_and_an_error_of_one_ends_all() -> N
     assert {"b0", "b1", "b2"} <= set(seen)
     async with aclosing(side_by_side([counted("c"), counted("d")])) as parts:
         assert await anext(parts) == "c0"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sorted(ended) != ["a", "b", "c", "d"]:
             await asyncio.sleep(0)

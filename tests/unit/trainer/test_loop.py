@@ -208,13 +208,33 @@ async def test_the_last_checkpoint_is_tried_twice_and_then_ends_the_run_with_its
     assert everything.diary[-1] == "save 4"
 
 
-async def test_a_checkpoint_that_a_newer_trainer_refuses_ends_the_run() -> None:
+@pytest.mark.parametrize("fenced_at", [1, 2, 3, 4])
+async def test_a_checkpoint_that_a_newer_trainer_refuses_ends_the_run_at_once(fenced_at: int) -> None:
+    """Nothing is leased, trained or saved after it, also where the newer trainer would refuse no later save."""
+
     class Fencing(Everything):
         async def save(self, state: TrainState) -> None:
-            raise Fenced("a newer trainer has taken over")
+            await super().save(state)
+            if state.step == fenced_at:
+                raise Fenced("a newer trainer has taken over")
 
+    everything = Fencing(num_steps=4, save_every=1)
     with pytest.raises(Fenced):
-        await run(Fencing(num_steps=4, save_every=2))
+        await run(everything)
+    assert everything.diary[-1] == f"save {fenced_at}"
+
+
+async def test_a_checkpoint_in_the_background_that_a_newer_trainer_refuses_ends_the_run() -> None:
+    class Fencing(Everything):
+        async def flush(self) -> None:
+            if "refused" not in self.diary:
+                self.diary.append("refused")
+                raise Fenced("a newer trainer has taken over")
+
+    everything = Fencing(num_steps=4, save_every=2, background_steps=1)
+    with pytest.raises(Fenced):
+        await run(everything)
+    assert everything.diary[-1] == "refused"
 
 
 async def test_a_stop_ends_the_wait_for_a_batch_and_saves_what_is_trained() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import NotFound
-from services.buffer.ledger.commands.producing import Release
+from headrace.trajectory import Failure
+from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
 
 
@@ -40,3 +41,30 @@ def test_a_release_without_tokens_leaves_those_of_an_earlier_one(it: LedgerUnder
     it.do(it.ledger.release(it.now, [Release(again.lease.lease_id, (), "shutting down before its first token")]))
     (third,) = it.lease(1)
     assert it.store.read_payloads(third.partials) == [partial.payload]
+
+
+@pytest.mark.parametrize("end", ["newer tokens", "a failure", "no signal", "an operator", "its stream"])
+def test_tokens_that_nobody_needs_any_more_are_deleted(end: str) -> None:
+    it = LedgerUnderTest()
+    it.create(max_attempts=1)
+    it.submit("p")
+    (group,) = it.lease(1)
+    partial = sample(group, 0, 0, text="so far")
+    it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (partial,), "shutting down")]))
+    (again,) = it.lease(1)
+    assert it.store.read_payloads(again.partials) == [partial.payload]
+    if end == "newer tokens":
+        newer = sample(again, 0, 0, text="further")
+        it.do(it.ledger.release(it.now, [Release(again.lease.lease_id, (newer,), "shutting down")]))
+    elif end == "an operator":
+        it.do(it.ledger.drop(it.now, "train", "request", [group.group_id], "poison"))
+    elif end == "its stream":
+        it.do(it.ledger.delete_stream(it.now, "train", force=True))
+        while it.do(it.ledger.purge_deleted(it.now, "train")):
+            pass
+    else:
+        outcome = PutOutcome.FAILED if end == "a failure" else PutOutcome.DROPPED
+        put = GroupPut(again.lease.lease_id, again.group_id, outcome, failure=Failure("OVER", "it is over"))
+        it.do(it.ledger.put(it.now, [put]))
+    with pytest.raises(NotFound):
+        it.store.read_payloads(again.partials)

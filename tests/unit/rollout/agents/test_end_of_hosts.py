@@ -18,7 +18,7 @@ from headrace.process.workers import WorkerPool, WorkerRaised
 from headrace.run_folder import RunFolder, ServiceEntry
 from tests.support.agent_hosts import lending
 
-ENDS_SECONDS = 25.0
+ENDS_SECONDS = 120.0
 PLAYS = """
 import asyncio
 import openai

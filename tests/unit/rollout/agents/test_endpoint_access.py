@@ -34,7 +34,7 @@ from services.rollout.agents.server import EndpointServer
 
 ROLLOUT = "headrace.api.rollout.v1.RolloutService"
 QUESTION: Any = [{"role": "user", "content": "2 + 2?"}]
-SOON = 30.0
+SOON = 60.0
 
 
 class Sessions:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace.wire.limits import MAX_SMALL_HTTP_CHUNKS, SMALL_HTTP_CHUNK_BYTES
 from services.rollout.agents.server import EndpointServer
 
-SOON = 30.0
+SOON = 60.0
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -91,7 +91,7 @@ async def test_an_argument_that_the_launcher_refuses_is_a_mistake_in_the_job(eng
 async def test_nothing_is_left_of_an_engine_that_ends_by_itself(engines: Engines) -> None:
     engine = engines("ends")
     await engine.start(seconds=50.0)
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         assert await engine.wait() == 0
     assert not [*engines.temporary.iterdir(), *engines.links]
 

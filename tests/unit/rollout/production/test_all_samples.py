@@ -39,7 +39,7 @@ async def test_rollout_all_samples_process_path_sees_the_groups_of_a_step_and_th
     }
     async with producing(tmp_path, code, **paths) as made:
         assert len(await made.batch()) == GROUPS * SAMPLES
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while not (tmp_path / "shown.jsonl").exists():  # another process writes it
                 await asyncio.sleep(0.02)
             while not (text := (tmp_path / "shown.jsonl").read_text()).endswith("\n"):

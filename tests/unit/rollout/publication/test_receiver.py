@@ -18,7 +18,7 @@ from headrace.errors import (
 )
 from headrace.probe import Probe
 from headrace.wire.tensor_spec import TensorSpec
-from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fake_weights import fake_checksum
@@ -31,7 +31,7 @@ PLAN = Plan(
     policy_version=3,
     pause_mode="in_place",
     backend="gloo",
-    deadline_seconds=20.0,
+    deadline_seconds=600.0,
     buckets={
         0: [TensorSpec("a", (2,), "float32"), TensorSpec("b", (2,), "float32")],
         1: [TensorSpec("c", (), "float32")],
@@ -239,7 +239,7 @@ async def test_engines_that_all_refused_leave_the_publication_though_nobody_abor
     await receiver.begin(PLAN)
     with pytest.raises(PublicationAborted):
         await receiver.receive("p1", 0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.STALE] * 2)
 
 
@@ -338,4 +338,35 @@ async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_ve
         await receiver.receive("p1", bucket)
     with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
         await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
+    assert fakes.fleet.policy_version == 0
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_the_probe(
+    wrong: int, fakes: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer may leave while an engine with other weights is ended. The other engine is ended a little later."""
+    receiver, give_up = Receiver(fakes.fleet), fakes.fleet.give_up
+    aborts: list[asyncio.Task[None]] = []
+    refused = asyncio.Event()
+
+    async def aborted_meanwhile(engine: Engine, why: str) -> None:
+        if not aborts:
+            aborts.append(asyncio.create_task(receiver.abort("p1", "the trainer went away")))
+            await fakes.until(lambda: receiver.open_id == "")
+        elif engine is fakes.fleet.engines[1 - wrong]:
+            await refused.wait()
+        await give_up(engine, why)
+
+    monkeypatch.setattr(fakes.fleet, "give_up", aborted_meanwhile)
+    await receiver.begin(PLAN)
+    for bucket in PLAN.buckets:
+        await receiver.receive("p1", bucket)
+    fakes.fake(wrong).weights["a"] = "a flipped bit"
+    other = fakes.fake(1 - wrong)
+    with pytest.raises(PublicationAborted, match="the trainer went away"):
+        await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-0.1], max_mean_difference=0.2))
+    refused.set()
+    await aborts[0]
+    assert "/generate" not in other.calls
     assert fakes.fleet.policy_version == 0

@@ -20,7 +20,7 @@ from headrace.rpc.net import Address
 from headrace.rpc.tls import TlsFolder
 from tests.support.processes.ipv6 import needs_both_families
 
-SOON = 30.0
+SOON = 60.0
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

@@ -15,7 +15,7 @@ from headrace.rpc.peers.sockets import Connection
 from headrace.rpc.server import RpcServer, Service
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-SOON = 30.0
+SOON = 60.0
 
 
 def seen(host: str, port: int, *, known: bool = False) -> Seen:

@@ -491,6 +491,21 @@ def test_a_save_that_was_under_way_when_a_newer_trainer_came_is_not_put_in_place
     assert _names(tmp_path) == []
 
 
+def test_a_save_in_the_background_that_a_newer_trainer_refuses_is_told_to_whoever_waits_for_it(
+    tmp_path: Path, layout: Layout
+) -> None:
+    class Overtaken(Note):
+        def chunks(self) -> Iterator[ShardChunk]:
+            Checkpoints(_section(), tmp_path, layout).claim(2)
+            yield from super().chunks()
+
+    older = Checkpoints(_section(async_save=True), tmp_path, layout)
+    older.save(Overtaken("late"), step=1, policy_version=1, epoch=1)
+    with pytest.raises(Fenced):
+        older.wait()
+    assert _names(tmp_path) == []
+
+
 def test_a_trainer_that_another_one_has_overtaken_since_it_restored_starts_again(
     tmp_path: Path, layout: Layout
 ) -> None:
