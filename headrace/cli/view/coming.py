@@ -61,7 +61,7 @@ class Coming:
     def _states(self, engines: Sequence[pb.Engine]) -> dict[str, int]:
         """The states by id. An engine that served before a publication serves its version while it takes part.
 
-        One that had not joined yet does not: until the commit it has no version, and its `policy_version` means nothing.
+        One that had not joined yet serves nothing before the commit, and its `policy_version` means nothing.
         """
         return {
             engine.engine_id: pb.ENGINE_STATE_READY
