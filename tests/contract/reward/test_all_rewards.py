@@ -58,6 +58,44 @@ async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: P
     assert [(row["reward/all/mean"], row["reward/all/count"]) for row in rows] == [(0.5, 16), (1.0, 8), (0.25, 32)]
 
 
+@pytest.mark.parametrize(
+    ("scorers", "told"),
+    [
+        (["f1 1", "f1 1", "math 1", "math 1"], [3, "scorer f1 -> math"]),
+        (["custom a.py:f 1b", "custom a.py:f 9d", "custom a.py:f 9d"], [2, "scorer custom a.py:f 1b -> a.py:f 9d"]),
+        (["f1 1", "math 1|f1 1", "math 1"], [3, "scorer f1 -> math"]),
+        (["f1 1", "f1 1", "f1 1"], []),
+        (["f1 1|math 1", "math 1|f1 1", "f1 1|math 1", "math 1"], []),
+    ],
+)
+async def test_a_step_whose_samples_another_scorer_scored_is_marked(
+    tmp_path: Path, scorers: list[str], told: list[object]
+) -> None:
+    """Each step has two groups, each with `SCORER VERSION`."""
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(CONFIG)
+        await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
+        ranks, report = Ranks(num_steps=len(scorers)), RunReport(tmp_path)
+        console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=len(scorers), groups_per_step=2)
+        console.open(ranks, 1)
+
+        async def produce() -> None:
+            for names in scorers:
+                first, _, second = names.partition("|")
+                for name in (first, second or first):
+                    (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
+                    put = complete_put(lease)
+                    for sample in put.samples:
+                        sample.envelope.scorer, _, sample.envelope.scorer_version = name.partition(" ")
+                    await client.put_groups([put])
+
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            tasks.create_task(produce())
+            tasks.create_task(train(StreamLedger(client, "train", console, Breaker(1.0, 32)), ranks, console, ranks))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [each for row in rows if "marks" in row for each in (row["step"], *row["marks"])] == told
+
+
 @pytest.mark.parametrize("rewards", [[float("nan")], [1e300], [0.0] * (MAX_SAMPLES_PER_GROUP + 1)])
 async def test_rewards_that_no_sample_may_have_are_refused(rewards: list[float]) -> None:
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
