@@ -265,7 +265,7 @@ def test_a_restart_is_marked_in_all_pictures_before_its_first_step(
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        ({"train": {"lr": 1e-6}}, {"train": {"lr": 2e-6}}, "lr 1e-6 → 2e-6"),
+        ({"megatron": {"lr": 1e-6}}, {"megatron": {"lr": 2e-6}}, "lr 1e-6 → 2e-6"),
         ({}, {"rollout": {"rollout_temperature": 0.7}}, "rollout_temperature 1 → 0.7"),
         ({}, {"reward": {"custom_rm_path": "other.py:f"}}, "custom_rm_path unset → other.py:f"),
         ({"sglang": {"api_key": "sk-old"}}, {"sglang": {"api_key": "sk-new"}}, "api_key *** → ***"),
