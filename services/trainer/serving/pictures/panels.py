@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -104,8 +105,8 @@ def finish(axes: Axes, title: str, points: Sequence[Point], *, legend: str | Non
 
 def use_log_axis(axes: Axes) -> None:
     """Makes the vertical axis logarithmic where all values are positive and span more than two decades."""
-    values = [float(value) for each in axes.get_lines() for value in each.get_ydata()]  # type: ignore[union-attr]
-    if values and min(values) > 0 and max(values) >= _DECADES * min(values):
+    values = np.concatenate([np.asarray(each.get_ydata(), dtype=float) for each in axes.get_lines()])
+    if len(values) and min(values) > 0 and max(values) >= _DECADES * min(values):
         axes.set_yscale("log")
 
 

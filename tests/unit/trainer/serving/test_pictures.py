@@ -194,7 +194,7 @@ def test_a_loss_that_says_something_has_its_panel(
 def test_a_picture_names_its_run_and_its_date(
     tmp_path: Path, figures: dict[str, Figure], run: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_module.time, "time", lambda: 1_900_000_000.0)
+    monkeypatch.setattr("time.time", lambda: 1_900_000_000.0)
     report_of(tmp_path / run, [{"time/step_seconds": 1.0, "reward/mean": 0.5}, {"eval/sums": 0.5}])
     title = figures[name].get_suptitle()
     assert run in title
