@@ -37,23 +37,23 @@ def _filtered(now: pb.Production, before: pb.Production) -> dict[str, float]:
     skipped: Counter[str] = Counter()
     for production, sign in ((now, 1), (before, -1)):
         for count in production.filtered:
-            skipped[_kind(count, now)] += sign * count.num_samples
+            skipped[_name(count, now)] += sign * count.num_samples
     skipped = +skipped
     if not skipped:
         return {}
     return {
         "samples/produced": float(now.num_samples - before.num_samples),
         "samples/filtered": float(skipped.total()),
-        **{f"samples/filtered/{kind}": float(number) for kind, number in skipped.most_common()},
+        **{name: float(number) for name, number in skipped.items()},
     }
 
 
-def _kind(count: pb.FilteredCount, known: pb.Production) -> str:
+def _name(count: pb.FilteredCount, known: pb.Production) -> str:
     """`all_right` and `all_wrong` are the best and the worst of rewards as graders give them: 1 or more, 0 or less."""
     if not count.HasField("equal_reward") or not count.reason.startswith(ALL_REWARDS_ARE):
-        return f"reason/{one_line(count.reason, _REASON_CHARACTERS) or 'none'}"
+        return f"samples/filtered/reason/{one_line(count.reason, _REASON_CHARACTERS) or 'none'}"
     if count.equal_reward == known.highest_reward and count.equal_reward >= 1:
-        return "all_right"
+        return "samples/filtered/all_right"
     if count.equal_reward == known.lowest_reward and count.equal_reward <= 0:
-        return "all_wrong"
-    return "all_equal"
+        return "samples/filtered/all_wrong"
+    return "samples/filtered/all_equal"
