@@ -24,11 +24,13 @@ class MetricsRow:
     metrics: Mapping[str, float]
     warnings: Sequence[str] = ()
     """Sentences for a person."""
+    marks: Sequence[str] = ()
+    """What changed before the step, for the pictures: a restart, options, the scorer."""
 
     def fields(self) -> dict[str, Any]:
         """The line's fields, the step first."""
-        warnings = {"warnings": self.warnings} if self.warnings else {}
-        return {"step": self.step, "time": self.time, **warnings, **self.metrics}
+        texts = {"warnings": self.warnings, "marks": self.marks}
+        return {"step": self.step, "time": self.time, **{k: v for k, v in texts.items() if v}, **self.metrics}
 
 
 def step_of(line: bytes) -> int | None:
@@ -41,7 +43,8 @@ def row_of(line: bytes) -> MetricsRow | None:
     """Returns a line's row; None for one that a kill tore."""
     if (fields := object_of_line(line)) is None:
         return None
-    return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
+    warnings, marks = fields.pop("warnings", ()), fields.pop("marks", ())
+    return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=warnings, marks=marks, metrics=fields)
 
 
 def fields_in(file: Path) -> Iterator[dict[str, Any]]:

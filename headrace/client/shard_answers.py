@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -125,6 +125,9 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
     for one in sorted((f for part in parts for f in part.failures), key=lambda f: -f.num_samples):
         failures.setdefault(one.reason, pb.FailureCount(reason=one.reason, example=one.example, group_id=one.group_id))
         failures[one.reason].num_samples += one.num_samples
+    filtered: Counter[tuple[str, float | None]] = Counter()
+    for count in (count for part in parts for count in part.filtered):
+        filtered[count.reason, count.equal_reward if count.HasField("equal_reward") else None] += count.num_samples
     return pb.Production(
         num_samples=sum(part.num_samples for part in parts),
         num_failed=sum(part.num_failed for part in parts),
@@ -134,6 +137,12 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
         failures=sorted(failures.values(), key=lambda f: -f.num_samples),
         num_groups_returned=sum(part.num_groups_returned for part in parts),
         last_return=next((part.last_return for part in parts if part.last_return), ""),
+        filtered=[
+            pb.FilteredCount(reason=reason, equal_reward=reward, num_samples=number)
+            for (reason, reward), number in filtered.most_common()
+        ],
+        lowest_reward=min((p.lowest_reward for p in parts if p.HasField("lowest_reward")), default=None),
+        highest_reward=max((p.highest_reward for p in parts if p.HasField("highest_reward")), default=None),
     )
 
 

@@ -15,15 +15,16 @@ class NoLocks(OSError):
     """The file system has none."""
 
 
-def lock(file: IO[Any], wait_seconds: float = 0.0) -> bool:
+def lock(file: IO[Any], wait_seconds: float = 0.0, *, shared: bool = False) -> bool:
     """Locks the file until it is closed; False while another opening of it, here or elsewhere, has the lock.
 
-    Raises NoLocks, and OSError as the file system does.
+    A shared lock only keeps out those that are not shared. Raises NoLocks, and OSError as the file system does.
     """
     until = time.monotonic() + wait_seconds
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False

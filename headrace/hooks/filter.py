@@ -13,6 +13,8 @@ from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
 
+ALL_REWARDS_ARE = "all rewards are "
+"""Begins the reason of `check_reward_nonzero_std`, and of a filter that gives none and drops equal rewards."""
 ACCEPTED = ("def f(args, samples, **kwargs) -> bool | DynamicFilterOutput",)
 
 
@@ -28,7 +30,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
     """Keeps groups whose rewards differ: equal ones teach GRPO nothing."""
     rewards = {sample.get_reward_value(args) for sample in samples if sample.status is not Sample.Status.FAILED}
     keep = len(rewards) > 1
-    return DynamicFilterOutput(keep, None if keep else f"all rewards are {next(iter(rewards), None)}")
+    return DynamicFilterOutput(keep, None if keep else f"{ALL_REWARDS_ARE}{next(iter(rewards), None)}")
 
 
 def load_filter(path: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.digits import whole_number
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
+from headrace.job.changes import changed_options, changes
 from headrace.job.schema.job import Job
 from headrace.models.exported import is_whole
 from headrace.run_folder import RunFolder
@@ -25,8 +26,6 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
     "buffer": ("selection", "buffer_filter_path", "buffer_shards", "buffer_addresses"),
 }
 """Options that the ledger's groups were made with: `StreamConfig` without its limits."""
-_UNTOLD = ("services", "run", "tracking", "placement")
-"""Sections that change nothing of what is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,8 @@ def resumption(earlier: EarlierStart, job: Job) -> str:
 
     Raises FailedPrecondition for changes that the ledger would refuse.
     """
-    changes = list(_changes(earlier.job, job))
-    if earlier.has_ledger and (refused := [each for each in changes if each.is_of_the_ledger]):
+    refused = [each for each in changes(earlier.job, job) if each.name in _OF_THE_LEDGER.get(each.section, ())]
+    if earlier.has_ledger and refused:
         first = refused[0]
         others = f" ({len(refused) - 1} more: {', '.join(each.flag for each in refused[1:])})" if refused[1:] else ""
         raise FailedPrecondition(
@@ -98,46 +97,9 @@ def resumption(earlier: EarlierStart, job: Job) -> str:
             "--run-name"
         )
     where = f"resuming after step {earlier.saved_step}" if earlier.saved_step else "starting again: no checkpoint yet"
-    told = [f"{each.name} {each.old} -> {each.new}" for each in changes if each.section not in _UNTOLD]
-    return "; ".join([where, *told])
+    return "; ".join([where, *changed_options(earlier.job, job)])
 
 
 def differences(earlier: Job, job: Job) -> list[str]:
     """The options that decide what is trained and are not the same: `lora_rank 8 there, 16 here`."""
-    changes = [each for each in _changes(earlier, job) if each.section not in _UNTOLD]
-    return [f"{each.name} {each.old} there, {each.new} here" for each in changes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    section: str
-    name: str
-    old: str
-    new: str
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def is_of_the_ledger(self) -> bool:
-        return self.name in _OF_THE_LEDGER.get(self.section, ())
-
-
-def _changes(old: Job, new: Job) -> Iterator[_Change]:
-    before, after = old.model_dump(), new.model_dump()
-    for section, options in after.items():
-        for name in {**before[section], **options}:
-            was, now = before[section].get(name), options.get(name)
-            if was != now:
-                yield _Change(section, name, _said(was), _said(now))
-
-
-def _said(value: Any) -> str:
-    if value is None:
-        return "unset"
-    if isinstance(value, float):
-        return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
-    if isinstance(value, tuple | list):
-        return " ".join(map(_said, value)) or "none"
-    return str(value) if isinstance(value, bool | int | Path) else str(value)[:200]
+    return [f"{each.name} {each.old} there, {each.new} here" for each in changes(earlier, job) if each.is_told]

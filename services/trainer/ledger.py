@@ -7,6 +7,7 @@ from services.trainer.alone.step_recorder import StepRecorder
 from services.trainer.breaker import Breaker
 from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.metrics.all_rewards import AllRewards
+from services.trainer.metrics.scorers import Scorers
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 
@@ -30,6 +31,7 @@ class StreamLedger:
         self._breaker = breaker
         self._recorder = recorder
         self._rewards = AllRewards()
+        self._scorers = Scorers()
 
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
@@ -52,6 +54,8 @@ class StreamLedger:
         if self._recorder is not None:
             await self._recorder.keep(step, reply)
         self._console.produced(self._rewards.since(stats))
+        if swap := self._scorers.swap(reply):
+            self._console.mark(swap)
         return Batch.of(reply)
 
     async def batch_ahead(self, epoch: int, step: int) -> Batch | None:

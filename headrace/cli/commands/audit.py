@@ -1,6 +1,7 @@
 """`headrace audit [RUN]`: compares the ledger with itself and with the trainer's own record of what every step was fed.
 
-A run that has ended is read by starting its buffer once more over its folder; a run that lives is asked.
+A run that has ended is read by starting its buffer once more over a copy of its ledger; a run that lives is asked.
+Nothing is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def audited(
     folder: RunFolder, stream: str, timeout_seconds: float = _TIMEOUT_SECONDS, *, deep: bool = False
 ) -> Audit:
     """The audit of a run, alive or ended."""
-    async with buffer_of_run(folder) as address:
+    async with buffer_of_run(folder, read_only=True) as address:
         return await audit_ledger(address, stream, folder.training_record, timeout_seconds, deep=deep)
 
 

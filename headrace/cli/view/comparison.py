@@ -13,7 +13,18 @@ from headrace.metrics_row import fields_in
 
 _LOSSES = ("loss/policy", "loss/sft", "loss/custom")
 _SHOWN = ("grad_norm", "entropy")
-_OF_THE_MACHINE = ("time/", "busy/", "publish/", "reward/all/", "eval", "tokens_per_second", "tflops_per_rank", "mfu")
+_OF_THE_MACHINE = (
+    "time/",
+    "busy/",
+    "publish/",
+    "reward/all/",
+    "samples/filtered",
+    "samples/produced",
+    "eval",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "mfu",
+)
 """What depends on more than the samples and the settings."""
 
 Rows = Mapping[int, Mapping[str, float]]

@@ -21,7 +21,7 @@ from headrace.cli.view.engines import engines_line
 from headrace.cli.view.failures import FailureNotes, failures_line
 from headrace.cli.view.long_phase import LongPhase
 from headrace.cli.view.silence import Silence
-from headrace.cli.view.step_line import duration, evaluation_line, evaluations, step_line
+from headrace.cli.view.step_line import duration, evaluation_line, evaluations, skipped_line, step_line
 from headrace.job.schema.run import RunSection
 from headrace.wire.checks import one_line
 
@@ -60,6 +60,8 @@ class RunView:
         self._seen: set[tuple[int, int]] = set()
         self._warned: set[str] = set()
         self._latest: Mapping[str, float] = {}
+        self._skipped = ""
+        """What the filter skipped for the latest step"""
         self.ended = False
 
     def note(self, line: str) -> None:
@@ -134,8 +136,9 @@ class RunView:
             return
         if shown := step_line(metrics):
             self._trained.add(row.step)
-            steps = self._num_rollout
-            self._unread.append(f"step {row.step}/{steps}: {shown}{self._left(row.step)}")
+            self._skipped = skipped_line(metrics)
+            skipped = f"; {self._skipped}" if self._skipped else ""
+            self._unread.append(f"step {row.step}/{self._num_rollout}: {shown}{self._left(row.step)}{skipped}")
         if shown := evaluation_line(metrics):
             self._unread.append(f"evaluation after step {row.step}: {shown}")
 
@@ -182,6 +185,8 @@ class RunView:
             shown = [values[step] for step in sorted(values)]
             table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
         table.add_row("training", step_line(self._latest, skip=tuple(_REWARDS)) or "–", "")
+        if self._skipped:
+            table.add_row("", Text(self._skipped), "")
         table.add_row("rollout", *self._rollout())
         if since := self._silence.since().get("buffer"):
             table.add_row("buffer", unanswered(since), "")

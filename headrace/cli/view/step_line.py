@@ -23,6 +23,8 @@ can do.
 Not `loss/policy`: on fresh samples its value is 0 whatever its gradient is, and reads as a failure.
 """
 
+_FILTERED, _PRODUCED, _REASON = "samples/filtered", "samples/produced", "reason/"
+
 
 def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
     """Empty when no metric of a step is present."""
@@ -34,6 +36,25 @@ def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
     if metrics.get("reward/std") == 0.0 and metrics.get("samples/count", 0.0) > 1:
         parts.append("nothing to learn in this step: all rewards are equal")
     return ", ".join(parts)
+
+
+def skipped_line(metrics: Mapping[str, float]) -> str:
+    """`dynamic sampling skipped 48 of 200 samples: 32 all right, 16 all wrong`; empty where it skipped none."""
+    if not metrics.get(_FILTERED):
+        return ""
+    counts = {
+        name.removeprefix(f"{_FILTERED}/"): number
+        for name, number in metrics.items()
+        if name.startswith(f"{_FILTERED}/") and number
+    }
+    ranked = sorted(counts, key=lambda kind: (-counts[kind], kind.startswith(_REASON), kind))
+    said = ", ".join(f"{counts[kind]:.0f} {_said(kind)}" for kind in ranked)
+    return f"dynamic sampling skipped {metrics[_FILTERED]:.0f} of {metrics[_PRODUCED]:.0f} samples: {said}"
+
+
+def _said(kind: str) -> str:
+    reason = kind.removeprefix(_REASON)
+    return kind.replace("_", " ") if reason == kind else f'"{reason}"'
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:

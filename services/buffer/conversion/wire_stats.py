@@ -67,4 +67,10 @@ def _production_to_proto(production: Production) -> pb.Production:
         ],
         num_groups_returned=production.num_groups_returned,
         last_return=production.last_return,
+        filtered=[
+            pb.FilteredCount(reason=reason, equal_reward=reward, num_samples=number)
+            for reason, reward, number in production.filtered
+        ],
+        lowest_reward=production.lowest_reward,
+        highest_reward=production.highest_reward,
     )

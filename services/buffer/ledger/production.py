@@ -5,7 +5,8 @@ The counts live in memory alone. Trainers compare two readings, so counts from b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,8 +14,11 @@ from headrace.sample_checks import MAX_REWARD
 from headrace.trajectory import Failure
 
 OTHER = "OTHER"
+FILTERED = "FILTERED"
+"""The reason of a group that the job's filter dropped; the filter's own is in the message."""
 _MAX_REASONS = 31
 _MAX_EXAMPLE_CHARACTERS = 1_024
+_MAX_FILTERS_REASON_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,15 @@ class Production:
         self.reward_sum = 0.0
         self.num_groups_returned = 0
         self.last_return = ""
+        self.lowest_reward: float | None = None
+        self.highest_reward: float | None = None
         self._failures: dict[str, FailureCount] = {}
+        self._filtered: Counter[tuple[str, float | None]] = Counter()
+
+    @property
+    def filtered(self) -> Sequence[tuple[str, float | None, int]]:
+        """(what the filter said, the reward that all of a group had, samples), the most frequent first."""
+        return [(reason, reward, number) for (reason, reward), number in self._filtered.most_common()]
 
     @property
     def failures(self) -> Mapping[str, FailureCount]:
@@ -65,9 +77,16 @@ class Production:
         """Counts a group that a producer dropped; `rewards` are of its samples, where they were scored."""
         self.num_samples += num_samples
         self.num_dropped += num_samples
+        rewards = list(rewards)
         for reward in rewards:
             self._scored(reward)
         self._count(group_id, failure, num_samples)
+        if failure.reason == FILTERED:
+            equal = rewards[0] if rewards and min(rewards) == max(rewards) else None
+            kind = failure.message[:_MAX_FILTERS_REASON_CHARACTERS], equal
+            if kind not in self._filtered and len(self._filtered) >= _MAX_REASONS:
+                kind = OTHER, None
+            self._filtered[kind] += num_samples
 
     def returned(self, why: str) -> None:
         """Counts a group that was released unfinished."""
@@ -78,6 +97,8 @@ class Production:
         if abs(reward) <= MAX_REWARD:  # nor is NaN: one that slips past the edge would spoil the sum for good
             self.num_scored += 1
             self.reward_sum += reward
+            self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
+            self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
 
     def _count(self, group_id: str, failure: Failure, num_samples: int) -> None:
         """Counts by reason. Reasons come from producers, so their number is bounded."""

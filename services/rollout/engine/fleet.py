@@ -183,6 +183,10 @@ class Fleet:
         if engine.is_leaving:  # since it was asked for
             await self._take_out(engine)
             return
+        if policy_version != self.policy_version:  # another one was committed meanwhile
+            engine.state = EngineState.STALE
+            await self._take_out(engine)
+            return
         engine.state, engine.has_served = EngineState.READY, True
         self.activity.resize(self._num_sharing())
         self.activity.go_on()

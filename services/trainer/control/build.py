@@ -10,7 +10,8 @@ from pathlib import Path
 
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataLoss, NotFound
+from headrace.job.changes import changed_options
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
@@ -203,8 +204,17 @@ class TrainerBuild:
         """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
         job = self._job
         return RunReport(
-            self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
+            self._run_dir,
+            trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir),
+            self._changes(),
         )
+
+    def _changes(self) -> list[str]:
+        """What this start changes. Its launcher replaces the folder's job once this trainer is ready."""
+        try:
+            return changed_options(RunFolder(self._run_dir).job(), self._job)
+        except (NotFound, DataLoss):  # no launcher made the folder, or an earlier version did
+            return []
 
     def console(self, report: RunReport, rollout: Rollout | None, schedule: JobSchedule) -> TrainerConsole:
         """Shows the run to people and serves their requests."""

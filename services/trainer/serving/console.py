@@ -120,6 +120,10 @@ class TrainerConsole:
         self._status.phase = pb.PHASE_TRAINING
         self._produced = metrics
 
+    def mark(self, text: str) -> None:
+        """The row of the step that is trained next says that this changed before it, and so do the pictures."""
+        self._report.mark(text)
+
     def keep_from_trackers(self, names: Iterable[str]) -> None:
         """These metrics of the step are reported to people and files, and not to trackers."""
         self._untracked = frozenset(names)

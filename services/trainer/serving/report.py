@@ -25,16 +25,24 @@ _PICTURES: Mapping[str, Callable[[Sequence[Point], Path], None]] = {
 }
 _OF_EVALUATIONS = evaluation_curves.DRAWN
 _OF_STEPS = tuple({*curves.DRAWN, *timeline.DRAWN} - {*_OF_EVALUATIONS})
+_EVALUATION = "eval"
+"""What the names of an evaluation's metrics begin with."""
 
 
 class RunReport:
     """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
 
-    def __init__(self, folder: Path, open_trackers: OpenTrackers = lambda step: ()) -> None:
+    def __init__(
+        self, folder: Path, open_trackers: OpenTrackers = lambda step: (), changes: Sequence[str] = ()
+    ) -> None:
+        """`changes` are the options that this start changes, where an earlier one has trained: `lr 1e-06 -> 2e-06`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._file = MetricsFile(folder / "metrics.jsonl")
         self._open_trackers = open_trackers
+        self._changes = changes
+        self._marks: list[str] = []
+        """What changed since the last step's row"""
         self._trackers: Sequence[Tracker] = ()
         self._steps = Points(_OF_STEPS)
         self._evaluations = Points(_OF_EVALUATIONS)
@@ -47,14 +55,22 @@ class RunReport:
     def resume(self, step: int) -> None:
         """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
         self._file.drop_after(step)
+        is_restart = False
         for row in self._file.rows():
             self._show(row)
+            is_restart = True
+        if is_restart:
+            self.mark(": ".join(filter(None, ["restart", ", ".join(self._changes)])))
         self._trackers = self._open_trackers(step)
         self._wake()
 
     def rows(self) -> Iterator[MetricsRow]:
         """Reads all rows from the file, one after the other."""
         return self._file.rows()
+
+    def mark(self, text: str) -> None:
+        """The next step's row, and the pictures from there on, say that this changed before it."""
+        self._marks.append(text)
 
     def write(
         self,
@@ -65,7 +81,11 @@ class RunReport:
         untracked: Collection[str] = (),
     ) -> None:
         """Adds a row to metrics.jsonl, the live stream and, but for the `untracked` ones, the trackers."""
-        row = MetricsRow(step, time.time(), metrics, tuple(warnings))
+        is_step = not all(name.startswith(_EVALUATION) for name in metrics)
+        marks = tuple(self._marks) if is_step else ()
+        row = MetricsRow(step, time.time(), metrics, tuple(warnings), marks)
+        if is_step:
+            self._marks.clear()
         self._file.append(row)
         self._show(row)
         for tracker in self._trackers:
@@ -105,8 +125,8 @@ class RunReport:
 
     def _show(self, row: MetricsRow) -> None:
         """Adds the row to what the pictures show."""
-        self._steps.add(row.step, row.metrics)
-        self._evaluations.add(row.step, row.metrics)
+        self._steps.add(row.step, row.metrics, row.time, row.marks)
+        self._evaluations.add(row.step, row.metrics, row.time)
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()

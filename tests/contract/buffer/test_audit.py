@@ -22,6 +22,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
+from headrace.disk.lock import lock
 from headrace.errors import HeadraceError, Unavailable
 from headrace.ledger_tools.audit.ledger import read_ledger
 from headrace.ledger_tools.audit.record import read_record
@@ -365,3 +366,96 @@ def test_the_command_finds_a_changed_reward(run: RunFolder, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["audit", str(run.path), "--deep"]) == 1
     assert "digest: line 3 feeds step 2 the batch" in capsys.readouterr().out
+
+
+def everything_in(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
+    """Name of each file and folder → size, time of its last change, bytes."""
+    found: dict[str, tuple[int, int, bytes | str]] = {}
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        status = path.lstat()
+        content = str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+        found[str(path)] = (status.st_size, status.st_mtime_ns, content)
+    return found
+
+
+def torn(folder: RunFolder) -> None:
+    """A kill in the middle of a put leaves bytes that no row names, and a file that no row names."""
+    (file,) = (folder.ledger / "payloads").glob("*.payloads")
+    with file.open("ab") as payloads:
+        payloads.write(b"half a payload")
+    (folder.ledger / "payloads" / f"{'0' * 32}.payloads").write_bytes(b"")
+    (folder.ledger / "columns").mkdir(exist_ok=True)
+    (folder.ledger / "columns" / ("a" * 64)).write_bytes(b"a column that no sample names")
+    (folder.ledger / "columns" / f"{'b' * 64}.part").write_bytes(b"half a column")
+
+
+def without_write_ahead_log(folder: RunFolder) -> None:
+    """As after an end in order: SQLite has moved all of it into the database."""
+    sqlite3.connect(folder.ledger / "ledger.sqlite").close()
+    with closing(sqlite3.connect(folder.ledger / "ledger.sqlite")) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert not (folder.ledger / "ledger.sqlite-wal").exists()
+
+
+def without_lock(folder: RunFolder) -> None:
+    """As in a copy of the folder that somebody made."""
+    (folder.ledger / "lock").unlink()
+
+
+def of_another_user(folder: RunFolder) -> None:
+    for path in folder.path.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda _: None, []),
+        (without_write_ahead_log, ["--deep"]),
+        (torn, ["--deep"]),
+        (without_lock, []),
+        (of_another_user, ["--deep"]),
+    ],
+)
+def test_it_writes_nothing_into_the_runs_folder(
+    run: RunFolder, how: Callable[[RunFolder], None], words: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    how(run)
+    capsys.readouterr()
+    before = everything_in(run.path)
+    assert main(["audit", str(run.path), *words]) == 0
+    after = everything_in(run.path)
+    assert sorted(name for name in before | after if before.get(name) != after.get(name)) == []
+    assert "lost, doubled, unaccounted: 0 0 0" in capsys.readouterr().out
+
+
+def test_it_leaves_a_damaged_ledger_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (run.ledger / "payloads").glob("*.payloads")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0xFF
+    file.write_bytes(content)
+    before = everything_in(run.path)
+    assert main(["audit", str(run.path), "--deep"]) == 1
+    assert "damaged" in capsys.readouterr().out
+    after = everything_in(run.path)
+    assert sorted(name for name in before | after if before.get(name) != after.get(name)) == []
+
+
+def test_a_ledger_that_has_no_room_for_its_copy_is_told_so(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(run.path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=100))
+    assert main(["audit", str(run.path)]) == 1
+    assert "set TMPDIR to a folder on a disk with more room" in capsys.readouterr().err
+
+
+def test_a_ledger_that_another_buffer_has_open_is_not_copied(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything_in(run.path)
+    with (run.ledger / "lock").open("rb") as held:
+        assert lock(held)
+        assert main(["audit", str(run.path)]) == 1
+    assert "is in use by another buffer" in capsys.readouterr().err
+    assert everything_in(run.path) == before

@@ -42,6 +42,22 @@ def test_the_mean_of_all_rewards_is_right_over_a_restart() -> None:
     assert abs(found["reward/all/mean"] - (80 * 0.9 + 20 * 0.1) / 100) < 1e-9
 
 
+def test_what_a_filter_skipped_is_counted_over_all_shards_and_a_restart() -> None:
+    def skipping(num_samples: int, equal_reward: float, *, reason: str = "all rewards are equal") -> pb.StreamStats:
+        filtered = [pb.FilteredCount(reason=reason, equal_reward=equal_reward, num_samples=num_samples)]
+        production = pb.Production(num_samples=num_samples, num_dropped=num_samples, filtered=filtered)
+        production.lowest_reward = production.highest_reward = equal_reward
+        return pb.StreamStats(stream="train", epoch=1, production=production)
+
+    merger, rewards = StatsMerger(), AllRewards()
+    first = rewards.since(merger.merged([skipping(32, 1.0), skipping(16, 0.0)]))
+    assert (first["samples/filtered"], first["samples/produced"]) == (48.0, 48.0)
+    assert (first["samples/filtered/all_right"], first["samples/filtered/all_wrong"]) == (32.0, 16.0)
+    again = rewards.since(merger.merged([skipping(40, 1.0), skipping(4, 0.0, reason="too long")]))
+    assert (again["samples/filtered"], again["samples/filtered/all_right"]) == (12.0, 8.0)
+    assert again["samples/filtered/reason/too long"] == 4.0
+
+
 def test_streams_are_counted_apart() -> None:
     merger = StatsMerger()
     merger.merged([shard(40, 0.5), shard(30, 0.5)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from services.rollout.fleet_build import capacity
 from services.rollout.service import RolloutParts
 from services.rollout.servicer import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import WIRE, RememberedRouting
+from tests.support.fakes.fake_fleet import WIRE, RememberedRouting, fake_fleet
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 MOST = 3
@@ -110,6 +110,80 @@ async def test_a_person_sees_how_engines_come_and_go(tmp_path: Path, capsys: pyt
     assert "3 -> 1 engines; engine-2, engine-1 to leave\n" in printed
     assert "  engine-1 has ended\n" in printed
     assert "1 engine serves, until the rollout service starts again: then it has the job's number\n" in printed
+
+
+class ScriptedFleet(rollout_pb2_grpc.RolloutServiceServicer):
+    """Answers with these looks at the fleet, one after the other, and then with the last of them."""
+
+    def __init__(self, looks: Sequence[Sequence[rollout_pb2.Engine]]) -> None:
+        self._looks = list(looks)
+
+    async def GetFleet(self, request: Any, context: Any) -> rollout_pb2.GetFleetResponse:
+        engines = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        return rollout_pb2.GetFleetResponse(
+            engines=engines, wanted_engines=len(self._looks[-1]), policy_version=6, publication_id="step-7"
+        )
+
+    async def ScaleFleet(self, request: Any, context: Any) -> rollout_pb2.ScaleFleetResponse:
+        return rollout_pb2.ScaleFleetResponse(wanted_before=1, wanted_engines=request.num_engines)
+
+
+def engine_of(number: int, state: str, version: int = 0) -> rollout_pb2.Engine:
+    return rollout_pb2.Engine(
+        engine_id=f"engine-{number}",
+        state=rollout_pb2.EngineState.Value(f"ENGINE_STATE_{state}"),
+        policy_version=version,
+    )
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("STARTING", 0), ("STALE", 0), ("UPDATING", 0), ("READY", 7)],
+        [("UPDATING", 0), ("UPDATING", 0), ("READY", 1)],
+        [("STARTING", 0), ("UPDATING", 0), ("DOWN", 0), ("STALE", 0), ("UPDATING", 0), ("READY", 12)],
+        [("RELEASED", 0), ("STALE", 3), ("UPDATING", 3), ("READY", 4)],
+    ],
+)
+async def test_an_engine_that_joins_in_a_publication_serves_nothing_before_its_commit(
+    ways: Sequence[tuple[str, int]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old engine takes part in the publication, too: it serves its version meanwhile."""
+    monkeypatch.setattr("headrace.cli.commands.rollout._POLL_SECONDS", 0.0)
+    last = ways[-1][1]
+    looks = [[engine_of(0, "READY", last - 1)]]
+    looks += [[engine_of(0, "UPDATING", last - 1), engine_of(1, state, version)] for state, version in ways[:-1]]
+    looks += [[engine_of(0, "READY", last), engine_of(1, "READY", last)]]
+    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server = RpcServer("rollout", "127.0.0.1:0", [Service(ScriptedFleet(looks), add, name)])
+    await server.start()
+    try:
+        typed = ["rollout", "scale", "2", "--rollout-address", server.address]
+        assert await asyncio.to_thread(main, typed) == 0
+    finally:
+        await server.stop(0.1)
+    printed = capsys.readouterr().out
+    assert [line.split("  ")[-1] for line in printed.splitlines() if "serves version" in line] == [
+        f"engine-1 serves version {last}"
+    ]
+    assert "engine-1 is being given weights" in printed
+
+
+@pytest.mark.parametrize("version", [1, 2, 40])
+async def test_an_engine_that_started_while_another_version_was_committed_waits_for_weights(version: int) -> None:
+    """Its checkpoint's weights were the served ones when it asked for its place in routing."""
+    async with fake_fleet(count=1) as rig:
+        fleet, (engine,) = rig.fleet, rig.fleet.engines
+        add, engine.state = rig.routing.add, EngineState.STARTING
+
+        async def committed_meanwhile(url: str) -> None:
+            await add(url)
+            await fleet.switch_to(version)
+
+        rig.routing.add = committed_meanwhile  # type: ignore[method-assign]
+        await fleet.serve(engine, 0, is_initial=True)
+        assert (engine.state, engine.url in rig.routing.urls) == (EngineState.STALE, False)
 
 
 def test_what_a_person_types_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2037,6 +2037,9 @@ class Production(_message.Message):
     LAST_RETURN_FIELD_NUMBER: _builtins.int
     NUM_SCORED_FIELD_NUMBER: _builtins.int
     REWARD_SUM_FIELD_NUMBER: _builtins.int
+    FILTERED_FIELD_NUMBER: _builtins.int
+    LOWEST_REWARD_FIELD_NUMBER: _builtins.int
+    HIGHEST_REWARD_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """All of them."""
     num_failed: _builtins.int
@@ -2051,10 +2054,20 @@ class Production(_message.Message):
     """Samples that came with a reward, those of DROPPED groups included."""
     reward_sum: _builtins.float
     """The sum of these rewards."""
+    lowest_reward: _builtins.float
+    """The lowest of all rewards. Absent: no sample came with one."""
+    highest_reward: _builtins.float
+    """The highest."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailureCount]:
         """Why samples failed or were dropped, the most frequent reason first, 32 reasons at most; samples of further reasons
         are counted with OTHER.
+        """
+
+    @_builtins.property
+    def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
+        """What a filter dropped (Failure.reason FILTERED) and why, the most frequent first, 32 entries at most; samples of
+        further kinds are counted with the reason OTHER.
         """
 
     def __init__(
@@ -2068,14 +2081,56 @@ class Production(_message.Message):
         last_return: _builtins.str = ...,
         num_scored: _builtins.int = ...,
         reward_sum: _builtins.float = ...,
+        filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
+        lowest_reward: _builtins.float | None = ...,
+        highest_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_reward", b"_highest_reward", "_lowest_reward", b"_lowest_reward", "highest_reward", b"highest_reward", "lowest_reward", b"lowest_reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "last_return", b"last_return", "num_dropped", b"num_dropped", "num_failed", b"num_failed", "num_groups_returned", b"num_groups_returned", "num_samples", b"num_samples", "num_scored", b"num_scored", "reward_sum", b"reward_sum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_reward", b"_highest_reward", "_lowest_reward", b"_lowest_reward", "failures", b"failures", "filtered", b"filtered", "highest_reward", b"highest_reward", "last_return", b"last_return", "lowest_reward", b"lowest_reward", "num_dropped", b"num_dropped", "num_failed", b"num_failed", "num_groups_returned", b"num_groups_returned", "num_samples", b"num_samples", "num_scored", b"num_scored", "reward_sum", b"reward_sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__highest_reward: _TypeAlias = _typing.Literal["highest_reward"]  # noqa: Y015
+    _WhichOneofArgType__highest_reward: _TypeAlias = _typing.Literal["_highest_reward", b"_highest_reward"]  # noqa: Y015
+    _WhichOneofReturnType__lowest_reward: _TypeAlias = _typing.Literal["lowest_reward"]  # noqa: Y015
+    _WhichOneofArgType__lowest_reward: _TypeAlias = _typing.Literal["_lowest_reward", b"_lowest_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__highest_reward) -> _WhichOneofReturnType__highest_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lowest_reward) -> _WhichOneofReturnType__lowest_reward | None: ...
 
 Global___Production: _TypeAlias = Production  # noqa: Y015
+
+@_typing.final
+class FilteredCount(_message.Message):
+    """Samples of groups that a filter dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    EQUAL_REWARD_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """What the filter said: Failure.message, cut to 80 characters."""
+    equal_reward: _builtins.float
+    """The reward that all scored samples of each of these groups have. Absent: theirs differ, or none was scored."""
+    num_samples: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        equal_reward: _builtins.float | None = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal_reward", b"_equal_reward", "equal_reward", b"equal_reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal_reward", b"_equal_reward", "equal_reward", b"equal_reward", "num_samples", b"num_samples", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__equal_reward: _TypeAlias = _typing.Literal["equal_reward"]  # noqa: Y015
+    _WhichOneofArgType__equal_reward: _TypeAlias = _typing.Literal["_equal_reward", b"_equal_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__equal_reward) -> _WhichOneofReturnType__equal_reward | None: ...
+
+Global___FilteredCount: _TypeAlias = FilteredCount  # noqa: Y015
 
 @_typing.final
 class FailureCount(_message.Message):

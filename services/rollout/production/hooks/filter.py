@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, to_hook
-from headrace.hooks.filter import load_filter, run_filter
+from headrace.hooks.filter import ALL_REWARDS_ARE, load_filter, run_filter
 from headrace.job.schema.production import RolloutSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.trajectory import Failure, Sample
@@ -50,4 +50,9 @@ class GroupFilter:
             timeout_seconds=self._seconds,
             name=f"hook {self._path}",
         )
-        return None if keep else Failure("FILTERED", reason or f"{self._path} dropped it")
+        return None if keep else Failure("FILTERED", reason or self._own_reason(samples))
+
+    def _own_reason(self, samples: Sequence[Sample]) -> str:
+        """What is said of a group whose filter gave no reason."""
+        rewards = {sample.reward for sample in samples if sample.reward is not None}
+        return f"{ALL_REWARDS_ARE}{rewards.pop()}" if len(rewards) == 1 else f"{self._path} dropped it"

@@ -1,46 +1,91 @@
-"""The picture of a run: reward, response length, loss and the distance between trainer and engines."""
+"""The picture of a run: reward, evaluation, response length, loss and the distance between trainer and engines.
+
+The policy's loss is left out while it is 0 by construction: with one optimizer step a batch the ratio is 1, and the
+loss is minus the mean advantage, which is 0 whatever the gradient is. The gradient's norm shows the training then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.axes import Axes
 
-from headrace.disk.whole_file import replacing
+from services.trainer.serving.pictures.panels import (
+    COLOURS,
+    draw_evaluations,
+    draw_line,
+    draw_marks,
+    finish,
+    line,
+    new_figure,
+    save,
+    use_log_axis,
+)
 from services.trainer.serving.pictures.points import Point
 
-_PANELS: Sequence[tuple[str, Sequence[str]]] = (
-    ("reward", ("reward/all/mean", "reward/mean")),
-    ("evaluation", ("eval/",)),
-    ("response tokens", ("response_length/mean",)),
-    ("loss", ("loss/policy", "loss/sft", "loss/kl")),
-    ("gradient norm", ("grad_norm",)),
-    ("|log-prob trainer − engine|", ("log_prob_diff/mean", "log_prob_diff/max")),
+_EVALUATION = "eval/"
+_POLICY_LOSS, _RATIO = "loss/policy", "ratio/std"
+_PANELS: Mapping[str, Mapping[str, str]] = {
+    "reward": {"reward/all/mean": "all scored samples", "reward/mean": "trained samples"},
+    "response tokens": {"response_length/mean": "mean"},
+    "loss": {_POLICY_LOSS: "policy", "loss/sft": "negative log-likelihood", "loss/kl": "KL to the start"},
+    "gradient norm": {"grad_norm": "before clipping"},
+    "|log-prob trainer − engine|": {"log_prob_diff/mean": "mean", "log_prob_diff/max": "max"},
+}
+"""Title → metric → label, the main line first."""
+_ON_LOG_AXES = ("loss", "gradient norm", "|log-prob trainer − engine|")
+_TINY = 1e-6
+DRAWN = (
+    *(metric for metrics in _PANELS.values() for metric in metrics),
+    _RATIO,
+    _EVALUATION,
+    "eval_low/",
+    "eval_high/",
 )
-DRAWN = tuple(start for _, starts in _PANELS for start in starts)
 """Beginnings of the names of the metrics in the picture."""
 
 
 def draw_curves(points: Sequence[Point], path: Path) -> None:
     """Writes a PNG with a panel for each group of metrics that the run has."""
-    names = sorted({name for point in points for name in point.sums})
-    panels = [(title, [n for n in names if n.startswith(tuple(starts))]) for title, starts in _PANELS]
-    panels = [(title, found) for title, found in panels if found]
-    figure = Figure(figsize=(12, 3.2 * ((len(panels) + 1) // 2)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (title, found) in enumerate(panels, start=1):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, place)
-        for name in found:
-            having = [point for point in points if name in point]
-            steps, values = [point.step for point in having], [point.mean(name) for point in having]
-            axes.plot(steps, values, marker="o", markersize=3, linewidth=1.2, label=name)
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", frameon=False)
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=110)
+    names = {name for point in points for name in point.sums}
+    if _is_zero_by_construction(points):
+        names.discard(_POLICY_LOSS)
+    sets = sorted(name.removeprefix(_EVALUATION) for name in names if name.startswith(_EVALUATION))
+    panels: dict[str, Sequence[str]] = {
+        title: [metric for metric in metrics if metric in names] for title, metrics in _PANELS.items()
+    }
+    panels = {title: metrics for title, metrics in panels.items() if metrics}
+    titles = [*(["reward"] if "reward" in panels else []), *(["evaluation"] if sets else [])]
+    titles += [title for title in panels if title != "reward"]
+    num_rows = max((len(titles) + 1) // 2, 1)
+    figure = new_figure(points, path, (12, 0.5 + 3.0 * num_rows))
+    grid = figure.add_gridspec(num_rows, 2)
+    drawn: list[Axes] = []
+    is_odd = len(titles) % 2  # then the first panel has a row to itself
+    for number, title in enumerate(titles):
+        place = number + is_odd
+        axes = figure.add_subplot(grid[0, :] if is_odd and number == 0 else grid[place // 2, place % 2])
+        if title == "evaluation":
+            draw_evaluations(axes, sorted(points, key=lambda point: point.step), sets)
+            finish(axes, "evaluation: mean reward with its 95 % interval", points, legend="inside")
+        else:
+            _draw(axes, points, title, panels[title])
+            finish(axes, title, points)
+        drawn.append(axes)
+    if drawn:
+        draw_marks(drawn, points)
+    save(figure, path)
+
+
+def _draw(axes: Axes, points: Sequence[Point], title: str, metrics: Sequence[str]) -> None:
+    for number, metric in enumerate(metrics):
+        draw_line(axes, points, metric, _PANELS[title][metric], COLOURS[number], is_main=number == 0)
+    if title in _ON_LOG_AXES:
+        use_log_axis(axes)
+
+
+def _is_zero_by_construction(points: Sequence[Point]) -> bool:
+    """True where every loss is 0, and where no policy moved away from the one that its batch was sampled with."""
+    losses, ratios = line(points, _POLICY_LOSS)[1], line(points, _RATIO)[1]
+    return all(abs(loss) <= _TINY for loss in losses) or (bool(ratios) and max(ratios) <= _TINY)

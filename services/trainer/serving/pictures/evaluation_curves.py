@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-from headrace.disk.whole_file import replacing
+from services.trainer.serving.pictures import panels
 from services.trainer.serving.pictures.points import Point
 
 _MEAN, _PASS, _LOW, _HIGH = "eval/", "eval_pass/", "eval_low/", "eval_high/"
@@ -20,47 +15,26 @@ DRAWN = (_MEAN, _PASS, _LOW, _HIGH)
 
 def draw_evaluations(points: Sequence[Point], path: Path) -> None:
     """Writes a PNG, if there is an evaluation with a result."""
-    points = sorted(
+    evaluations = sorted(
         (point for point in points if any(name.startswith(_MEAN) for name in point.sums)), key=lambda point: point.step
     )
-    if not points:
+    if not evaluations:
         return
-    metrics = sorted({name for point in points for name in point.sums})
+    metrics = sorted({name for point in evaluations for name in point.sums})
     names = [name.removeprefix(_MEAN) for name in metrics if name.startswith(_MEAN)]
     passes = [name for name in metrics if name.startswith(_PASS) and not name.endswith("@1")]
-    figure = Figure(figsize=(12 if passes else 7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = panels.new_figure(points, path, (12 if passes else 7, 4.4))
     means = figure.add_subplot(1, 2 if passes else 1, 1)
-    for name in names:
-        _draw_mean(means, points, name)
-    _explain(means, "mean reward and 95 % interval")
+    panels.draw_evaluations(means, evaluations, names)
+    panels.finish(means, "mean reward with its 95 % interval", points, legend="inside")
+    drawn = [means]
     if passes:
         shares = figure.add_subplot(1, 2, 2)
-        for metric in passes:
-            shares.plot(*_line(points, metric), marker="o", markersize=3, label=metric.removeprefix(_PASS))
+        for number, metric in enumerate(passes):
+            colour = panels.COLOURS[number % len(panels.COLOURS)]
+            panels.draw_line(shares, evaluations, metric, metric.removeprefix(_PASS), colour, is_main=True)
         shares.set_ylim(-0.02, 1.02)
-        _explain(shares, "pass@k")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=110)
-
-
-def _draw_mean(axes: Axes, points: Sequence[Point], name: str) -> None:
-    (line,) = axes.plot(*_line(points, _MEAN + name), marker="o", markersize=3, linewidth=1.2, label=name)
-    steps, lows = _line(points, _LOW + name)
-    if steps:
-        _, highs = _line(points, _HIGH + name)
-        axes.fill_between(steps, lows, highs, alpha=0.2, color=line.get_color(), linewidth=0)
-
-
-def _line(points: Sequence[Point], metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of those that have it."""
-    found = [point for point in points if metric in point]
-    return [point.step for point in found], [point.mean(metric) for point in found]
-
-
-def _explain(axes: Axes, title: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", frameon=False)
+        panels.finish(shares, "pass@k", points, legend="inside")
+        drawn.append(shares)
+    panels.draw_marks(drawn, points)
+    panels.save(figure, path)

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 
 MOST_POINTS = 500
 """A picture is some 1,300 pixels wide."""
+_MOST_MARKS = 20
+"""Of one point: a run that restarts all the time would fill the memory otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What changed before a step: a restart, with the options that it changed, or another scorer."""
+
+    step: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +30,15 @@ class Point:
     sums: Mapping[str, float]
     nums: Mapping[str, int]
     """How many of the rows have the metric."""
+    times: Sequence[float] = ()
+    """When the first and the last of them came, in seconds since 1970; empty where nobody knows."""
+    marks: Sequence[Mark] = ()
 
     @classmethod
-    def of(cls, step: int, metrics: Mapping[str, float]) -> Point:
+    def of(cls, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()) -> Point:
         """The point of one row."""
-        return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1))
+        times = () if time is None else (time, time)
+        return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1), times, [Mark(step, text) for text in marks])
 
     @property
     def step(self) -> float:
@@ -45,7 +59,10 @@ class Point:
             sums[name] = sums.get(name, 0.0) + value
         nums = dict(Counter(self.nums) + Counter(later.nums))
         first, last = min(self.first, later.first), max(self.last, later.last)
-        return Point(first, last, self.num_rows + later.num_rows, sums, nums)
+        times = [*self.times, *later.times]
+        times = [min(times), max(times)] if times else []
+        marks = [*self.marks, *later.marks][-_MOST_MARKS:]
+        return Point(first, last, self.num_rows + later.num_rows, sums, nums, times, marks)
 
 
 class Points:
@@ -61,12 +78,14 @@ class Points:
         self._points: list[Point] = []
         self._rows_per_point = 1
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add(
+        self, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()
+    ) -> None:
         """Adds a row, or joins it to the last point."""
         found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
         if not found:
             return
-        point = Point.of(step, found)
+        point = Point.of(step, found, time, marks)
         if self._points and self._points[-1].num_rows < self._rows_per_point:
             self._points[-1] = self._points[-1].joined(point)
             return

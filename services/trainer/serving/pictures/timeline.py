@@ -7,11 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from headrace.disk.whole_file import replacing
+from services.trainer.serving.pictures.panels import draw_marks, finish, new_figure, save
 from services.trainer.serving.pictures.points import Point
 
 PARTS: Mapping[str, str] = {
@@ -27,6 +24,8 @@ PARTS: Mapping[str, str] = {
     "time/evaluate_seconds": "#ffed6f",
 }
 """What follows each other in a step, and its colour."""
+_LABELS: Mapping[str, str] = {"time/wait_seconds": "generation", "time/log_probs_seconds": "log-probs"}
+"""The trainer waits for generation. Others have their metric's name."""
 
 _WHOLE, _REST = "time/step_seconds", "time/other_seconds"
 _BUSY = {"busy/engines": "#33a02c", "busy/trainer": "#1f78b4"}
@@ -42,13 +41,12 @@ def draw_timeline(points: Sequence[Point], path: Path) -> None:
     steps = [point for point in points if _WHOLE in point]
     if not steps:
         return
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(points, path, (12, 6.8))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_parts(above, steps)
     _draw_shares(below, steps)
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=110)
+    draw_marks([above, below], steps)
+    save(figure, path)
 
 
 def _draw_parts(axes: Axes, steps: Sequence[Point]) -> None:
@@ -61,12 +59,14 @@ def _draw_parts(axes: Axes, steps: Sequence[Point]) -> None:
     bottom = [0.0] * len(steps)
     for name, seconds in parts.items():
         if any(seconds):
-            label = f"{name.removeprefix('time/').removesuffix('_seconds')}: {sum(seconds) / sum(whole):.0%}"
+            part = _LABELS.get(name, name.removeprefix("time/").removesuffix("_seconds"))
+            label = f"{part}: {sum(seconds) / sum(whole):.0%}"
             means = (total / point.nums[_WHOLE] for total, point in zip(seconds, steps, strict=True))
             top = [below + more for below, more in zip(bottom, means, strict=True)]
             axes.stairs(top, edges, baseline=bottom, fill=True, label=label, color=PARTS.get(name, "#eeeeee"))
             bottom = top
-    axes.set_ylabel("seconds")
+    finish(axes, "seconds of a step, and each part's share of all steps", steps, legend=None)
+    axes.set_xlabel("")
     _explain(axes, reverse=True)
 
 
@@ -76,11 +76,9 @@ def _draw_shares(axes: Axes, steps: Sequence[Point]) -> None:
             share = sum(point.sums[name] for point in known) / sum(point.nums[name] for point in known)
             label = f"{name.removeprefix('busy/')}: {share:.0%}"
             places, shares = [point.step for point in known], [point.mean(name) for point in known]
-            axes.plot(places, shares, marker=".", label=label, color=colour)
+            axes.plot(places, shares, marker="." if len(known) <= 100 else None, label=label, color=colour)
     axes.set_ylim(0, 1.05)
-    axes.set_ylabel("busy")
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    finish(axes, "busy share", steps, legend=None)
     if axes.get_legend_handles_labels()[0]:
         _explain(axes)
 

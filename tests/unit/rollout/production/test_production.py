@@ -424,6 +424,32 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
     assert [(put.outcome, put.failure.reason, *put.rewards) for put in ledger.puts] == [end]
 
 
+@pytest.mark.parametrize(
+    ("answers", "answer", "told"),
+    [
+        ([1.0, 1.0, 1.0], "False", "all rewards are 1.0"),
+        ([0.25, 0.25, 0.25], "DynamicFilterOutput(keep=False)", "all rewards are 0.25"),
+        ([0.0, 0.0, 0.0], "DynamicFilterOutput(False, 'too short')", "too short"),
+        ([1.0, 0.0, 1.0], "False", "mine.py:keep dropped it"),
+    ],
+)
+async def test_a_filter_that_gives_no_reason_drops_equal_rewards_for_being_equal(
+    tokenizer_folder: Path, tmp_path: Path, answers: list[float], answer: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from headrace.hooks import DynamicFilterOutput\ndef keep(args, samples):\n    return {answer}\n"
+    )
+    given, ledger = iter(answers), MemoryLedger([lease(0)])
+    group_filter = GroupFilter(f"{tmp_path}/mine.py:keep", HookArgs({}))
+    async with production(
+        tokenizer_folder, ledger, lambda item: score(next(given))(item), group_filter=group_filter
+    ) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    await group_filter.close()
+    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+    assert ledger.puts[0].failure.message.endswith(told)
+
+
 async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def keep(args, samples):\n    raise KeyError('oops')\n")
     ledger = MemoryLedger([lease(0)])

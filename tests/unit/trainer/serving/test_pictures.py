@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 
+from headrace.job.schema.job import Job
+from headrace.run_folder import RunFolder
+from services.trainer.control.build import TrainerBuild
 from services.trainer.serving import report as report_module
 from services.trainer.serving.pictures.curves import draw_curves
 from services.trainer.serving.pictures.points import MOST_POINTS, Point, Points
 from services.trainer.serving.pictures.timeline import PARTS, draw_timeline
 from services.trainer.serving.report import RunReport
 
+Rows = Sequence[dict[str, float]]
 Draw = Callable[[Sequence[Point], Path], None]
 
 
@@ -112,3 +118,177 @@ def test_pictures_that_are_being_drawn_are_not_asked_for_again(tmp_path: Path, m
     assert drawn[1] > 3
     report.close()
     assert drawn[-1] == next(steps) - 1
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """File name → the figure that was saved last, in place of its pixels."""
+    saved: dict[str, Figure] = {}
+
+    def kept(figure: Figure, draft: Path, **_: object) -> None:
+        saved[next(name for name in ("curves", "timeline", "evaluations") if name in draft.name)] = figure
+        draft.touch()
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return saved
+
+
+def report_of(folder: Path, rows: Rows, *, from_step: int = 0) -> None:
+    report = RunReport(folder)
+    report.resume(from_step)
+    for step, metrics in enumerate(rows, start=from_step + 1):
+        report.write(step, metrics)
+    report.close()
+
+
+def panel(figure: Figure, title: str) -> Axes | None:
+    titles = {axes.get_title(loc="left") or axes.get_title(): axes for axes in figure.axes}
+    return next((axes for name, axes in titles.items() if name.startswith(title)), None)
+
+
+def texts(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+STEP = {"reward/mean": 0.5, "grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [STEP | {"loss/policy": 0.0}] * 3,
+        [STEP | {"loss/policy": value} for value in (3.7e-9, -2.2e-8, 1.5e-8, 0.0)],
+        [STEP | {"loss/policy": value, "ratio/std": 0.0} for value in (0.02, -0.013, 0.004)],
+        [STEP | {"loss/policy": -1e-7}],
+    ],
+)
+def test_a_policy_loss_that_is_0_by_construction_has_no_panel(
+    tmp_path: Path, figures: dict[str, Figure], rows: Rows
+) -> None:
+    report_of(tmp_path, rows)
+    assert panel(figures["curves"], "loss") is None
+    assert panel(figures["curves"], "gradient norm") is not None
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {"loss/policy": -0.02, "ratio/std": 0.04},
+        {"loss/policy": 1e-3},
+        {"loss/policy": 0.0, "ratio/std": 0.0, "loss/kl": 0.01},
+        {"loss/sft": 2.3},
+    ],
+)
+def test_a_loss_that_says_something_has_its_panel(
+    tmp_path: Path, figures: dict[str, Figure], losses: dict[str, float]
+) -> None:
+    report_of(tmp_path, [STEP | losses] * 3)
+    axes = panel(figures["curves"], "loss")
+    assert axes is not None
+    told = [name for name in losses if name.startswith("loss/") and losses[name] != 0.0]
+    assert len(axes.get_lines()) == len(told)
+
+
+@pytest.mark.parametrize("name", ["curves", "timeline", "evaluations"])
+@pytest.mark.parametrize("run", ["grpo-3", "my run", "ünï"])
+def test_a_picture_names_its_run_and_its_date(
+    tmp_path: Path, figures: dict[str, Figure], run: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_900_000_000.0)
+    report_of(tmp_path / run, [{"time/step_seconds": 1.0, "reward/mean": 0.5}, {"eval/sums": 0.5}])
+    title = figures[name].get_suptitle()
+    assert run in title
+    assert "2030-03-17 17:46 UTC" in title
+
+
+@pytest.mark.parametrize("sets", [["sums"], ["aime", "gsm8k"], ["a", "b", "c", "d", "e", "f"]])
+def test_evaluations_in_the_curves_have_the_band_of_their_interval(
+    tmp_path: Path, figures: dict[str, Figure], sets: Sequence[str]
+) -> None:
+    means = {f"eval/{name}": 0.5 for name in sets}
+    bounds = {f"eval_{bound}/{name}": value for name in sets for bound, value in (("low", 0.4), ("high", 0.7))}
+    report_of(tmp_path, [STEP, means | bounds, STEP, means | bounds])
+    axes = panel(figures["curves"], "evaluation")
+    assert axes is not None
+    bands = [band for band in axes.findobj(PolyCollection) if isinstance(band, PolyCollection)]
+    assert len(bands) == len(sets)
+    for band in bands:
+        heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
+        assert (min(heights), max(heights)) == (0.4, 0.7)
+
+
+@pytest.mark.parametrize("trained", [0.5, 0.0, 1.0])
+def test_the_reward_of_all_lies_in_front_of_that_of_the_trained_samples(
+    tmp_path: Path, figures: dict[str, Figure], trained: float
+) -> None:
+    report_of(tmp_path, [{"reward/all/mean": 0.25, "reward/mean": trained}] * 2)
+    axes = panel(figures["curves"], "reward")
+    assert axes is not None
+    in_front = sorted(axes.get_lines(), key=lambda line: line.get_zorder())[-1]
+    assert set(np.asarray(in_front.get_ydata())) == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "scale"),
+    [
+        ("grad_norm", [0.5, 90.0, 0.4], "log"),
+        ("log_prob_diff/max", [1e-3, 2.0], "log"),
+        ("loss/kl", [1e-5, 1e-4, 3e-3], "log"),
+        ("grad_norm", [0.5, 2.0, 0.4], "linear"),
+        ("grad_norm", [0.0, 2.0, 900.0], "linear"),
+        ("loss/sft", [2.0, 1.9], "linear"),
+    ],
+)
+def test_values_that_span_two_decades_are_on_a_logarithmic_axis(
+    tmp_path: Path, figures: dict[str, Figure], metric: str, values: Sequence[float], scale: str
+) -> None:
+    report_of(tmp_path, [{metric: value} for value in values])
+    (axes,) = figures["curves"].axes
+    assert axes.get_yscale() == scale
+
+
+@pytest.mark.parametrize("restarts", [[3], [2, 5], [1, 2, 9]])
+def test_a_restart_is_marked_in_all_pictures_before_its_first_step(
+    tmp_path: Path, figures: dict[str, Figure], restarts: Sequence[int]
+) -> None:
+    rows = [STEP | {"time/step_seconds": 1.0}] * 12
+    for step in (0, *restarts):  # each start trains more than its checkpoint keeps
+        report_of(tmp_path, rows, from_step=step)
+    for name in ("curves", "timeline"):
+        told = texts(figures[name])
+        assert [f"before step {step + 1}: restart" in told for step in restarts] == [True] * len(restarts)
+        for axes in figures[name].axes:
+            upright = [np.asarray(line.get_xdata()) for line in axes.get_lines() if line.get_linestyle() == "--"]
+            assert sorted({float(where[0]) for where in upright}) == [step + 0.5 for step in restarts]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"megatron": {"lr": 1e-6}}, {"megatron": {"lr": 2e-6}}, "lr 1e-6 → 2e-6"),
+        ({}, {"rollout": {"rollout_temperature": 0.7}}, "rollout_temperature 1 → 0.7"),
+        ({}, {"reward": {"custom_rm_path": "other.py:f"}}, "custom_rm_path unset → other.py:f"),
+        ({"sglang": {"api_key": "sk-old"}}, {"sglang": {"api_key": "sk-new"}}, "api_key *** → ***"),
+    ],
+)
+def test_a_start_that_changes_an_option_is_marked_with_it(
+    tmp_path: Path, figures: dict[str, Figure], before: dict[str, Any], after: dict[str, Any], told: str
+) -> None:
+    jobs = [Job.model_validate({"model": {"hf_checkpoint": "/none"}, **sections}) for sections in (before, after)]
+    for job in jobs:
+        report = TrainerBuild(job, tmp_path).report()
+        RunFolder(tmp_path).create(job)  # as its launcher does once all is ready
+        report.resume(2)
+        for step in (1, 2) if job is jobs[0] else (3, 4):
+            report.write(step, STEP)
+        report.close()
+    assert f"before step 3: restart: {told}" in texts(figures["curves"])
+
+
+@pytest.mark.parametrize("seconds", [0.5, 12.0, 3600.0])
+def test_the_time_in_which_the_trainer_waits_is_called_generation(
+    tmp_path: Path, figures: dict[str, Figure], seconds: float
+) -> None:
+    report_of(tmp_path, [{"time/step_seconds": 2 * seconds, "time/wait_seconds": seconds}] * 2)
+    assert "generation: 50%" in texts(figures["timeline"])
+    assert "wait" not in texts(figures["timeline"])
