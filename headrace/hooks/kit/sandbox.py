@@ -62,6 +62,7 @@ _OPEN_FILES = 256
 _READ_BYTES = 64 << 10
 _WATCH_SECONDS, _MOST_WATCH_SECONDS = 0.05, 0.2
 _MARK = "HEADRACE_SANDBOX"
+_START_SECONDS = 20.0
 _TRIAL_SECONDS = 10.0
 _EMPTY_SECONDS = 5.0
 _TMP, _SHARED = "/tmp", "/dev/shm"  # noqa: S108  # the sandbox's own
@@ -254,14 +255,29 @@ async def open_python(code: str, limits: Limits) -> AsyncIterator[Program]:
 class Program:
     """A program in its sandbox. States: running → ended, at a limit or with its `with` block."""
 
-    def __init__(self, process: asyncio.subprocess.Process, begun: int, cgroup: Cgroup | None, deadline: float) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, begun: int, cgroup: Cgroup | None, seconds: float) -> None:
         self.process = process
         self.exceeded = ""
         """The limit that the watch has ended it for."""
         self._begun = begun
         self._cgroup = cgroup
-        self._deadline = deadline
+        self._seconds = seconds
+        self._deadline = math.inf
         self._said = b""
+
+    async def begin(self) -> None:
+        """Waits until the program runs or is known not to; its time counts from here, however busy the machine is."""
+        loop = asyncio.get_running_loop()
+        said, ended = asyncio.Event(), asyncio.create_task(self.process.wait())
+        loop.add_reader(self._begun, said.set)
+        begins = asyncio.create_task(said.wait())
+        try:
+            await asyncio.wait({begins, ended}, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loop.remove_reader(self._begun)
+            begins.cancel()
+            ended.cancel()
+        self._deadline = loop.time() + self._seconds
 
     async def ask(self, line: str) -> str:
         """Sends a line and returns the next one that the program writes. Raises ProgramEnded when there is none."""
@@ -297,7 +313,7 @@ async def _started(code: str, limits: Limits, *, with_errors: bool) -> AsyncIter
     if len(code.encode(errors="replace")) > _MOST_CODE_BYTES:
         raise InvalidArgument(f"the code has {len(code)} characters, it may have {_MOST_CODE_BYTES} bytes")
     way = await asyncio.to_thread(_way)
-    mark, deadline = uuid.uuid4().hex, asyncio.get_running_loop().time() + limits.seconds
+    mark = uuid.uuid4().hex
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_new_folder(way))
         program_file = Path(folder) / "program.py"
@@ -326,9 +342,10 @@ async def _started(code: str, limits: Limits, *, with_errors: bool) -> AsyncIter
             if cgroup is not None:
                 cgroup.close()
             raise
-        program = Program(process, begun, cgroup, deadline)
+        program = Program(process, begun, cgroup, limits.seconds)
         watch = asyncio.create_task(_watch(program, limits, command))
         try:
+            await program.begin()
             yield program
         finally:
             watch.cancel()
