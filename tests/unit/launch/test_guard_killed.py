@@ -23,4 +23,5 @@ async def test_a_service_whose_guard_is_killed_ends_with_it_and_comes_back(tmp_p
         await becomes(lambda: sum("ready" in line for line in stage.told) == 2)
         assert not alive(first)
         assert await is_serving(spec.address)
+    os.kill(stage.children()[0], signal.SIGKILL)  # what its service had started has no guard any more
     assert "fake ended with signal 9" in stage.told[1]
