@@ -8,7 +8,6 @@ Jobs are compared to the last bit: on another processor, figures and weights may
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from tests.golden.shapes import shapes
 from tests.mutants.mutant import AREAS, mutants_of
 
 RECORDED = Path(__file__).parent / "recorded"
-PROTOS = RECORDED / "protos"
+PROTOS = RECORDED / "protos.binpb"
 _BUF = ROOT / ".venv-protos" / "bin" / "buf"
 _SHOWN = 20
 
@@ -45,7 +44,7 @@ def _record(part: str) -> None:
     RECORDED.mkdir(exist_ok=True)
     print(f"── {part}", flush=True)
     if part == "protos":
-        shutil.copytree(ROOT / "protos", target, ignore=shutil.ignore_patterns("*.sh"))
+        subprocess.run([_BUF, "build", "protos", "--exclude-source-info", "-o", PROTOS], cwd=ROOT, check=True)
     else:
         target.write_text(json.dumps(_made(part), indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
