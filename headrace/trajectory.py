@@ -74,6 +74,9 @@ class Status(StrEnum):
 
 _BY_NUMBER = {status.number: status for status in Status}
 
+FILTERED = "FILTERED"
+"""The reason of a group that the job's filter dropped; what the filter said is the message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.trajectory import FILTERED
 from headrace.wire.checks import one_line
 
 _REASONS_SHOWN = 3
-_FILTERED = "FILTERED"
-"""The line of each step says what was filtered, as what it is: no failure."""
 
 
 def failures_line(production: pb.Production) -> str:
@@ -35,7 +34,7 @@ class FailureNotes:
         """Returns the lines that are due now."""
         found = []
         for count in production.failures:
-            if count.reason == _FILTERED:
+            if count.reason == FILTERED:  # no failure: the line of each step says what the filter dropped
                 continue
             if count.num_samples < self._told.get(count.reason, 0):
                 del self._told[count.reason]  # the buffer started again, and counts from 0

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from headrace.sample_checks import MAX_REWARD
-from headrace.trajectory import Failure
+from headrace.trajectory import FILTERED, Failure
 
 OTHER = "OTHER"
-FILTERED = "FILTERED"
-"""The reason of a group that the job's filter dropped; the filter's own is in the message."""
 _MAX_REASONS = 31
 _MAX_EXAMPLE_CHARACTERS = 1_024
 _MAX_FILTERS_REASON_CHARACTERS = 80

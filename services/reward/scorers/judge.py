@@ -114,7 +114,7 @@ def json_grade(said: str, scale: float) -> float:
 
 
 def _in_json(args: HookArgs) -> bool:
-    # A user's function that asks this judge may bring arguments of its own, written before the flag existed.
+    # Users' reward functions may call this scorer with an object of their own, which need not have this flag.
     return getattr(args, "judge_json", False)
 
 

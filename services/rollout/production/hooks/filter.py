@@ -9,7 +9,7 @@ from headrace.hooks import HookArgs, to_hook
 from headrace.hooks.filter import ALL_REWARDS_ARE, load_filter, run_filter
 from headrace.job.schema.production import RolloutSection
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.trajectory import Failure, Sample
+from headrace.trajectory import FILTERED, Failure, Sample
 
 _LOAD_SECONDS = 120.0
 _CALL_SECONDS = 30.0
@@ -50,7 +50,7 @@ class GroupFilter:
             timeout_seconds=self._seconds,
             name=f"hook {self._path}",
         )
-        return None if keep else Failure("FILTERED", reason or self._own_reason(samples))
+        return None if keep else Failure(FILTERED, reason or self._own_reason(samples))
 
     def _own_reason(self, samples: Sequence[Sample]) -> str:
         """What is said of a group whose filter gave no reason."""
