@@ -1,6 +1,6 @@
-"""Writes headrace/job/megatron/fields.py from Megatron-core's sources, oldest version first.
+"""Writes headrace/job/megatron/fields.json from Megatron-core's sources, oldest version first.
 
-    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron/fields.py
+    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron/fields.json
 
 Sources are parsed, not imported: 0.19 needs a newer Python than the development machine has.
 """
@@ -8,11 +8,13 @@ Sources are parsed, not imported: 0.19 needs a newer Python than the development
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.syntax import syntax_tree
 
@@ -33,21 +35,6 @@ _NAMED = {
     "torch.dtype": 'Literal["float32", "bfloat16", "float16"]',
     "AttnBackend": 'Literal["flash", "fused", "unfused", "local", "auto"]',
 }
-_HEADER = '''"""Every field of Megatron-core's configs. Written by tools/megatron_fields.py; never edited.
-
-None means that nobody set it: Megatron's own default holds.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Annotated, Literal
-
-from pydantic import Field
-
-from headrace.job.schema.parts.literal import FromJson
-from headrace.job.schema.section import Section
-'''
 
 
 @dataclass(frozen=True)
@@ -155,27 +142,16 @@ def both(first: str | None, second: str | None) -> str | None:
 
 
 def render(table: Mapping[str, Row], versions: Sequence[str]) -> str:
-    """The module's text, to be formatted by ruff."""
-    only = {row.name: row.versions for row in table.values() if row.versions != tuple(versions)}
-    objects = sorted(row.name for row in table.values() if row.type is None)
-    lines = [
-        _HEADER,
-        f"VERSIONS = {tuple(versions)!r}",
-        '"""The minor versions that these fields are from."""\n',
-        f"ONLY_IN: Mapping[str, tuple[str, ...]] = {only!r}",
-        '"""Fields that not all of them have."""\n',
-        f"OBJECTS: frozenset[str] = frozenset({objects!r})",
-        '"""Fields that are Python objects, so that no flag can give them."""\n',
-        "class MegatronFields(Section):",
-        *(_line(row) for row in table.values()),
-    ]
-    return "\n".join(lines) + "\n"
+    """The file's text: a line for each field, so that a new version's changes are read in its diff."""
+    fields = ",\n".join(
+        f"    {json.dumps(row.name)}: {json.dumps(_described(row, versions))}" for row in table.values()
+    )
+    return f'{{\n  "versions": {json.dumps(versions)},\n  "fields": {{\n{fields}\n  }}\n}}\n'
 
 
-def _line(row: Row) -> str:
-    plain = row.type or "str"  # an object is refused by its name, whatever is given
-    kind = f"Annotated[{plain}, FromJson]" if " | " in plain else plain
-    return f'    {row.name}: {kind} | None = Field(None, description="{"; ".join(row.owners)}: {row.default}.")'
+def _described(row: Row, versions: Sequence[str]) -> dict[str, Any]:
+    only = {"only_in": row.versions} if row.versions != tuple(versions) else {}
+    return {"type": row.type, "of": row.owners, "default": row.default, **only}
 
 
 def main(arguments: Sequence[str]) -> None:
