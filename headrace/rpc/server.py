@@ -133,7 +133,7 @@ class RpcServer:
         self._calls = CallsInProgress()
         self._memory = SpareMemory()
         interceptor = CallInterceptor(
-            *(names, self.metrics, self.peers, request_limits, gate, access, self.connections, self._calls)
+            names, self.metrics, self.peers, request_limits, gate, access, self.connections, self._calls
         )
         self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 

@@ -163,7 +163,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_some(len(request.reason), "reason")
         request_id = require_id(request.request_id, "request_id")
         dropped = await self._buffer.drop(
-            *(request.stream, request_id, group_ids, cut_text(request.reason)),
+            request.stream,
+            request_id,
+            group_ids,
+            cut_text(request.reason),
             stream_id=_stream_id(request.stream_id),
         )
         return pb.DropGroupsResponse(num_groups=dropped.num_groups, num_batches=dropped.num_batches)
@@ -182,7 +185,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
         wait_seconds = _wait_seconds(request.wait_seconds, context)
         batch, num_ready = await self._buffer.lease_batch(
-            *(request.stream, request.epoch, request.step, wait_seconds), stream_id=_stream_id(request.stream_id)
+            request.stream, request.epoch, request.step, wait_seconds, stream_id=_stream_id(request.stream_id)
         )
         if batch is None:
             return pb.LeaseBatchResponse(ready=False, groups_ready=num_ready).SerializeToString()
@@ -201,7 +204,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
         next_step = await self._buffer.consume(
-            *(request.stream, request.epoch, request.step, request.digest), stream_id=_stream_id(request.stream_id)
+            request.stream, request.epoch, request.step, request.digest, stream_id=_stream_id(request.stream_id)
         )
         return pb.ConsumeBatchResponse(next_step=next_step)
 
@@ -226,7 +229,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     ) -> pb.SetPolicyVersionResponse:
         require_counter(request.policy_version, "policy_version")
         num_expired = await self._buffer.set_policy_version(
-            *(request.stream, request.epoch, request.policy_version), stream_id=_stream_id(request.stream_id)
+            request.stream, request.epoch, request.policy_version, stream_id=_stream_id(request.stream_id)
         )
         return pb.SetPolicyVersionResponse(num_expired=num_expired)
 

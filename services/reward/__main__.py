@@ -31,7 +31,9 @@ async def _serve(options: dict[str, Any]) -> None:
     reward, args, of_evaluations = _settings(options)
     allow_insecure_sandbox(reward.insecure_sandbox)
     server = await RewardServer.start(
-        *(reward, args, listen_of(options)),
+        reward,
+        args,
+        listen_of(options),
         of_evaluations=of_evaluations,
     )
     await server.run_until_signal()

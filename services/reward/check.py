@@ -135,7 +135,11 @@ async def _try_labels(
         return
     pool = worker_pool(job.reward, registry, hook)
     batch_scorer = BatchScorer(
-        *(registry, pool, pool, hook_args(job), RewardMetrics()),
+        registry,
+        pool,
+        pool,
+        hook_args(job),
+        RewardMetrics(),
         reward_key=job.reward.reward_key,
         timeout_seconds=job.reward.reward_timeout_seconds,
     )

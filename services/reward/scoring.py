@@ -170,7 +170,11 @@ class BatchScorer:
         if scorer.hook is None:
             raise Internal(f"scorer {scorer.name} has nothing that scores")
         rewards: list[CustomResult] = await self._pool.run(
-            *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
+            run_custom,
+            scorer.hook.path,
+            scorer.hook.form,
+            self._args,
+            batch,
             timeout_seconds=self._timeout_seconds * len(batch),
             name=f"hook {scorer.hook.path}",
             caller=caller,

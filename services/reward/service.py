@@ -55,7 +55,11 @@ class RewardServer:
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         batch_scorer = BatchScorer(
-            *(registry, pool, slow_pool, args, metrics),
+            registry,
+            pool,
+            slow_pool,
+            args,
+            metrics,
             reward_key=reward.reward_key,
             timeout_seconds=reward.reward_timeout_seconds,
         )

@@ -66,7 +66,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=on_gpus, service=arguments.number or 0)
     registry, samples = CollectorRegistry(), arguments.samples_dir
     service = rollout_service(
-        *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus, listen=listen
+        job, factory, arguments.log_dir, registry, samples, arguments.number, has_accelerator=on_gpus, listen=listen
     )
     if arguments.listener is not None:
         service.adopt_listener(arguments.listener)

@@ -97,7 +97,14 @@ class _Build:
         self.fleet = self.engines.fleet
         self.buffer = buffer_of(job.services)
         self.samplers = SamplerBuild(
-            *(job, self.args, encoder, self.engines, self.architecture, self.buffer, self.slots, self.metrics),
+            job,
+            self.args,
+            encoder,
+            self.engines,
+            self.architecture,
+            self.buffer,
+            self.slots,
+            self.metrics,
             listen=self.listen,
             warn=self.warnings.append,
         )
@@ -106,7 +113,10 @@ class _Build:
         job, openai, supervised = self.job, self.samplers.openai, self.supervised
         adapts = job.rollout.adapt_groups_in_flight and not supervised
         return RolloutService(
-            *(self.parts(), self.engines.router if job.asks_engines else None, self.engines.client, self.buffer),
+            self.parts(),
+            self.engines.router if job.asks_engines else None,
+            self.engines.client,
+            self.buffer,
             custom=self.started_functions(),
             endpoint=openai.server if openai else None,
             group_filter=self.group_filter,
@@ -193,7 +203,9 @@ class _Build:
     def supervised(self) -> SupervisedParts | None:
         model = self.job.model
         return supervised_parts(
-            *(self.job.train, model.hf_checkpoint, self.job.data.apply_chat_template_kwargs),
+            self.job.train,
+            model.hf_checkpoint,
+            self.job.data.apply_chat_template_kwargs,
             trust_remote_code=model.trust_remote_code,
         )
 
@@ -237,7 +249,10 @@ class _Build:
     def evaluator(self) -> Evaluator:
         job, samplers = self.job, self.samplers
         return Evaluator(
-            *(samplers.encoder, samplers.sampler, self.scorer, self.params),
+            samplers.encoder,
+            samplers.sampler,
+            self.scorer,
+            self.params,
             seed=job.data.rollout_seed,
             files=EvalFiles.of(job.eval, job.buffer.prompt_root),
             slots=self.slots,

@@ -111,7 +111,10 @@ def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> Sample
     except HeadraceError:
         return None
     return SampleRequest(
-        *("check/0", "check", 0, encoded),
+        "check/0",
+        "check",
+        0,
+        encoded,
         label=prompt.label if prompt.HasField("label") else None,
         metadata=from_json(prompt.metadata_json),
         params=job_params(job.rollout),

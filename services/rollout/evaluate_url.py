@@ -69,7 +69,10 @@ async def evaluate_url(
     )
     at_once = job.eval.eval_samples_in_flight or SAMPLES_AT_ONCE
     evaluator = Evaluator(
-        *(encoder, sampler, scorer, job_params(job.rollout)),
+        encoder,
+        sampler,
+        scorer,
+        job_params(job.rollout),
         seed=job.data.rollout_seed,
         files=EvalFiles.of(job.eval, job.buffer.prompt_root),
         slots=EngineSlots(Shares({Kind.EVALUATION: at_once}), max_waiting=0),

@@ -63,7 +63,8 @@ class SamplerBuild:
         job = self.job
         all_engines = job.services.num_rollout_services * job.placement.num_engines
         alone = EngineSampler(
-            *(self.engines.generator, self.encoder),
+            self.engines.generator,
+            self.encoder,
             seconds=job.rollout.generate_timeout_seconds,
             num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
             evaluation_priority=evaluation_priority(job.sglang),
@@ -90,7 +91,9 @@ class SamplerBuild:
 
     def hook_sampler(self, path: str) -> HookSampler:
         return HookSampler(
-            *(path, self._custom_args, self.engines.fleet.weights),
+            path,
+            self._custom_args,
+            self.engines.fleet.weights,
             seconds=self.job.rollout.generate_timeout_seconds,
             calls_at_once=self._calls_at_once,
             per_sample=self.job.rollout.generate_per_sample,
@@ -103,7 +106,12 @@ class SamplerBuild:
     def openai(self) -> OpenaiParts | None:
         params = job_params(self.job.rollout)
         return openai_parts(
-            *(self.job, self.args, self.engines.generator, self.encoder, params, self.architecture),
+            self.job,
+            self.args,
+            self.engines.generator,
+            self.encoder,
+            params,
+            self.architecture,
             listen=self.listen,
             slots=self.slots,
             calls_at_once=self._calls_at_once,
@@ -125,7 +133,7 @@ class SamplerBuild:
     @cached_property
     def steps(self) -> StepFunction | None:
         """The user's function that samples whole steps."""
-        return step_function(*(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn))
+        return step_function(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn)
 
     @cached_property
     def by_function(self) -> EvalFunction | None:

@@ -77,7 +77,8 @@ class RolloutParts:
         params, end = merged_params(sampling, self.params), time.monotonic() + self.generate_seconds
         async with self.slots.slot(Kind.CLIENTS, seconds=self.generate_seconds):
             pieces = self.generator.stream(
-                *(prompt.tokens, params),
+                prompt.tokens,
+                params,
                 request_id=f"generate-{uuid.uuid4().hex}",
                 seconds=end - time.monotonic(),
                 images=prompt.for_engine,

@@ -61,7 +61,7 @@ async def test_a_recorded_run_is_trained_again_bit_for_bit_from_any_step(tmp_pat
     checkpoint, steps = make_tiny_qwen3(tmp_path / "model"), str(tmp_path / "steps" / "{rollout_id}.samples")
     async with certain_rollout() as rollout:
         run = TrainingRun(
-            *(tmp_path, checkpoint, *FLAGS, "--rollout-address", rollout.address, "--save-debug-rollout-data", steps)
+            tmp_path, checkpoint, *FLAGS, "--rollout-address", rollout.address, "--save-debug-rollout-data", steps
         )
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer")))
@@ -94,8 +94,15 @@ async def test_generation_alone_survives_a_kill_and_what_it_kept_can_be_trained(
     supply = asyncio.Semaphore(0)
     async with certain_rollout() as rollout:
         run = TrainingRun(
-            *(tmp_path, checkpoint, *FLAGS, "--rollout-address", rollout.address, "--use-fault-tolerance"),
-            *("--debug-rollout-only", "--save-debug-rollout-data", steps),
+            tmp_path,
+            checkpoint,
+            *FLAGS,
+            "--rollout-address",
+            rollout.address,
+            "--use-fault-tolerance",
+            "--debug-rollout-only",
+            "--save-debug-rollout-data",
+            steps,
         )
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))

@@ -25,7 +25,11 @@ CLEAN = "lost, doubled, unaccounted: 0 0 0"
 async def test_two_ranks_on_each_of_two_hosts_train_together(tmp_path: Path) -> None:
     with network((*NAMES, "second")) as hosts:
         run = RunOnHosts(
-            *(hosts, tmp_path, make_tiny_qwen3(tmp_path / "model"), "--num-rollout", "4"),
+            hosts,
+            tmp_path,
+            make_tiny_qwen3(tmp_path / "model"),
+            "--num-rollout",
+            "4",
             *("--tensor-model-parallel-size", "2"),
             trainers=("trainer", "second"),
             ranks_per_host=2,

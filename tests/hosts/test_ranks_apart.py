@@ -26,7 +26,13 @@ async def test_two_ranks_on_each_of_two_hosts_resume_after_the_cable_between_the
     """For as long as a heartbeat may be late, and for so long that ranks look for each other meanwhile."""
     with network((*NAMES, "second")) as hosts:
         run = RunOnHosts(
-            *(hosts, tmp_path, make_tiny_qwen3(tmp_path / "model"), "--num-rollout", "100000", "--save-interval", "1"),
+            hosts,
+            tmp_path,
+            make_tiny_qwen3(tmp_path / "model"),
+            "--num-rollout",
+            "100000",
+            "--save-interval",
+            "1",
             *("--tensor-model-parallel-size", "2", "--use-fault-tolerance"),
             trainers=("trainer", "second"),
             ranks_per_host=2,

@@ -146,7 +146,11 @@ async def _start() -> _Running:
     mark = secrets.token_hex(8)
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(sys.path)),
+            sys.executable,
+            "-c",
+            _BOOTSTRAP,
+            str(theirs.fileno()),
+            json.dumps(sys.path),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # what user code prints belongs with the logs
             pass_fds=(theirs.fileno(),),

@@ -64,7 +64,8 @@ def openai_parts(
     gate = Gate(Access.of(listen.tls.path if listen.tls else None, listen.tokens))
     endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name, gate)
     server = EndpointServer(
-        *(endpoint.application(), rollout.openai_port),
+        endpoint.application(),
+        rollout.openai_port,
         host=rollout.openai_host,
         tls=listen.tls,
         end_calls=endpoint.calls.end,
@@ -76,7 +77,9 @@ def openai_parts(
     player: Player
     if rollout.agent_hosts:
         player = AgentHosts(
-            *(agent, args, server.url),
+            agent,
+            args,
+            server.url,
             seconds=seconds,
             lease_seconds=rollout.agent_lease_seconds,
             patience_seconds=job.services.peer_wait_seconds,
@@ -86,7 +89,10 @@ def openai_parts(
     else:
         player = WorkerPlayer(agent, args, server.url, seconds=seconds, calls_at_once=calls_at_once)
     sampler = AgentSampler(
-        *(agent, args, sessions, player),
+        agent,
+        args,
+        sessions,
+        player,
         limits=SessionLimits(seconds, rollout.max_turns, context.tokens if context else None),
         calls_at_once=calls_at_once,
         evaluation_priority=evaluation_priority(job.sglang),

@@ -96,7 +96,9 @@ class AgentHosts:
         size = len(str(task.prompt)) + len(str(task.metadata)) + _TASK_BYTES
         played = asyncio.get_running_loop().create_future()
         offer = SessionOffer(
-            *(self._seconds, size, time.monotonic()),
+            self._seconds,
+            size,
+            time.monotonic(),
             task=task,
             session=session,
             sample_id=sample_id,

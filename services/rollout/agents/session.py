@@ -196,7 +196,8 @@ class AgentPolicy:
         async def generated(number: int, params: SamplingParams) -> Generation:
             async with self._slot(session, left):
                 return await self._generator.generate(
-                    *(ask.tokens, params),
+                    ask.tokens,
+                    params,
                     request_id=f"{name}-{number}",
                     seconds=session.seconds_left(),
                     priority=session.priority,

@@ -130,7 +130,11 @@ class ChatMask:
             if position in trained:
                 previous = str(messages[position - 1]["role"]) if position else None
                 turn = _Turn(
-                    *(position, shown[position], text, probe.written[position], previous),
+                    position,
+                    shown[position],
+                    text,
+                    probe.written[position],
+                    previous,
                     is_last=position in last,
                     thought=thoughts.get(position),
                 )

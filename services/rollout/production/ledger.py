@@ -42,7 +42,9 @@ class BufferLedger:
     async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
         """Waits some seconds for the first group; may return none."""
         answer = await self._buffer.lease_groups(
-            *(self._stream, self._producer_id, max_groups),
+            self._stream,
+            self._producer_id,
+            max_groups,
             wait_seconds=self._wait_seconds,
             oldest_version=self._oldest_version,
         )

@@ -50,7 +50,12 @@ def step_function(
 
     groups = LeasedGroups(groups_at_once(job.rollout))
     sampler = StepSampler(
-        *(path, args, fleet.weights, groups, job_params(job.rollout), next_step),
+        path,
+        args,
+        fleet.weights,
+        groups,
+        job_params(job.rollout),
+        next_step,
         groups_per_step=groups_per_step,
         seconds=job.rollout.rollout_timeout_seconds,
         activity=fleet.activity,

@@ -108,7 +108,7 @@ class StepSampler:
         try:
             async with self._desk.opened(call) as desk:
                 report = await self._pool.run(
-                    *(run_rollout, *work, desk), timeout_seconds=self._seconds, name=f"hook {self._path}"
+                    run_rollout, *work, desk, timeout_seconds=self._seconds, name=f"hook {self._path}"
                 )
             call.charge(num_groups)
             call.finish(report)

@@ -280,7 +280,10 @@ class TrainerBuild:
         written = None if publish.update_weight_disk_path is None else RunFolder(self._run_dir).written_weights
         transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices, written=written)
         return Publisher(
-            *(group, rollout.services, transport, publish),
+            group,
+            rollout.services,
+            transport,
+            publish,
             backend=backend,
             away_seconds=self._away_seconds,
             devices=devices,

@@ -78,7 +78,7 @@ class Critic:
         self._optimizer = Optimizer(args, self._chunks, num_optimizer_steps)
         self.state = ModelState("critic", _shards(model, layout), self._optimizer)
         self._runner = Runner(
-            *(model.config, self._chunks, layout, model.packing, stopwatch), part="critic_forward", images=images
+            model.config, self._chunks, layout, model.packing, stopwatch, part="critic_forward", images=images
         )
 
     @property

@@ -115,7 +115,10 @@ async def _served(words: list[str], mortal: dict[str, str], log: Path) -> None:
     while True:
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.support.devices.colocated_rollout", *words),
+                sys.executable,
+                "-m",
+                "tests.support.devices.colocated_rollout",
+                *words,
                 cwd=ROOT,
                 env=environment | mortal | {"RANK": "rollout"},
                 stdout=output,

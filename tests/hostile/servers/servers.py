@@ -43,7 +43,10 @@ class ServerProcess:
     async def start(self) -> None:
         """Returns when health says SERVING."""
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self.module, *self._arguments),
+            sys.executable,
+            "-m",
+            self.module,
+            *self._arguments,
             cwd=ROOT,
             env={**os.environ, **self._environment, "PYTHONPATH": str(ROOT)},
             stdin=asyncio.subprocess.DEVNULL,

@@ -55,7 +55,11 @@ class StandInRun:
         """Returns at once; the rollout service waits for it."""
         with self._engine_log.open("ab") as log:
             self.engine = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.support.fakes.gloo_engine", str(self.engine_port), ""),
+                sys.executable,
+                "-m",
+                "tests.support.fakes.gloo_engine",
+                str(self.engine_port),
+                "",
                 str(self._token_seconds),
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self._environment},

@@ -39,7 +39,10 @@ def _write_pids(pids: dict[str, int]) -> None:
 
 async def main() -> int:
     supervisor = Supervisor(
-        *([spec], None, lambda line: print(line, flush=True), RestartPolicy()),
+        [spec],
+        None,
+        lambda line: print(line, flush=True),
+        RestartPolicy(),
         _write_pids,
         grace,
     )

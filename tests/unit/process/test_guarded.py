@@ -61,7 +61,7 @@ asyncio.run(main())
 async def test_nothing_outlives_a_starter_that_was_killed(starter: str, tmp_path: Path) -> None:
     log = tmp_path / "process.log"
     parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PARENT.replace("{starter}", STARTERS[starter]), str(log), ELSEWHERE)
+        sys.executable, "-c", PARENT.replace("{starter}", STARTERS[starter]), str(log), ELSEWHERE
     )
     logs = [log, tmp_path / "trainer-rank-1.log"] if starter == "ranks" else [log]
     grandchildren: list[int] = []

@@ -80,7 +80,10 @@ class AllSamples:
             self._is_due.clear()
             try:
                 await self._pool.run(
-                    *(run_all_samples, self._path, self._args, groups),
+                    run_all_samples,
+                    self._path,
+                    self._args,
+                    groups,
                     timeout_seconds=_CALL_SECONDS,
                     name=f"hook {self._path}",
                 )

@@ -60,7 +60,11 @@ class SampleHooks:
             return sample
         try:
             changed = await self._pool.run(
-                *(run_sample_hooks, self._paths, self._args, to_hook(sample), evaluation),
+                run_sample_hooks,
+                self._paths,
+                self._args,
+                to_hook(sample),
+                evaluation,
                 timeout_seconds=_CALL_SECONDS,
                 name=self._name,
             )

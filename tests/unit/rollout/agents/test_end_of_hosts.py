@@ -174,7 +174,10 @@ async def test_an_agent_whose_endpoint_is_gone_fails_in_one_sentence(tmp_path: P
     try:
         with pytest.raises(Exception, match="nothing listens at its base_url: the rollout service has ended") as raised:
             await pool.run(
-                *(run_agent, f"{tmp_path / 'mine.py'}:{function}", HookArgs({}), Task("2 + 2?")),
+                run_agent,
+                f"{tmp_path / 'mine.py'}:{function}",
+                HookArgs({}),
+                Task("2 + 2?"),
                 "http://127.0.0.1:9/sessions/x",
                 timeout_seconds=60.0,
             )

@@ -109,7 +109,7 @@ async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_pa
     temporary, logs = tmp_path / "temporary", tmp_path / "logs"
     temporary.mkdir()
     killed = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", KILLED, str(logs)), env={**os.environ, "TMPDIR": str(temporary)}
+        sys.executable, "-c", KILLED, str(logs), env={**os.environ, "TMPDIR": str(temporary)}
     )
     assert await killed.wait() == -signal.SIGKILL
     strangers = temporary / "of another program"

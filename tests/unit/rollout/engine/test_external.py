@@ -57,9 +57,7 @@ async def test_it_has_unknown_weights_until_it_is_given_some_and_is_left_running
 
 async def test_one_that_goes_away_is_tried_again_and_is_not_trusted_when_it_comes_back(others: FakeEngine) -> None:
     routing = RememberedRouting()
-    fleet = Fleet(
-        *(1, 1, lambda _: ExternalEngine(address_of(others), 1), routing, TIMING), begins_with_checkpoint=False
-    )
+    fleet = Fleet(1, 1, lambda _: ExternalEngine(address_of(others), 1), routing, TIMING, begins_with_checkpoint=False)
     await fleet.start()
     (engine,) = fleet.engines
     await fleet.switch_to(3)

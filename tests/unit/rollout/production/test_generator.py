@@ -59,7 +59,9 @@ async def test_mid_stream_has_tokens_of_the_first_weights_and_the_end_has_all(fa
 async def test_what_no_engine_could_take_is_refused_without_asking_or_suspecting_one(fakes: FakeFleet) -> None:
     """A refusal of an engine made it suspect: one prompt that was too long, and it was sworn in anew."""
     generator = Generator(
-        *(fakes.fleet.engines[0].client, fakes.fleet.weights, fakes.fleet.suspect),
+        fakes.fleet.engines[0].client,
+        fakes.fleet.weights,
+        fakes.fleet.suspect,
         context=ContextLimit(8, "--sglang-context-length"),
     )
     with pytest.raises(InvalidArgument, match="has 9 tokens, which leaves no room .*: --sglang-context-length is 8"):

@@ -161,6 +161,8 @@ def test_it_is_refused_beside_a_rollout_function(load_with, tmp_path: Path) -> N
     (tmp_path / "f.py").write_text("def f(args, rollout_id, data_source): return []\ndef g(args, sample): pass\n")
     with pytest.raises(ConfigError, match="rollout_sample_hook_path has no effect with rollout_function_path"):
         load_with(
-            *("--rollout-function-path", f"{tmp_path / 'f.py'}:f"),
-            *("--rollout-sample-hook-path", f"{tmp_path / 'f.py'}:g"),
+            "--rollout-function-path",
+            f"{tmp_path / 'f.py'}:f",
+            "--rollout-sample-hook-path",
+            f"{tmp_path / 'f.py'}:g",
         )

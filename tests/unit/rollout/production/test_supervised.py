@@ -46,7 +46,10 @@ def lease(prompt: sample_pb2.Prompt) -> buffer_pb2.GroupLease:
 
 def groups(encoder: ConversationEncoder) -> GroupSampler:
     return GroupSampler(
-        *(encoder, SupervisedSampler(), None, SamplingParams(1)),
+        encoder,
+        SupervisedSampler(),
+        None,
+        SamplingParams(1),
         rollout_seed=1,
         max_prompt_tokens=None,
         context=None,
