@@ -20,7 +20,7 @@ from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
-from services.buffer.conversion.wire_bytes import add_to_server
+from services.buffer.conversion.wire import add_to_server
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles

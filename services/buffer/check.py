@@ -22,7 +22,7 @@ from services.buffer.build import of_shard, train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.data_source import prompt_of_sample
-from services.buffer.prompts.row import RowReader
+from services.buffer.prompts.files import RowReader
 
 _GIVEN_ROWS = 512
 """Rows for the other services' checks; at least as many are read of each file."""

@@ -45,15 +45,13 @@ from headrace.wire.limits import (
     MAX_WAIT_SECONDS,
 )
 from headrace.wire.put_request import RawPut
-from services.buffer.conversion import wire, wire_stats, wire_stream
-from services.buffer.conversion.wire_bytes import batch_group_bytes, sample_bytes
-from services.buffer.conversion.wire_checks import require_sha256
+from services.buffer.conversion import wire, wire_stream
+from services.buffer.conversion.wire import batch_group_bytes, require_sha256, sample_bytes
 from services.buffer.ledger.chunks import cut, first_within
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.pace import paced
-from services.buffer.runtime.application import BufferApplication
-from services.buffer.runtime.backup import Digest
+from services.buffer.runtime.application import BufferApplication, Digest
 
 DEFAULT_PAGE_SIZE = 100
 REQUEST_LIMITS = RequestLimits(
@@ -310,7 +308,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return sorted(wanted, key=lambda group: -group.position)
 
     def _stats(self, stream: IndexedStream) -> pb.StreamStats:
-        stats = wire_stats.stats_to_proto(stream)
+        stats = wire_stream.stats_to_proto(stream)
         stats.trouble = self._buffer.trouble_of(stream.state.name) or ""
         stats.stream_id = self._buffer.ledger.stream_id(stream.state.name)
         return stats

@@ -17,7 +17,7 @@ from headrace.job.schema.reward import RewardSection
 from headrace.process.service_main import run_service
 from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

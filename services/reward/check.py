@@ -6,26 +6,51 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, InvalidArgument
 from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox, require_sandbox, sandbox_said, sandbox_used_by
 from headrace.hooks.trial.rendered import plain_conversation, rendered_prompts
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
+from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
-from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
+from headrace.preflight.report import PromptRow, Prompts, Report, Scorers, count_scorer, scorer_name
 from headrace.process.workers import WorkerError, WorkerPool
+from headrace.prompts.row import parse_row, rows_of, value_at
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
-from services.reward.builtin import BOXED
-from services.reward.evaluations import scorers_of
-from services.reward.metrics import RewardMetrics
-from services.reward.registry import CUSTOM, Registry
+from headrace.wire.limits import MAX_EVAL_FILE_BYTES
+from services.reward.registry import BOXED, CUSTOM, Registry
 from services.reward.scorers.answers import example
-from services.reward.scoring import BatchScorer
-from services.reward.service import describe, describe_each, worker_pool
+from services.reward.scoring import BatchScorer, RewardMetrics
+from services.reward.server import describe, describe_each, worker_pool
+
+
+def scorers_of(prompts: PromptPath, metadata_key: str | None) -> dict[str, Scorers]:
+    """Counts the scorers by rm_type ("" where a row names none). Bad rows are left to the rollout service's check."""
+    path, found = prompts.path, dict[str, Scorers]()
+    if not path.is_file() or path.stat().st_size > MAX_EVAL_FILE_BYTES:
+        return found
+    with path.open("rb") as file:
+        for number, row in rows_of(file, path):
+            if prompts.end_row is not None and number > prompts.end_row:
+                break
+            if number > prompts.first_row:
+                count_scorer(found, _scorer_of_line(row, metadata_key), f"{path.name}, line {number}")
+    return found
+
+
+def _scorer_of_line(line: Any, metadata_key: str | None) -> str:
+    try:
+        row = parse_row(line)
+    except InvalidArgument:
+        return ""
+    metadata = value_at(row, metadata_key) if metadata_key else None
+    return scorer_name(metadata) if isinstance(metadata, dict) else ""
+
 
 _TRIED_LABELS = 4
 _SHOWN = 60

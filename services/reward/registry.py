@@ -1,22 +1,214 @@
-"""The scorers of a service, and which of them scores an item.
+"""The scorers of a service, which of them scores an item, and how a worker calls it.
 
-A function that an item names itself (a data source's `custom_rm_path`) scores it. A function that the job's eval_config
-names scores the items whose `metadata.rm_type` is its path. A custom function,
-where one is configured, scores every other item unless the request names another scorer: such functions tell rm_types
-apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
+Modules of scorers are imported in workers only, when they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
 
-from headrace.errors import ConfigError, NotFound
-from headrace.hooks import RewardHook
+from headrace.errors import ConfigError, InvalidArgument, NotFound
+from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook, Sample, run_reward
+from headrace.prompts.label import label_for_hooks
+from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
 from headrace.suggest import nearest
-from headrace.wire.checks import shown
-from services.reward.builtin import BOXED, BUILTINS, Builtin, installed
+from headrace.wire.checks import require_bytes, shown
+from headrace.wire.json_text import from_json, to_json
+from headrace.wire.limits import (
+    MAX_CODE_SECONDS,
+    MAX_JSON_BYTES,
+    MAX_MATH_CPU_SECONDS,
+    MAX_REGEX_SECONDS,
+    MAX_REMOTE_SECONDS,
+    MAX_SCORER_SECONDS,
+)
+
+# Limits the processor time of a call, which a busy machine does not use up.
+# Python code is ended by an exception; a process that is busy in C (a power of huge integers) is killed by the kernel a
+# moment later: its pool sees it die of `KILLED_BY`.
+
+KILLED_BY = signal.SIGPROF
+_GRACE_SECONDS = 0.5
+_AGAIN_SECONDS = 0.05  # a library's bare `except:` may swallow the first
+
+
+class TooSlow(BaseException):
+    """The time is used up. It is no Exception, because libraries catch those."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raises TooSlow inside, or at the end where a library caught it. Use it in the main thread of a worker."""
+    is_used_up = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_used_up
+        is_used_up = True
+        raise TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds + _GRACE_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    if is_used_up:  # its result is of a calculation that was cut short
+        raise TooSlow
+
+
+BOXED = "boxed_"
+"""The prefix of a scorer's name with which only the content of the response's last box is scored."""
+_SLOW_NICENESS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
+
+    One that `waits` has a coroutine as its `score`, and one that asks a `remote` server is given the job's options. An
+    answer that takes more than `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the
+    `part` counts, unless --reward-key names another. The package is in the `extra` of headrace.
+    """
+
+    name: str
+    description: str
+    package: str | None = None
+    extra: str = "reward"
+    version: str = "1"
+    max_seconds: float = MAX_SCORER_SECONDS
+    cpu_seconds: float | None = None
+    waits: bool = False
+    remote: bool = False
+    wrong: Reward = 0.0
+    part: str | None = None
+
+
+BUILTINS: Sequence[Builtin] = (
+    Builtin(
+        "code",
+        "1 when the response's last block of Python passes the task's tests, in a sandbox.",
+        max_seconds=MAX_CODE_SECONDS,
+        waits=True,
+    ),
+    Builtin(
+        *("dapo", "1 when what follows the last `Answer:` equals the label, as math compares; else -1.", "math-verify"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+        wrong={"score": -1.0, "acc": 0.0},
+        part="score",
+    ),
+    Builtin(
+        "deepscaler",
+        "math, but only a boxed answer after </think> counts.",
+        "math-verify",
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
+    Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
+    Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
+    Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
+    Builtin(
+        *("ifbench", "1 when the response follows all instructions of a row of IFBench.", "if-verifiable", "ifbench"),
+        part="score",
+    ),
+    Builtin(
+        "judge",
+        "A language model's grade, from 0 to 1: --judge-url.",
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+    ),
+    Builtin(
+        *("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
+    Builtin("random", "1 or 0 by chance."),
+    Builtin(
+        *("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
+    Builtin("regex", "1 when metadata.pattern, or the label, is found in the response.", max_seconds=MAX_REGEX_SECONDS),
+    Builtin(
+        "remote_rm",
+        "What the server at --rm-url answers.",
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+    ),
+)
+
+
+def installed() -> dict[str, str]:
+    """Returns name → version of the scorers whose packages are installed."""
+    versions = {}
+    for builtin in BUILTINS:
+        if builtin.package is None:
+            versions[builtin.name] = f"headrace {builtin.version}"
+        elif importlib.util.find_spec(builtin.package.replace("-", "_")):
+            versions[builtin.name] = f"{builtin.package} {importlib.metadata.version(builtin.package)}"
+    return versions
+
+
+def run_builtin(name: str, item: ScoreItem) -> Reward:
+    """Scores an item. Runs in a worker; `name` is one of `BUILTINS`."""
+    value: Reward = importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    return value
+
+
+async def run_waiting_builtin(name: str, item: ScoreItem) -> Reward:
+    """The same for a scorer that waits for processes of its own."""
+    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    return value
+
+
+async def run_remote_builtin(name: str, item: ScoreItem, args: HookArgs) -> Reward:
+    """The same for a scorer that asks another server, which the job's options name."""
+    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item, args)
+    return value
+
+
+def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> Reward | None:
+    """Scores an item, or returns None when that takes more than `cpu_seconds` of processor time."""
+    importlib.import_module(f"services.reward.scorers.{name}")  # takes seconds, once, and is not the answer's fault
+    try:
+        with cpu_limit(cpu_seconds):
+            return run_builtin(name, item)
+    except TooSlow:
+        return None
+
+
+def prepare_slow(default: str | None) -> None:
+    """Prepares a worker like `prepare_builtin`, at a low priority for the processors."""
+    os.nice(_SLOW_NICENESS)
+    prepare_builtin(default)
+
+
+def prepare_builtin(default: str | None) -> None:
+    """Imports what the default scorer needs. Its warning about timeouts is silenced: the pool has its own."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    if default is not None:
+        importlib.import_module(f"services.reward.scorers.{default.removeprefix(BOXED)}")
+
+
+# The scorers of a service, and which of them scores an item.
+# A function that an item names itself (a data source's `custom_rm_path`) scores it. A function that the job's
+# eval_config names scores the items whose `metadata.rm_type` is its path. A custom function, where one is configured,
+# scores every other item unless the request names another scorer: such functions tell rm_types apart themselves.
+# Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 
 CUSTOM = "custom"
 
@@ -117,3 +309,58 @@ def own_function(item: ScoreItem) -> str | None:
 
 def _users(name: str, hook: RewardHook) -> Scorer:
     return Scorer(name, f"{hook.path} {hook.version}", hook.description, hook)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomResult:
+    """A reward, or why there is none, and the item's metadata if the function changed it."""
+
+    reward: Reward | NoReward
+    metadata: dict[str, Any] | None = None
+
+
+async def run_custom(path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]) -> list[CustomResult]:
+    """Returns one result an item. Raises the function's error, or InvalidArgument."""
+    samples = [_sample(i, item) for i, item in enumerate(items)]
+    rewards = await run_reward(path, form, args, samples)
+    return [_result(path, *each) for each in zip(rewards, samples, items, strict=True)]
+
+
+def _result(path: str, reward: Reward | NoReward, sample: Sample, item: ScoreItem) -> CustomResult:
+    try:
+        if not isinstance(sample.metadata, dict):
+            raise InvalidArgument(f"{type(sample.metadata).__name__} is no dict")
+        text = to_json(sample.metadata)
+        require_bytes(len(text.encode()), MAX_JSON_BYTES, "metadata")
+    except InvalidArgument as error:
+        return CustomResult(f"hook {path} left metadata that cannot be stored: {error.message}")
+    return CustomResult(reward, None if text == to_json(item.metadata) else from_json(text))
+
+
+def _sample(index: int, item: ScoreItem) -> Sample:
+    sample = Sample(
+        index=index if item.index is None else item.index,
+        prompt=_prompt(item.prompt),
+        response=item.response,
+        response_length=item.response_tokens,
+        label=label_for_hooks(item.label, item.hook_fields),
+        status=Sample.Status(item.status or "completed"),
+        metadata=copy.deepcopy(dict(item.metadata)),
+    )
+    if item.columns:
+        sample.tokens = item.columns[TOKENS].tolist()
+        sample.loss_mask = item.columns[LOSS_MASK].tolist()
+        sample.rollout_log_probs = item.columns[ROLLOUT_LOG_PROBS].tolist()
+    return sample
+
+
+def _prompt(text: str) -> str | list[dict[str, Any]]:
+    """Returns messages when the prompt is a JSON array of them, else the text itself."""
+    if not text.startswith("[{"):
+        return text
+    try:
+        messages = json.loads(text)
+    except ValueError:
+        return text
+    is_chat = all(isinstance(m, dict) and "role" in m for m in messages)
+    return messages if is_chat else text

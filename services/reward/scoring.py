@@ -15,6 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook, reward_hook
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
@@ -25,18 +28,50 @@ from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
-from services.reward.builtin import (
+from services.reward.registry import (
+    KILLED_BY,
     Builtin,
+    CustomResult,
+    Registry,
+    Scorer,
+    own_function,
     run_builtin,
     run_builtin_within,
+    run_custom,
     run_remote_builtin,
     run_waiting_builtin,
 )
-from services.reward.cpu_limit import KILLED_BY
-from services.reward.custom import CustomResult, run_custom
-from services.reward.metrics import RewardMetrics
-from services.reward.registry import Registry, Scorer, own_function
 from services.reward.scorers.answers import after_thinking, boxed
+
+
+class RewardMetrics:
+    """Counts scored items by scorer and outcome, the time that they took, and how many wait."""
+
+    def __init__(self) -> None:
+        self._items = prometheus_client.Counter(
+            "headrace_reward_items", "Scored items, by scorer and outcome.", ["scorer", "outcome"], registry=None
+        )
+        self._seconds = Histogram(
+            "headrace_reward_seconds",
+            "Seconds from the request to its scores, waiting included.",
+            ["scorer"],
+            registry=None,
+        )
+        self._waiting = Gauge("headrace_reward_waiting", "Calls that wait for a worker.", registry=None)
+
+    def show(self, registry: CollectorRegistry, pool: WorkerPool) -> None:
+        """Adds the metrics to the process's page."""
+        self._waiting.set_function(lambda: pool.waiting)
+        for metric in (self._items, self._seconds, self._waiting):
+            registry.register(metric)
+
+    def count(self, scorer: str, result: ScoreResult) -> None:
+        self._items.labels(scorer, result.reason if isinstance(result, ScoreError) else "SCORED").inc()
+
+    def observe(self, scorer: str, seconds: float) -> None:
+        """Adds the time of one call."""
+        self._seconds.labels(scorer).observe(seconds)
+
 
 _BATCH_ITEMS = 64
 _LOAD_SECONDS = 120.0

@@ -25,13 +25,10 @@ from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
-from services.rollout.build import rollout_service
-from services.rollout.engine.arguments import listening_for_weights
-from services.rollout.engine.machine import has_accelerator
+from services.rollout.build import job_of_service, rollout_service
+from services.rollout.engine.arguments import has_accelerator, listening_for_weights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.one_of_several import job_of_service
-from services.rollout.servicer import REQUEST_LIMITS, WAITING, RolloutServicer
-from services.rollout.when_started import WhenStarted
+from services.rollout.server import REQUEST_LIMITS, WAITING, RolloutServicer, WhenStarted
 
 DRAIN_SECONDS = 10.0
 """The time in which started responses may finish. Engines, router and leases end in what is left of the grace."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from headrace.client.port import Buffer
 from headrace.errors import ConfigError
-from headrace.hooks import hook_args
+from headrace.hooks import HookArgs, hook_args
+from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
+from headrace.job.schema.production import EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
@@ -19,33 +24,276 @@ from headrace.rpc.listen import Listen
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from headrace.wire.limits import MAX_COUNTER
-from services.rollout.admission.groups_limit import GroupsLimit
-from services.rollout.admission.load_watch import LoadWatch
-from services.rollout.admission.shares import Kind
+from services.rollout.admission import EngineSlots, GroupsLimit, Kind, LoadWatch, Shares
+from services.rollout.agents.build import OpenaiParts, openai_parts
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.devices.turn import EngineTurn
+from services.rollout.agents.sampler import AgentSampler
+from services.rollout.chat.images import image_reader
+from services.rollout.devices import EngineTurn
+from services.rollout.engine.arguments import evaluation_priority
+from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.process import EngineFactory
-from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.engine.scaling import Scaler
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.evaluate import Evaluator
-from services.rollout.fleet_build import capacity, engine_parts
-from services.rollout.in_flight import engine_slots, groups_at_once, samples_of
+from services.rollout.evaluation.eval_function import EvalFunction
+from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
+from services.rollout.fleet_build import EngineParts, capacity, engine_parts
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.failed_samples import FailedSamples
-from services.rollout.production.groups import GroupSampler
-from services.rollout.production.hooks.all_samples import AllSamples
-from services.rollout.production.hooks.filter import GroupFilter
-from services.rollout.production.ledger import STREAM, BufferLedger
+from services.rollout.production.generator import ResponseEnd
+from services.rollout.production.groups import FailedSamples, GroupSampler, Teacher
+from services.rollout.production.hooks import (
+    AllSamples,
+    GroupFilter,
+    HookedSampler,
+    HookSampler,
+    OwnFunctions,
+    SampleHooks,
+    custom_args,
+)
 from services.rollout.production.partial import PartialRollout
-from services.rollout.production.producer import Producer
-from services.rollout.production.response_end import ResponseEnd
-from services.rollout.production.sampling import job_params
+from services.rollout.production.producer import STREAM, BufferLedger, Producer
+from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
-from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
-from services.rollout.sampler_build import SamplerBuild, prompt_encoder
+from services.rollout.rollout_function import LeasedGroups, StepSampler, ToldLedger
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService, StartedFunctions
+
+_SHARES_OF_AN_ENGINE = 4
+"""The least number of parts of a step at an engine, where there are enough samples: one more or less matters less."""
+_TRAINING_SHARE = 8
+"""The number of samples that training has in flight for each sample of an evaluation and each request of a client."""
+
+
+def groups_at_once(rollout: RolloutSection) -> int:
+    """Returns the most groups that are worked on at once."""
+    groups_per_step = rollout.over_sampling_batch_size or rollout.rollout_batch_size or 1
+    return rollout.max_groups_in_flight or 2 * groups_per_step
+
+
+def samples_of(rollout: RolloutSection, groups: int) -> int:
+    """Returns the number of samples in `groups` groups."""
+    return groups * (rollout.n_samples_per_prompt or 1)
+
+
+def samples_at_once(rollout: RolloutSection) -> int:
+    """Returns training's most samples in flight."""
+    return samples_of(rollout, groups_at_once(rollout))
+
+
+def samples_together(rollout: RolloutSection, num_engines: int) -> int:
+    """Returns how many samples of a prompt go to one of all services' engines, whose prefix cache they share.
+
+    All of them, and fewer where a step has too few prompts to keep every engine as busy as the others.
+    """
+    samples = samples_of(rollout, rollout.rollout_batch_size or 1)
+    return max(1, min(rollout.n_samples_per_prompt or 1, samples // (_SHARES_OF_AN_ENGINE * num_engines)))
+
+
+def evaluated_beside_training(rollout: RolloutSection, evaluation: EvalSection) -> int:
+    """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
+    if evaluation.eval_samples_in_flight is not None:
+        return evaluation.eval_samples_in_flight
+    if evaluation.eval_exact_version:
+        return SAMPLES_AT_ONCE
+    return max(1, samples_at_once(rollout) // _TRAINING_SHARE)
+
+
+def requested_beside_training(rollout: RolloutSection) -> int:
+    """Clients' requests in flight beside training's samples."""
+    return rollout.client_requests_in_flight or max(1, samples_at_once(rollout) // _TRAINING_SHARE)
+
+
+def engine_slots(rollout: RolloutSection, evaluation: EvalSection) -> EngineSlots:
+    """Returns the slots of all kinds of requests."""
+    slots = {
+        Kind.TRAINING: samples_at_once(rollout),
+        Kind.EVALUATION: evaluated_beside_training(rollout, evaluation),
+        Kind.CLIENTS: requested_beside_training(rollout),
+    }
+    return EngineSlots(Shares(slots, alone=SAMPLES_AT_ONCE), max_waiting=rollout.max_waiting_requests)
+
+
+_ANSWER_SECONDS = 1.0
+"""A call for fewer groups than a step's begins when the ledger has had none for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """The sampler of a producer, and the ledger that it leases from."""
+
+    sampler: StepSampler
+    ledger: ToldLedger
+
+
+def step_function(
+    job: Job,
+    args: HookArgs,
+    fleet: Fleet,
+    buffer: Buffer,
+    metrics: RolloutMetrics,
+    warn: Callable[[str], None],
+) -> StepFunction | None:
+    """Returns None for a job without a rollout function."""
+    path = job.rollout.rollout_function_path
+    if path is None:
+        return None
+    groups_per_step = job.rollout.rollout_batch_size or 1
+
+    async def next_step() -> int:
+        stats = await buffer.stats(STREAM)
+        return stats.step + stats.groups["READY"] // groups_per_step
+
+    groups = LeasedGroups(groups_at_once(job.rollout))
+    sampler = StepSampler(
+        path,
+        args,
+        fleet.weights,
+        groups,
+        job_params(job.rollout),
+        next_step,
+        groups_per_step=groups_per_step,
+        seconds=job.rollout.rollout_timeout_seconds,
+        activity=fleet.activity,
+        warn=warn,
+        ended=metrics.background_work_ended,
+    )
+    ledger = BufferLedger(buffer, STREAM, wait_seconds=_ANSWER_SECONDS)
+    return StepFunction(sampler, ToldLedger(ledger, groups))
+
+
+def eval_function(job: Job, args: HookArgs, weights: ServedWeights) -> EvalFunction | None:
+    """Returns None where headrace evaluates by itself, as with a rollout function that does not."""
+    path, is_own = job.eval.eval_function_path, True
+    if path is None:
+        path, is_own = job.rollout.rollout_function_path, False
+    if path is None:
+        return None
+    params = job_params(job.rollout)
+    return EvalFunction(path, args, weights, params, seconds=job.eval.eval_timeout_seconds, must_evaluate=is_own)
+
+
+def prompt_encoder(job: Job) -> PromptEncoder:
+    """Returns the job's encoder, which reads its files when it is first used."""
+    model, data = job.model, job.data
+    return PromptEncoder(
+        model.hf_checkpoint,
+        apply_chat_template=data.apply_chat_template,
+        variables=data.apply_chat_template_kwargs,
+        trust_remote_code=model.trust_remote_code,
+        images=image_reader(model.hf_checkpoint, data, job.eval, job.buffer.prompt_root),
+    )
+
+
+@dataclass
+class SamplerBuild:
+    """Builds each part once, when another part first needs it. `warn` is called with what people should know."""
+
+    job: Job
+    args: HookArgs
+    encoder: PromptEncoder
+    engines: EngineParts
+    architecture: Architecture
+    buffer: Buffer
+    slots: EngineSlots
+    metrics: RolloutMetrics
+    listen: Listen
+    warn: Callable[[str], None]
+    of_prompts: OwnFunctions | None = None
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The user's function, or the job's agents, or the engines alone."""
+        job = self.job
+        all_engines = job.services.num_rollout_services * job.placement.num_engines
+        alone = EngineSampler(
+            self.engines.generator,
+            self.encoder,
+            seconds=job.rollout.generate_timeout_seconds,
+            num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
+            evaluation_priority=evaluation_priority(job.sglang),
+            samples_together=samples_together(job.rollout, all_engines),
+        )
+        of_job = self.custom or self.agents or alone
+        return self.hooked(self.own_functions(of_job) if job.data.data_source_path else of_job)
+
+    def own_functions(self, sampler: Sampler) -> OwnFunctions:
+        """A data source's samples may name functions of their own."""
+        self.of_prompts = OwnFunctions(sampler, self.hook_sampler)
+        return self.of_prompts
+
+    @cached_property
+    def custom(self) -> HookSampler | None:
+        path = self.job.rollout.custom_generate_function_path
+        return self.hook_sampler(path) if path else None
+
+    @cached_property
+    def of_data_sets(self) -> Mapping[str, HookSampler]:
+        """Evaluation functions of data sets, by path."""
+        functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
+        return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
+
+    def hook_sampler(self, path: str) -> HookSampler:
+        return HookSampler(
+            path,
+            self._custom_args,
+            self.engines.fleet.weights,
+            seconds=self.job.rollout.generate_timeout_seconds,
+            calls_at_once=self._calls_at_once,
+            per_sample=self.job.rollout.generate_per_sample,
+            activity=self.engines.fleet.activity,
+            warn=self.warn,
+            encoder=self.encoder,
+        )
+
+    @cached_property
+    def openai(self) -> OpenaiParts | None:
+        params = job_params(self.job.rollout)
+        return openai_parts(
+            self.job,
+            self.args,
+            self.engines.generator,
+            self.encoder,
+            params,
+            self.architecture,
+            listen=self.listen,
+            slots=self.slots,
+            calls_at_once=self._calls_at_once,
+            warn=self.warn,
+            ended=self.metrics.background_work_ended,
+        )
+
+    @property
+    def agents(self) -> AgentSampler | None:
+        return self.openai.sampler if self.openai else None
+
+    @cached_property
+    def sample_hooks(self) -> SampleHooks | None:
+        return SampleHooks.of(self.job.rollout, self.args)
+
+    def hooked(self, sampler: Sampler) -> Sampler:
+        return HookedSampler(sampler, self.sample_hooks) if self.sample_hooks else sampler
+
+    @cached_property
+    def steps(self) -> StepFunction | None:
+        """The user's function that samples whole steps."""
+        return step_function(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn)
+
+    @cached_property
+    def by_function(self) -> EvalFunction | None:
+        """The user's function that evaluates."""
+        return eval_function(self.job, self._custom_args, self.engines.fleet.weights)
+
+    @property
+    def _custom_args(self) -> HookArgs:
+        return custom_args(self.args, self.engines.router.url)
+
+    @property
+    def _calls_at_once(self) -> int:
+        return samples_at_once(self.job.rollout) + SAMPLES_AT_ONCE
+
 
 _LOOPBACK = Listen("127.0.0.1:0")
 
@@ -284,3 +532,32 @@ def _required(value: str | None, name: str) -> str:
     if value is None:
         raise ConfigError(f"services.{name} is not set: the rollout service needs it", field=f"services.{name}")
     return value
+
+
+def job_of_service(job: Job, number: int | None) -> Job:
+    """Returns the job with this service's share of external engines and of groups, and a port of its own for agents.
+
+    None: it is the only one.
+    """
+    if number is None:
+        return job
+    addresses, port = job.placement.rollout_external_engine_addrs, job.rollout.openai_port
+    each = len(addresses) // job.services.num_rollout_services
+    share = addresses[number * each : (number + 1) * each]
+    rollout = {
+        "openai_port": None if port is None else port + number,
+        "max_groups_in_flight": job.rollout.max_groups_in_flight or _groups_at_once(job),
+    }
+    return job.model_copy(
+        update={
+            "placement": job.placement.model_copy(update={"rollout_external_engine_addrs": share}),
+            "rollout": job.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def _groups_at_once(job: Job) -> int:
+    """Services share a step where they are on-policy, so that all have work from its beginning; else two steps."""
+    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
+    groups = 2 * groups_per_step if job.buffer.max_staleness else groups_per_step
+    return math.ceil(groups / job.services.num_rollout_services)

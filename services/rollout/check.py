@@ -29,7 +29,7 @@ from headrace.wire.json_text import from_json
 from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.eval_plan import read_plan
-from services.rollout.production.hooks.hook_samples import sample_for_hook
+from services.rollout.production.hooks import sample_for_hook
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest, job_params
 from services.rollout.production.supervised import supervised_parts

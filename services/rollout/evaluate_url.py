@@ -20,8 +20,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.rpc.log import configure_logging
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.http import Http
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator

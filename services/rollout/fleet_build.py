@@ -17,16 +17,13 @@ from headrace.process.scratch import delete_leftovers
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.external import ExternalEngine
+from services.rollout.engine.engine import EngineSlot, SlotOf, alike
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.process import EngineFactory, SglangProcess
-from services.rollout.engine.routing.router import Router
-from services.rollout.engine.scaling.capacity import Capacity
-from services.rollout.engine.slots import EngineSlot, SlotOf, alike
+from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess
+from services.rollout.engine.router import Router
+from services.rollout.engine.scaling import Capacity
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import Generator
-from services.rollout.production.response_end import ResponseEnd
-from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
+from services.rollout.production.generator import GRACE_SECONDS, Generator, ResponseEnd, request_ender
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
 
 
 def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
-    from services.rollout.engine.placed.ray_engine import RayEngine, join_cluster  # a package of its own
+    from services.rollout.engine.ray_engine import RayEngine, join_cluster  # a package of its own
 
     has_gpus = join_cluster()
 

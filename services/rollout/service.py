@@ -14,26 +14,23 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
 from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.rpc.log import log
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.load_watch import LoadWatch
-from services.rollout.admission.shares import Kind
+from services.rollout.admission import EngineSlots, Kind, LoadWatch
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.server import EndpointServer
-from services.rollout.devices.turn import EngineTurn
+from services.rollout.devices import EngineTurn
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
-from services.rollout.engine.routing.router import Router
-from services.rollout.engine.scaling.capacity import NO_ENGINES
-from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.engine.router import Router
+from services.rollout.engine.scaling import NO_ENGINES, Scaler
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
-from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.production.groups import Teacher
+from services.rollout.production.hooks import GroupFilter
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
-from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
 from services.rollout.scoring import SampleScorer
 

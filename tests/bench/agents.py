@@ -24,7 +24,7 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.build import rollout_service
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.machine import has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.service import RolloutService

@@ -14,7 +14,7 @@ from headrace.rpc.listen import Listen
 from headrace.rpc.net import Address
 from headrace.score import Score, ScoreItem
 from services.buffer.store.memory import MemoryStore
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 from tests.support.processes.ipv6 import needs_both_families

@@ -10,8 +10,7 @@ import pytest
 from headrace.cli.commands.audit import audit_ledger
 from headrace.errors import GroupGone
 from services.rollout.engine.fleet import EngineState
-from services.rollout.engine.scaling.capacity import Capacity
-from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.publication.publication import Begun
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan

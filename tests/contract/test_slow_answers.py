@@ -17,7 +17,7 @@ from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreItem
 from services.reward import scoring
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 
 # Expanding it takes minutes, in Python.
 SLOW = r"\boxed{1+(x+y+z+w)^{90}}"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.trajectory import Status
-from services.rollout.engine.machine import has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from tests.support.agents import SAMPLES, producing
 

@@ -17,9 +17,9 @@ from headrace.job.schema.job import Job
 from headrace.probe import Probe
 from headrace.process.shared_memory import memory_folder
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.engine.machine import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed

@@ -18,14 +18,12 @@ from headrace.job.schema.job import Job
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import EngineOptions
+from services.rollout.engine.arguments import EngineOptions, has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.routing.router import Router
-from services.rollout.engine.scaling.capacity import Capacity
-from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.engine.router import Router
+from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
@@ -90,7 +88,7 @@ async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -
 
 async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
     listens = listening_of_tree(os.getpid())
-    assert sum("services.rollout.engine.server.launch" in command for command in listens.values()) >= 2
+    assert sum("services.rollout.engine.launch" in command for command in listens.values()) >= 2
     assert open_to_others(listens) == [], listens
 
 

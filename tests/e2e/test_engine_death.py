@@ -81,8 +81,6 @@ def engine_pid(run: TrainingRun, engine: pb.Engine) -> int:
     (found,) = (
         child.pid
         for child in service.children(recursive=True)
-        if "services.rollout.engine.server.launch" in child.cmdline()
-        and port in child.cmdline()
-        and not is_guard(child)
+        if "services.rollout.engine.launch" in child.cmdline() and port in child.cmdline() and not is_guard(child)
     )
     return found

@@ -12,11 +12,10 @@ import pytest
 
 from headrace.job.schema.job import Job
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import evaluation_priority
+from services.rollout.engine.arguments import evaluation_priority, has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.machine import has_accelerator
-from services.rollout.engine.routing.router import Router
+from services.rollout.engine.router import Router
 from services.rollout.fleet_build import sglang_factory
 from tests.long_forms import whole_run
 from tests.support.models.tiny_model import make_tiny_qwen3

@@ -20,8 +20,8 @@ from headrace.errors import ChecksumMismatch
 from headrace.job.schema.job import Job
 from headrace.models.block_fp8 import BlockFp8
 from headrace.process.shared_memory import memory_folder
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.machine import has_accelerator
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver

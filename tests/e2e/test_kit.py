@@ -12,10 +12,10 @@ from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.machine import has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.hooks.custom import HookSampler, custom_args
+from services.rollout.production.hooks import HookSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from tests.long_forms import whole_run

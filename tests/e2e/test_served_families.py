@@ -17,8 +17,8 @@ import torch
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.fleet_build import engine_options
 from tests.support.engine_stack import hugging_face_log_probs

@@ -23,7 +23,7 @@ from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.net import free_port
 from headrace.trajectory import ROUTED_EXPERTS
-from services.rollout.engine.machine import has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.fleet_build import engine_options
 from tests.long_forms import whole_run

@@ -24,7 +24,7 @@ from headrace.rpc.call import call
 from headrace.rpc.listen import Listen
 from headrace.score import ScoreItem
 from headrace.trajectory import Status
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 from tests.hostile import hostile_hooks as hooks
 
 FILE = str(Path(hooks.__file__))

@@ -16,7 +16,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.rpc.listen import Listen
 from headrace.rpc.server import RpcServer, Service
 from headrace.rpc.tls import VARIABLE, TlsFolder
-from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
+from services.rollout.server import REQUEST_LIMITS, RolloutServicer
 from tests.support.agents import AGENT, Producing, producing
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE

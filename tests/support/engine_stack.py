@@ -19,7 +19,7 @@ from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import Engine, Fleet
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.routing.router import Router
+from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver

@@ -16,7 +16,7 @@ from headrace.job.schema.job import Job
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
-from services.rollout.rollout_function.step_sampler import StepSampler
+from services.rollout.rollout_function import StepSampler
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.ledgers.buffer_samples import text_prompts

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.job.schema.job import Job
+from services.rollout.build import samples_together
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.routing.router import Router
-from services.rollout.in_flight import samples_together
+from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest

@@ -137,8 +137,8 @@ def test_a_client_loads_no_library_of_a_server() -> None:
     [
         ("from headrace.cli.main import main; main(['--help'])", ["grpc", "rich", "numpy", "asyncio"]),
         ("import services.rollout.__main__", ["torch", "transformers", "sglang"]),
-        ("import services.rollout.engine.server.launch", ["torch", "sglang"]),
-        ("import services.rollout.engine.routing.router_process", ["torch", "fastapi", "sglang"]),
+        ("import services.rollout.engine.launch", ["torch", "sglang"]),
+        ("import services.rollout.engine.router_process", ["torch", "fastapi", "sglang"]),
     ],
 )
 def test_a_start_loads_nothing_that_it_does_not_need(start: str, heavy: list[str]) -> None:

@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import grpc
+import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
+from headrace.prompts.label import LABEL_IS_JSON
+from headrace.sample_checks import check_reward
 from headrace.trajectory import Failure
-from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
-from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
-from headrace.wire.protobuf import Payload
-from headrace.wire.put_request import RawPut, RawSample
-from services.buffer.conversion.wire_bytes import group_bytes
-from services.buffer.conversion.wire_checks import (
-    check_envelope,
-    check_group,
-    check_prompt,
-    failure_from_proto,
-    rewards_from_proto,
+from headrace.wire.checks import (
+    cut_text,
+    require_at_most,
+    require_between,
+    require_bytes,
+    require_id,
+    require_name,
+    require_some,
+    shown,
 )
+from headrace.wire.json_text import from_json
+from headrace.wire.limits import (
+    MAX_COLUMN_BYTES,
+    MAX_COLUMNS,
+    MAX_COUNTER,
+    MAX_ENVELOPE_BYTES,
+    MAX_GROUP_ENVELOPE_BYTES,
+    MAX_ID_CHARACTERS,
+    MAX_JSON_BYTES,
+    MAX_JSON_DEPTH,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_PARTIAL_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_POLICY_RANGES,
+    MAX_PROMPT_BYTES,
+    MAX_SAMPLES_PER_GROUP,
+    MAX_SAMPLES_PER_STEP,
+    MAX_STATES,
+    MAX_TAG_CHARACTERS,
+    MAX_TAGS,
+)
+from headrace.wire.protobuf import Payload, length_delimited, varint
+from headrace.wire.put_request import RawPut, RawSample, parse_puts
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
@@ -30,6 +60,175 @@ from services.buffer.ledger.indexed_stream import group_digest
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
+
+_GROUP_PROMPT, _GROUP_SAMPLES = 3, 4  # of Group
+_BATCH_GROUPS = 2  # of LeaseBatchResponse
+_SAMPLE_TAG = b"\x0a"  # FetchSamplesResponse.samples
+_ENVELOPE_TAG = b"\x0a"
+_PAYLOAD_TAG = b"\x12"
+_BATCH_SAMPLES_TAG = b"\x12"  # BatchGroup.samples
+
+
+def sample_bytes(record: SampleRecord, payload: Payload) -> Iterable[Payload]:
+    """One sample of a FetchSamplesResponse, to be joined."""
+    envelope = record.envelope
+    envelope_length, payload_length = varint(len(envelope)), varint(len(payload))
+    length = 2 + len(envelope_length) + len(envelope) + len(payload_length) + len(payload)
+    return _SAMPLE_TAG, varint(length), _ENVELOPE_TAG, envelope_length, envelope, _PAYLOAD_TAG, payload_length, payload
+
+
+def group_bytes(group: pb.Group, prompt: bytes, envelopes: Iterable[bytes]) -> bytes:
+    """A Group of a ListGroupsResponse whose prompt and envelopes are bytes already."""
+    samples = b"".join([length_delimited(_GROUP_SAMPLES, envelope) for envelope in envelopes])
+    return length_delimited(1, group.SerializeToString() + length_delimited(_GROUP_PROMPT, prompt) + samples)
+
+
+def batch_group_bytes(group_id: str, envelopes: Iterable[bytes]) -> bytes:
+    """A BatchGroup of a LeaseBatchResponse."""
+    parts = [part for envelope in envelopes for part in (_BATCH_SAMPLES_TAG, varint(len(envelope)), envelope)]
+    return length_delimited(_BATCH_GROUPS, length_delimited(1, group_id.encode()) + b"".join(parts))
+
+
+def add_to_server(servicer: Any, server: Any) -> None:
+    """Registers the servicer with these parsers and serializers in place of the generated ones."""
+    handlers = {
+        "PutGroups": grpc.unary_unary_rpc_method_handler(
+            servicer.PutGroups, parse_puts, pb.PutGroupsResponse.SerializeToString
+        ),
+        "FetchSamples": grpc.unary_stream_rpc_method_handler(
+            servicer.FetchSamples, pb.FetchSamplesRequest.FromString, bytes
+        ),
+        "LeaseBatch": grpc.unary_unary_rpc_method_handler(servicer.LeaseBatch, pb.LeaseBatchRequest.FromString, bytes),
+        "ListGroups": grpc.unary_unary_rpc_method_handler(servicer.ListGroups, pb.ListGroupsRequest.FromString, bytes),
+    }
+    name = pb.DESCRIPTOR.services_by_name["BufferService"].full_name
+    buffer_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(name, handlers)
+
+
+_DIGEST_BYTES = 32
+_STRINGS = re.compile(rb'"(?:[^"\\\\]|\\\\.)*"', re.DOTALL)
+
+
+def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
+    """A prompt with an id and a content, of a size that can be sent back."""
+    require_id(message.prompt_id, f"{field}.prompt_id")
+    require_bytes(message.ByteSize(), MAX_PROMPT_BYTES, field)
+    content = message.WhichOneof("content")
+    if content is None:
+        raise InvalidArgument(f"prompt {message.prompt_id} has neither text nor messages", field=f"{field}.content")
+    if content == "messages":
+        require_some(len(message.messages.messages), f"{field}.messages")
+        require_at_most(len(message.messages.messages), MAX_MESSAGES, f"{field}.messages")
+        for turn in message.messages.messages:
+            require_name(turn.role, f"{field}.messages.role")
+            check_json(turn.extra_json, "{", f"{field}.messages.extra_json")
+    check_json(message.metadata_json, "{", f"{field}.metadata_json")
+    check_json(message.tools_json, "[", f"{field}.tools_json")
+    check_json(message.hook_json, "{", f"{field}.hook_json")
+    if others := sorted(from_json(message.hook_json).keys() - {LABEL_IS_JSON}):
+        raise InvalidArgument(
+            f"{field}.hook_json has {shown(others)}: only the job's own data source may set them, since they name code "
+            f"to run. A client may set {LABEL_IS_JSON}",
+            field=f"{field}.hook_json",
+        )
+
+
+def check_json(text: str, opening: str, field: str) -> None:
+    """Raises InvalidArgument unless the text is empty or JSON that begins with `opening`. It decodes no values."""
+    if not text:
+        return
+    data = text.encode()
+    require_bytes(len(data), MAX_JSON_BYTES, field)
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{field} is not JSON: {shown(text)}: {error}", field=field) from error
+    if not data.lstrip().startswith(opening.encode()):
+        raise InvalidArgument(f"{field} must begin with {opening}, is {shown(text)}", field=field)
+    if _depth(data) > MAX_JSON_DEPTH:
+        raise InvalidArgument(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels", field=field)
+
+
+def _depth(data: bytes) -> int:
+    """Counts how deeply objects and arrays are nested in JSON that parses."""
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+        return 0
+    bare = np.frombuffer(_STRINGS.sub(b"", data), np.uint8)
+    steps = np.isin(bare, (ord("["), ord("{"))).astype(np.int32) - np.isin(bare, (ord("]"), ord("}")))
+    return int(steps.cumsum().max(initial=0))
+
+
+def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_bytes: int) -> None:
+    """Checks the sizes of an envelope of `num_bytes` and of its payload, and the ids in the envelope."""
+    require_bytes(num_bytes, MAX_ENVELOPE_BYTES, "samples.envelope")
+    require_bytes(payload_bytes, MAX_PAYLOAD_BYTES, "samples.payload")
+    require_id(envelope.sample_id, "samples.envelope.sample_id")
+    if rollout_id := envelope.rollout_id:
+        require_id(rollout_id, "samples.envelope.rollout_id")
+    require_between(envelope.index, 0, MAX_SAMPLES_PER_STEP, "samples.envelope.index")
+    _require_length(envelope.scorer, MAX_ID_CHARACTERS, "samples.envelope.scorer")
+    _require_length(envelope.scorer_version, MAX_ID_CHARACTERS, "samples.envelope.scorer_version")
+    if envelope.HasField("failure"):
+        _require_length(envelope.failure.reason, MAX_NAME_CHARACTERS, "samples.envelope.failure.reason")
+    require_at_most(len(envelope.policy_ranges), MAX_POLICY_RANGES, "samples.envelope.policy_ranges")
+    if tags := envelope.tags:
+        _check_map(tags, "samples.envelope.tags")
+        for value in tags.values():
+            _require_length(value, MAX_TAG_CHARACTERS, "samples.envelope.tags")
+    if parts := envelope.reward_parts:
+        _check_map(parts, "samples.envelope.reward_parts")
+    if columns := envelope.out_of_line:
+        _check_out_of_line(columns, "samples.envelope.out_of_line")
+
+
+def check_group(envelope_bytes: Sequence[int], field: str) -> None:
+    """Checks how many samples a group has and how large their envelopes are together."""
+    require_at_most(len(envelope_bytes), MAX_SAMPLES_PER_GROUP, field)
+    require_bytes(sum(envelope_bytes), MAX_GROUP_ENVELOPE_BYTES, f"{field}.envelope")
+
+
+def failure_from_proto(message: sample_pb2.Failure, field: str) -> Failure:
+    """Cuts the message, which is for people."""
+    _require_length(message.reason, MAX_NAME_CHARACTERS, f"{field}.reason")
+    return Failure(message.reason, cut_text(message.message))
+
+
+def rewards_from_proto(rewards: Sequence[float], field: str) -> tuple[float, ...]:
+    """Checks each reward of a group's samples like the reward of one sample."""
+    require_at_most(len(rewards), MAX_SAMPLES_PER_GROUP, field)
+    for reward in rewards:
+        check_reward(field, reward)
+    return tuple(rewards)
+
+
+def require_sha256(digest: bytes, field: str) -> bytes:
+    """Raises InvalidArgument unless the digest has 32 bytes."""
+    if len(digest) != _DIGEST_BYTES:
+        raise InvalidArgument(f"{field} has {len(digest)} bytes, must have {_DIGEST_BYTES}", field=field)
+    return digest
+
+
+def _check_out_of_line(columns: Sequence[sample_pb2.OutOfLineColumn], field: str) -> None:
+    require_at_most(len(columns), MAX_COLUMNS, field)
+    for column in columns:
+        require_name(column.name, f"{field}.name")
+        require_sha256(column.sha256, f"{field}.sha256")
+        require_between(column.num_bytes, 0, MAX_COLUMN_BYTES, f"{field}.num_bytes")
+    if len({column.name for column in columns}) < len(columns):
+        raise InvalidArgument(f"a column comes twice in {field}", field=field)
+
+
+def _check_map(entries: Mapping[str, Any], field: str) -> None:
+    require_at_most(len(entries), MAX_TAGS, field)
+    for key in entries:
+        require_name(key, field)
+
+
+def _require_length(text: str, most: int, field: str) -> None:
+    if len(text) > most:
+        raise InvalidArgument(f"{field} has {len(text)} characters, may have {most}", field=field)
+
 
 _OUTCOMES = {
     pb.PUT_OUTCOME_COMPLETE: PutOutcome.COMPLETE,

@@ -18,10 +18,8 @@ from headrace.errors import InvalidArgument
 from headrace.prompts.row import is_table, table
 from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
 from services.buffer.ledger.group import Prompt
-from services.buffer.prompts.files import open_regular, open_same
+from services.buffer.prompts.files import Block, BlockPlace, RowReader, edges_digest, open_regular, open_same
 from services.buffer.prompts.reader import check_num_rows, unreadable
-from services.buffer.prompts.row import RowReader
-from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
 
 _LINES_PER_BLOCK = 1024
 _BYTES_PER_BLOCK = 32 << 20

@@ -6,24 +6,29 @@ Unblocked by: a change of the stream (waiting leases and batches), the journal (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
+from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
 from headrace.errors import ResourceExhausted, RetryableError
 from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
+from headrace.trajectory import check_payload
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
 from headrace.wire.protobuf import Payload
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
-from services.buffer.ledger.chunks import sample_chunks
+from services.buffer.conversion.payload import check_samples
+from services.buffer.ledger.chunks import cut, sample_chunks
 from services.buffer.ledger.commands.dropping import Dropped
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.ledger.commands.retrying import Retried
 from services.buffer.ledger.commands.training import StepBatch
-from services.buffer.ledger.commands.work import MAX_CHANGES
+from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.stream import StreamConfig, StreamState
@@ -31,21 +36,120 @@ from services.buffer.ledger.stream_limits import check_limits
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.prompts.files import PromptFiles
-from services.buffer.runtime.backup import Chunk, Digest, stream_copy
-from services.buffer.runtime.changes import Changes
-from services.buffer.runtime.chooser import GroupChooser
-from services.buffer.runtime.clock import now
-from services.buffer.runtime.incoming import Incoming
-from services.buffer.runtime.journal import Journal
-from services.buffer.runtime.lease_timer import LeaseTimer
-from services.buffer.runtime.locks import Locks
-from services.buffer.runtime.prompt_reading import PromptReading
-from services.buffer.runtime.prompt_sources import PromptSources
-from services.buffer.runtime.store_watch import StoreWatch
-from services.buffer.runtime.user_code import UserCode
-from services.buffer.runtime.watching import Watching
+from services.buffer.runtime.clock import LeaseTimer, now
+from services.buffer.runtime.journal import Changes, Journal, StoreWatch, Watching
+from services.buffer.runtime.prompt_sources import Locks, PromptReading, PromptSources
+from services.buffer.runtime.user_code import GroupChooser, UserCode
 from services.buffer.store.base import Damage, Store
 from services.buffer.store.columns import Columns
+from services.buffer.store.copy import CopiedFile
+
+# The ledger's copy is read chunk by chunk while the ledger goes on.
+# The store makes the copy at one moment and pins it; its files are streamed, each followed by its digest.
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes of a file."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The end of a file, with its size and SHA-256."""
+
+    file: str
+    num_bytes: int
+    sha256: bytes
+
+
+async def stream_copy(
+    store: Store, columns: Callable[[], Sequence[CopiedFile]], readers: BlockingPool
+) -> AsyncIterator[Chunk | Digest]:
+    """Chunks of every file, each file's Digest behind them. Raises FailedPrecondition for a store without files.
+
+    `columns` is asked once the store's copy is made: it has at least those that the copy names.
+    """
+    copy = store.copy()
+    files = await readers.run(copy.__enter__)
+    try:
+        for file in (*files, *await readers.run(columns)):
+            async for part in _stream_file(file, readers):
+                yield part
+    finally:
+        await readers.run(copy.__exit__, None, None, None)
+
+
+async def _stream_file(file: CopiedFile, readers: BlockingPool) -> AsyncIterator[Chunk | Digest]:
+    digest = hashlib.sha256()
+    with file.path.open("rb") as source:
+        for offset in range(0, file.num_bytes, _CHUNK_BYTES):
+            data = await readers.run(source.read, min(_CHUNK_BYTES, file.num_bytes - offset))
+            await readers.run(digest.update, data)
+            yield Chunk(file.name, offset, data)
+    yield Digest(file.name, file.num_bytes, digest.digest())
+
+
+_SMALL_BYTES = 8 << 10
+"""Payloads up to here are checked on the event loop."""
+_CHECKED_BYTES = 64 << 10
+"""Bytes of payloads and envelopes that are checked before other work runs."""
+
+
+class Incoming:
+    """Checks samples, and that `min_free_disk_bytes` of the store's disk stay free."""
+
+    def __init__(self, ledger: Ledger, store: Store, min_free_disk_bytes: int) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._min_free_disk_bytes = min_free_disk_bytes
+        self._hashers = BlockingPool("payload-hasher", 4)
+
+    async def check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        """Checks samples, each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
+
+        A thread costs more than it saves for small ones, as it shares the interpreter with the event loop; large ones
+        on the loop would delay lease renewals. Raises what is wrong with a sample, and ResourceExhausted.
+        """
+        if not samples:
+            return
+        large = [one for one in samples if len(one[1].payload) > _SMALL_BYTES]
+        await self._hashers.run(self._check_in_thread, large)
+        small = samples if not large else [one for one in samples if len(one[1].payload) <= _SMALL_BYTES]
+        for some in cut(small, lambda one: len(one[1].payload) + len(one[1].record.envelope), _CHECKED_BYTES):
+            self._check(some)
+            await asyncio.sleep(0)
+
+    async def require_disk(self) -> None:
+        """Raises ResourceExhausted when the disk is nearly full: consume and commit need the rest."""
+        await self._hashers.run(self._require_disk)
+
+    def _check_in_thread(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        self._require_disk()
+        self._check(samples)
+
+    def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        for record, payload in [(sample.record, sample.payload) for _, sample in samples]:
+            check_payload(record.sample_id, record.digest, record.payload_bytes, payload)
+        vocab_sizes = {group_id: self._ledger.vocab_size(group_id) for group_id in {one[0] for one in samples}}
+        for vocab_size, some in groupby(samples, lambda one: vocab_sizes[one[0]]):
+            check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
+
+    def _require_disk(self) -> None:
+        free = self._store.free_bytes()
+        if free is not None and free < self._min_free_disk_bytes:
+            raise ResourceExhausted(
+                f"the ledger's disk has {free} bytes left, min_free_disk_bytes is {self._min_free_disk_bytes}: free "
+                "some, or save checkpoints, after which samples are deleted",
+                reason="DISK_RESERVE",
+                retry_after_seconds=5.0,
+            )
+
 
 NO_USER_CODE = UserCode()
 NO_PROMPT_FILES = PromptFiles()

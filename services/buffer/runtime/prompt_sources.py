@@ -1,29 +1,85 @@
-"""Prompt sources of the streams: opened once, read under a lock for each stream, so that cursors move in order.
-
-A source that cannot be opened or read puts its stream in trouble: calls that need prompts say why, everything else goes
-on, and a call for prompts a second later or more has it opened again. A file that is put back ends the trouble.
-"""
+"""Prompt sources of the streams: opened once, read in order, brought into the ledger when producers ask for work."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.data_source.generated import Generated, WantedAgain
 from headrace.rpc.log import log
+from headrace.wire.put_request import RawSample
 from services.buffer.blocking import BlockingPool
+from services.buffer.conversion import wire
+from services.buffer.conversion.wire import distinct, to_finished
+from services.buffer.ledger.commands.producing import NoLeaseReason
+from services.buffer.ledger.commands.prompting import Finish
+from services.buffer.ledger.commands.work import NewSample
+from services.buffer.ledger.group import Group, GroupState, payload_key
+from services.buffer.ledger.ledger import Ledger, Result
+from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.ledger.stream import StreamConfig, StreamState
-from services.buffer.prompts.data_source import DataSourceReader, KeptGroups
-from services.buffer.prompts.files import PromptFiles
-from services.buffer.prompts.mix import MixReading, PromptMix
-from services.buffer.prompts.open import open_prompts
-from services.buffer.prompts.reader import PromptEntry
-from services.buffer.runtime.locks import Locks
+from services.buffer.ledger.transaction import Transaction
+from services.buffer.pace import paced
+from services.buffer.prompts.data_source import DataSourceReader, KeptGroups, is_again, origin_group
+from services.buffer.prompts.files import IndexedFile, PromptFiles, RowReader, StreamedFile
+from services.buffer.prompts.jsonl import JsonlBlocks, lines_or_table, read_jsonl_block
+from services.buffer.prompts.reader import MixReading, PromptEntry, PromptMix, PromptReader, ReaderShard, finished_of
+from services.buffer.runtime.clock import now
 from services.buffer.runtime.user_code import UserCode
+from services.buffer.store.base import Store
+
+
+def open_files(files: Sequence[FileSource], pool: BlockingPool) -> list[PromptReader]:
+    """Reads indexed files whole, once. Raises InvalidArgument naming file and line of what cannot be read."""
+    return [_reader(RowReader(file, name), pool) for file, name in zip(files, source_names(files), strict=True)]
+
+
+def open_prompts(config: StreamConfig, data_source: DataSourceReader | None, pool: BlockingPool) -> PromptMix:
+    """Opens a stream's prompts, which `pool` reads. A shard gets its part of them."""
+    readers: list[PromptReader] = [data_source] if data_source else open_files(config.files, pool)
+    if config.num_shards > 1:
+        readers = [ReaderShard(reader, config.shard, config.num_shards) for reader in readers]
+    return PromptMix(readers)
+
+
+def _reader(rows: RowReader, pool: BlockingPool) -> PromptReader:
+    if not rows.source.path.endswith(".parquet"):
+        if rows.source.streaming:
+            return StreamedFile(JsonlBlocks(rows), read_jsonl_block, rows, pool)
+        return IndexedFile(lines_or_table(rows), rows, pool)
+    # pyarrow takes a quarter of a second to import: only for those who have such files.
+    from services.buffer.prompts.parquet import ParquetBlocks, ParquetRows, read_parquet_block
+
+    if rows.source.streaming:
+        return StreamedFile(ParquetBlocks(rows), read_parquet_block, rows, pool)
+    return IndexedFile(ParquetRows(rows), rows, pool)
+
+
+class Locks:
+    """`async with locks[name]`: callers keep names of streams that do not exist apart, too, without leaving a trace."""
+
+    def __init__(self) -> None:
+        self._held: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def __getitem__(self, name: str) -> asyncio.Lock:
+        return self._held.setdefault(name, asyncio.Lock())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+# Prompt sources of the streams: opened once, read under a lock for each stream, so that cursors move in order.
+# A source that cannot be opened or read puts its stream in trouble: calls that need prompts say why, everything else
+# goes on, and a call for prompts a second later or more has it opened again. A file that is put back ends the trouble.
 
 _OPENERS = 4
 _READERS = 4
@@ -196,3 +252,154 @@ class PromptSources:
         if config.data_source:
             reader = self._data_sources[config.name] = await self._user_code.data_source(config.data_source)
         return await self._openers.run(open_prompts, config, reader, self._readers)
+
+
+_REUSED_FROM = "reused_from"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """The samples of one group, as its data source gave them."""
+
+    samples: tuple[sample_pb2.Sample, ...]
+    needs_reward: bool
+
+    @classmethod
+    def parse(cls, packed: Sequence[bytes], n_samples: int, prompt_id: str, *, needs_reward: bool) -> FinishedGroup:
+        """Raises InvalidArgument for a group of fewer than `n_samples`."""
+        if len(packed) < n_samples:
+            raise InvalidArgument(
+                f"the data source brought {len(packed)} finished samples for {prompt_id}, n_samples_per_prompt is "
+                f"{n_samples}: return them as one list, or with one group_index"
+            )
+        return cls(tuple(sample_pb2.Sample.FromString(data) for data in packed), needs_reward)
+
+    def named(self, group_id: str, lease_id: str) -> tuple[NewSample, ...]:
+        """Returns the samples as a producer would put them. Raises InvalidArgument for what cannot be put."""
+        rollouts: dict[str, str] = {}
+        new: list[NewSample] = []
+        for place, sample in enumerate(self.samples):
+            envelope = sample_pb2.SampleEnvelope()
+            envelope.CopyFrom(sample.envelope)
+            if envelope.tags or envelope.sample_id:
+                envelope.tags[_REUSED_FROM] = envelope.sample_id
+            envelope.sample_id, envelope.group_id = f"{group_id}/again/{place}", group_id
+            envelope.rollout_id = rollouts.setdefault(sample.envelope.rollout_id, envelope.sample_id)
+            raw = RawSample(envelope.SerializeToString(deterministic=True), sample.payload)
+            key = payload_key(lease_id, place)
+            new.append(to_finished(raw, group_id, key, needs_reward=self.needs_reward))
+        return distinct(new)
+
+
+# Prompts come into the ledger when producers ask for work, and with them groups that a data source brings finished.
+# A data source that wants to see what was generated is given every group once its put is durable. What it chooses of
+# that to be trained once more takes the places that producers would have had, and is told apart by its prompts' ids.
+
+CheckSamples = Callable[[Sequence[tuple[str, NewSample]]], Awaitable[None]]
+"""Raises InvalidArgument for samples, each with its group's id, that could not be trained."""
+
+_FULL = (NoLeaseReason.ADMISSION, NoLeaseReason.LIMITER, NoLeaseReason.BYTES)
+
+
+class PromptReading:
+    """Reads under the stream's lock. Unblocked by: a lease's request."""
+
+    def __init__(self, ledger: Ledger, sources: PromptSources, store: Store, check: CheckSamples) -> None:
+        self._ledger = ledger
+        self._sources = sources
+        self._store = store
+        self._check = check
+        self._payloads = BlockingPool("generated-samples", 1)
+
+    async def read(self, stream: str, max_groups: int, note: Callable[[Result[None]], None]) -> None:
+        """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
+        async with self._sources.locks[stream]:
+            if self._sources.chooses(stream) and any(counts := self._wanted(stream, max_groups)):
+                await self._choose(stream, sum(counts), note)
+            while any(counts := self._wanted(stream, max_groups)):
+                reading = await self._sources.read(self._ledger.stream(stream).state, counts)
+                finished = await self._finished(stream, reading.finished)
+                note(self._ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended, finished))
+
+    def _wanted(self, stream: str, max_groups: int) -> Sequence[int]:
+        """A group that may be chosen again is trained a step late: producers begin that much less ahead."""
+        return self._ledger.prompts_wanted(stream, max_groups, is_held_back=self._sources.chooses(stream))
+
+    async def generated(self, transaction: Transaction) -> None:
+        """Gives the groups that a durable transaction made READY to the data sources of their streams."""
+        ready: defaultdict[str, list[Group]] = defaultdict(list)
+        for event in transaction.events:
+            if event.kind == "put" and event.group_id and self._sources.takes_samples(event.stream):
+                group = transaction.groups[event.group_id]
+                if group.state is GroupState.READY and not is_again(group.prompt):
+                    ready[event.stream].append(group)
+        for stream, groups in ready.items():
+            packed = [each async for each in self._packed(groups)]
+            known = self._ledger.streams.get(stream)
+            if known and groups[0].group_id in known.groups:  # else its stream was deleted since
+                await self._sources.hand_over(self._ledger.stream(stream).state, packed, partial(self._kept, stream))
+
+    async def _choose(self, stream: str, count: int, note: Callable[[Result[None]], None]) -> None:
+        if self._ledger.no_lease_reason(stream) in _FULL:
+            return
+        step, oldest = self._ledger.stream(stream).next_filled()
+        state = self._ledger.stream(stream).state
+        asked = WantedAgain(step, oldest, count, state.config.n_samples_per_prompt, self._of_step(stream, step))
+        steps = await self._sources.choose(state, asked, partial(self._kept, stream))
+        known = self._ledger.stream(stream).prompts
+        new = [each for each in steps if each.prompt.prompt_id not in known]
+        if not new:
+            return
+        finished = await self._finished(stream, finished_of(new))
+        ended = state.ended or (state.exhausted,)
+        note(self._ledger.read(now(), stream, [[each.prompt for each in new]], state.cursors, ended, finished))
+        log.info("groups_trained_again", stream=stream, groups=len(new), step=step)
+
+    async def _finished(self, stream: str, packed: Mapping[str, Sequence[bytes]]) -> dict[str, Finish]:
+        """Raises FailedPrecondition for samples that could not be trained."""
+        config = self._ledger.stream(stream).state.config
+        finished: dict[str, Finish] = {}
+        try:
+            async for prompt_id, samples in paced(list(packed.items())):
+                group = FinishedGroup.parse(
+                    samples, config.n_samples_per_prompt, prompt_id, needs_reward=config.needs_reward
+                )
+                trial = f"{stream}/0"
+                await self._check([(trial, sample) for sample in group.named(trial, f"{trial}#1")])
+                finished[prompt_id] = group.named
+        except InvalidArgument as error:
+            raise FailedPrecondition(
+                f"the data source brought samples that cannot be trained: {error.message}", reason="DATA_SOURCE_FAILED"
+            ) from error
+        return finished
+
+    def _of_step(self, stream: str, step: int) -> list[str]:
+        """READY groups whose turn is not before the step: chosen for it, they could be twice in one batch."""
+        indexed = self._ledger.stream(stream)
+        states = (GroupState.READY, GroupState.LEASED)
+        waiting = sorted(indexed.change_order.before(self._ledger.position + 1, states), key=lambda g: g.admitted_at)
+        before = (step - indexed.state.step) * indexed.state.config.groups_per_step
+        return [group.group_id for group in waiting[before:]]
+
+    async def _kept(self, stream: str) -> list[Generated]:
+        """The generated groups that still have their samples, and were not chosen since."""
+        indexed = self._ledger.stream(stream)
+        chosen = {origin_group(prompt_id) for prompt_id in indexed.prompts}
+        groups = [
+            group
+            for group in indexed.groups.values()
+            if group.state in (GroupState.READY, GroupState.CONSUMED)
+            and not is_again(group.prompt)
+            and group.group_id not in chosen
+        ]
+        return [each async for each in self._packed(groups)]
+
+    async def _packed(self, groups: Sequence[Group]) -> AsyncIterator[Generated]:
+        async for group in paced(groups):
+            if any(record.column_bytes for record in group.samples):
+                log.warning("group_not_handed_over", group_id=group.group_id, why="it has columns that are out of line")
+                continue
+            payloads = await self._payloads.run(self._store.read_payloads, group.samples)
+            pairs = zip(group.samples, payloads, strict=True)
+            packed = [wire.sample_to_proto(record, payload).SerializeToString() for record, payload in pairs]
+            yield Generated(group.group_id, group.prompt.body, packed)

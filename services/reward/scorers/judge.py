@@ -18,8 +18,8 @@ from headrace.hooks import HookArgs
 from headrace.score import ScoreItem
 from headrace.wire.checks import shown
 from headrace.wire.json_text import from_json
-from services.reward.post import post
 from services.reward.scorers.answers import boxed, last_line
+from services.reward.scorers.remote_rm import post
 
 PROMPT = """You grade an answer. Be strict: what is asked has to be answered, and answered right.
 

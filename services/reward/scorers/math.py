@@ -17,13 +17,11 @@ from sympy import FiniteSet, Interval, Tuple
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
+from services.reward.scorers import math_values
 from services.reward.scorers.answers import after_thinking, final_part, right_answers
-from services.reward.scorers.mathematics import values
-from services.reward.scorers.mathematics.number import is_same, number
-from services.reward.scorers.mathematics.size import is_too_large
-from services.reward.scorers.mathematics.solutions import solutions
-from services.reward.scorers.mathematics.text import final, is_doubted, normalized, plain, word
-from services.reward.scorers.mathematics.units import unit
+from services.reward.scorers.math_numbers import is_same, number
+from services.reward.scorers.math_text import final, is_doubted, normalized, plain, solutions, unit, word
+from services.reward.scorers.math_values import is_too_large
 
 # An answer further from the end is not the final one, and math-verify's patterns are slow on megabytes.
 _TAIL_CHARACTERS = 4000
@@ -165,7 +163,7 @@ def _constant(text: str) -> Fraction | None:
     if plain_number := number(_PERCENT.sub("", given)):
         return plain_number.value
     parsed = [] if is_too_large(given) else _parsed(given)
-    return values.approximated(parsed[0]) if parsed else None
+    return math_values.approximated(parsed[0]) if parsed else None
 
 
 def _is_rounded(value: Fraction, rounded: Fraction, text: str) -> bool:
@@ -191,9 +189,9 @@ def _is_verified(label: str, answer: str) -> bool:
 def _verified(gold: list[Any], target: list[Any], texts: str) -> bool:
     if not _same_kind(gold, target):
         return False
-    if gold and target and (same := values.is_same(gold[0], target[0])) is not None:
+    if gold and target and (same := math_values.is_same(gold[0], target[0])) is not None:
         return same
-    precision = values.precision(gold[:1] + target[:1])
+    precision = math_values.precision(gold[:1] + target[:1])
     if precision is None:
         return False
     # Decimals are compared to six places behind the zeros that they begin with.
@@ -230,4 +228,4 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _with_constants(parsed: list[Any]) -> list[Any]:
-    return [values.with_constants(expression) for expression in parsed]
+    return [math_values.with_constants(expression) for expression in parsed]

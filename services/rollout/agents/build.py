@@ -12,7 +12,7 @@ from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.rpc.access.access import Access
 from headrace.rpc.listen import Listen
-from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission import EngineSlots
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.players import Player, WorkerPlayer

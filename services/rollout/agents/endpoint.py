@@ -45,8 +45,7 @@ from services.rollout.agents.protocol import (
 )
 from services.rollout.agents.record import Ask
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
-from services.rollout.production.prompts import PromptEncoder
-from services.rollout.text_pieces import TextPieces
+from services.rollout.production.prompts import PromptEncoder, TextPieces
 
 T = TypeVar("T")
 

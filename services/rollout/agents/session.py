@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.kit.tool_call import opens_thought
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind
+from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
 from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord

@@ -4,21 +4,59 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.engine_rules import OURS
 from headrace.process.gloo import gloo_at
+from headrace.process.one_shot import run_once
 from headrace.process.openmp import openmp
 from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address
 from headrace.rpc.proxies import direct_to
 from headrace.suggest import nearest
-from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
+
+_SECONDS = 120.0
+_ASK = "import torch; print(torch.accelerator.is_available())"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`flags`: ServerArgs field → its command line option, and whether the option takes a value."""
+
+    has_accelerator: bool
+    flags: Mapping[str, tuple[str, bool]]
+
+
+async def has_accelerator() -> bool:
+    """Asks torch, in a short-lived process; a torch that was built for CPUs alone has none and is not asked.
+
+    Raises Unavailable when torch cannot be imported.
+    """
+    try:
+        if version("torch").endswith("+cpu") and not entry_points(group="torch.backends"):
+            return False
+    except PackageNotFoundError as error:
+        raise _unusable(str(error)) from error
+    try:
+        asked = await run_once((sys.executable, "-c", _ASK), {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=_SECONDS)
+    except TimeoutError as error:
+        raise Unavailable(f"importing torch took longer than {_SECONDS:g} s") from error
+    words = asked.out.decode().split()
+    if asked.exit_code or not words:
+        raise _unusable("\n".join(asked.last_lines))
+    return words[-1] == "True"
+
+
+def _unusable(why: str) -> Unavailable:
+    return Unavailable(f"torch cannot be used here; install it and SGLang as requirements/README.md says:\n{why}")
+
 
 # Measured on CPUs without AMX; without max_total_tokens the KV pool takes all memory and every step slows to seconds,
 # without sleep_on_idle the scheduler burns a core while idle.

@@ -19,8 +19,7 @@ from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import require_at_most
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind
+from services.rollout.admission import EngineSlots, Kind
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalRow
 from services.rollout.evaluation.eval_function import EvalFunction, FunctionEvaluation

@@ -9,23 +9,212 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from headrace.errors import DeadlineExceeded, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
+from headrace.models.end_tokens import end_tokens
+from headrace.rpc.log import log
 from headrace.rpc.retry import Backoff
-from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import Activity, Engine, EngineState
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.attempt import ResponseAttempt, ResponseRequest
 from services.rollout.production.constraint import of_grammar
-from services.rollout.production.response_end import ResponseEnd, Seam
-from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
+from services.rollout.production.prompts import PromptEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """The properties that all requests for one response share."""
+
+    request_id: str
+    streaming: bool
+    returns_partial: bool = False
+    priority: int | None = None
+    images: PromptImages | None = None
+    routing_key: str | None = None
+
+
+@dataclass
+class ResponseAttempt:
+    """One request of several for a response: the tokens with those of the requests before it, and why it failed."""
+
+    so_far: Generation
+    asked_tokens: int
+    """The length that the response has when the request is answered in full"""
+    failure: Unavailable | DeadlineExceeded | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.failure is None and self.so_far.finish is not None and self.so_far.finish.is_final
+
+    @property
+    def is_answered_in_full(self) -> bool:
+        return self.failure is None and len(self.so_far.tokens) == self.asked_tokens
+
+    def require_another(self, *, has_time: bool, returns_partial: bool) -> None:
+        """Raises the failure where no other attempt follows, unless there are tokens to return."""
+        if self.failure is not None and not has_time and not (returns_partial and self.so_far.tokens):
+            raise self.failure
+
+
+# Finds the end of a response that several requests made, where an unbroken one would have ended.
+# An engine looks for stop strings in the tokens of one request, and looks at no token of the step in which a request is
+# aborted. The tokens around a seam are examined here, in the way that SGLang examines them: a stop string ends the
+# response at the first token after which it is in the text of the last tokens, one more than its longest stop string
+# has.
+
+OffLoop = Callable[..., Awaitable[Any]]
+
+_UNSEEN_TOKENS = 64
+"""The most that an engine samples in one step, by speculative decoding."""
+_HALF_A_CHARACTER = "\ufffd"
+# Beside the tokenizer's end of sequence, SGLang ends a response at these.
+_END_TEXTS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The tokenizer's two directions, and the tokens that end every response."""
+
+    decode: Callable[[Sequence[int]], str]
+    num_tokens: Callable[[str], int]
+    """The number of tokens of a text, without any that begin or end a sequence."""
+    end_tokens: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A request's first token is at `start` of the response, whose first `examined` tokens do not end it."""
+
+    start: int
+    examined: int
+
+    def is_near(self, stops: Sequence[str]) -> bool:
+        """False where no stop string reaches from before the seam: no token is less than a byte, but for one before."""
+        return self.start > 0 and any(self.examined <= self.start + len(stop.encode()) + 1 for stop in stops)
+
+
+class ResponseEnd:
+    """Knows only a request's stop tokens where it has no `texts`. `off_loop` runs what asks for and uses them."""
+
+    def __init__(self, texts: Callable[[], Texts] | None = None, off_loop: OffLoop = asyncio.to_thread) -> None:
+        self._texts = texts
+        self._off_loop = off_loop
+
+    @classmethod
+    def of(cls, encoder: PromptEncoder, hf_checkpoint: Path) -> ResponseEnd:
+        """Reads the checkpoint at the first seam."""
+        return cls(cache(lambda: texts_of(encoder.tokenizer, hf_checkpoint)), encoder.off_loop)
+
+    async def length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+        """Returns the length at which an unbroken response ends, or None if it goes on, or ended as it says."""
+        if response.finish is Finish.ABORT or seam.is_near(params.stop):
+            length: int | None = await self._off_loop(self._length, response, params, seam)
+            return length
+        return None
+
+    async def next_request(self, params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
+        """Returns what to ask for after these tokens: few tokens if they may end with the beginning of a stop string.
+
+        An engine does not see that string, and would go on to the longest response.
+        """
+        rest = params.after(len(tokens))
+        if not (tokens and params.stop and self._texts):
+            return rest
+        most = await self._off_loop(self._begun_stop, tokens, params)
+        return rest.at_most(most) if most else rest
+
+    def _length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+        tokens, texts = response.tokens, self._texts() if self._texts else None
+        window = _window(texts, params) if texts else 0
+        end_tokens = {*params.stop_token_ids, *(texts.end_tokens if texts else ())}
+        first_unseen = len(tokens) - _UNSEEN_TOKENS if response.finish is Finish.ABORT else len(tokens)
+        for length in range(seam.examined + 1, len(tokens) + 1):
+            is_unseen, crosses = length > first_unseen, seam.start > 0 and length < seam.start + window
+            if is_unseen and tokens[length - 1] in end_tokens:
+                return length
+            if texts and window and (is_unseen or crosses):
+                text = texts.decode(tokens[max(length - window, 0) : length])
+                if any(stop in text for stop in params.stop):
+                    return length
+        return None
+
+    def _begun_stop(self, tokens: Sequence[int], params: SamplingParams) -> int:
+        """The number of tokens in which a stop string that has begun is complete; 0 if none has."""
+        assert self._texts is not None
+        texts = self._texts()
+        num_tokens = _window(texts, params) - 1
+        text = texts.decode(tokens[-num_tokens:])
+        has_begun = text.endswith(_HALF_A_CHARACTER) or any(
+            text.endswith(stop[:length]) for stop in params.stop for length in range(1, len(stop))
+        )
+        return num_tokens if has_begun else 0
+
+
+def texts_of(tokenizer: Any, hf_checkpoint: Path) -> Texts:
+    """Returns the texts of a checkpoint's tokenizer, with the ends that SGLang reads from the checkpoint."""
+    added = tokenizer.get_added_vocab()
+    ends = {added[text] for text in _END_TEXTS if text in added} | end_tokens(hf_checkpoint)
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return Texts(
+        decode=lambda tokens: str(tokenizer.decode(list(tokens))),
+        num_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+        end_tokens=frozenset(ends),
+    )
+
+
+def _window(texts: Texts, params: SamplingParams) -> int:
+    """The number of last tokens in whose text SGLang looks for stop strings; 0 for a request without any."""
+    return max((texts.num_tokens(stop) + 1 for stop in params.stop), default=0)
+
+
+GRACE_SECONDS = 10.0
+"""The time that an engine may take to answer a request that is ended."""
+_AGAIN_SECONDS = 1.0
+_GENERATING = (EngineState.READY, EngineState.LEAVING)
+
+EndRequest = Callable[[str], Awaitable[None]]
+
+
+def request_ender(engines: Callable[[], Sequence[Engine]]) -> EndRequest:
+    """Returns a function that ends the request of an id, at whichever engine the router has sent it to."""
+
+    async def end(request_id: str) -> None:
+        serving = (engine for engine in engines() if engine.state in _GENERATING)
+        ends = (engine.client.abort(request_id) for engine in serving)
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, HeadraceError):
+                log.info("request_not_ended", request_id=request_id, error=result.message)
+
+    return end
+
+
+@contextlib.asynccontextmanager
+async def ended_after(seconds: float, request_id: str, end: EndRequest) -> AsyncIterator[None]:
+    """Ends the request after `seconds` of the block, again and again: it may still be on its way to an engine."""
+
+    async def end_it() -> None:
+        await asyncio.sleep(seconds)
+        while True:
+            await end(request_id)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    ending = asyncio.create_task(end_it())
+    try:
+        yield
+    finally:
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
 
 
 class Generator:

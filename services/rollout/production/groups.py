@@ -4,27 +4,135 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError
 from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.run import TrackingSection
+from headrace.job.schema.training import DistillationSection
 from headrace.process.workers import WorkerError
+from headrace.rpc.log import log
+from headrace.rpc.retry import retry_until
 from headrace.sample_checks import ModelBounds
+from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
-from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission import EngineSlots
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.failed_samples import FailedSamples
-from services.rollout.production.given import GivenBack, GivenUp
-from services.rollout.production.hooks.all_samples import AllSamples
-from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.engine.client import EngineClient
+from services.rollout.production.hooks import AllSamples, GroupFilter
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
-from services.rollout.production.teacher import Teacher
 from services.rollout.scoring import SampleScorer
+
+
+class FailedSamples:
+    """Appends to the run's sample log, off the loop, one group at a time."""
+
+    def __init__(self, samples: SampleLog, max_bytes: int) -> None:
+        self._log = samples
+        self._max_bytes = max_bytes
+        self._file: Path | None = None
+        self._writing = asyncio.Lock()
+
+    @classmethod
+    def of(cls, config: TrackingSection, folder: Path | None, service: int | None = None) -> FailedSamples | None:
+        """Returns None without a folder, or when the job wants none written. `service`: one of several that write."""
+        max_bytes = config.sample_log_bytes
+        return cls(SampleLog(folder, service), max_bytes) if folder and max_bytes else None
+
+    async def write(self, samples: Sequence[Sample]) -> None:
+        """Writes those of a group that failed."""
+        failed = [Answer.of(sample) for sample in samples if sample.status is Status.FAILED]
+        if failed:
+            async with self._writing:
+                await asyncio.to_thread(self._append, failed)
+
+    def _append(self, failed: Sequence[Answer]) -> None:
+        try:
+            file = self._file or self._log.new_failed_file()
+            self._file = self._log.write_failed(file, failed, self._max_bytes)
+        except OSError as error:  # what people read later is no reason to fail a group
+            self._file = None
+            log.warning("failed_samples_not_written", samples=len(failed), error=str(error))
+
+
+class GivenBack(Exception):
+    """The group is leased again later: with --partial-rollout from the tokens of `samples`."""
+
+    def __init__(self, reason: str, samples: Sequence[Sample] = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.samples = samples
+
+
+class GivenUp(Exception):
+    """The group is dropped, and another prompt takes its place in the batch."""
+
+    def __init__(self, reason: str, rewards: Sequence[float] = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.rewards = rewards
+
+
+# On-policy distillation's teacher: an SGLang server that gives its log-prob of each token of a response.
+# The log-probs travel with the sample, as the column teacher_log_probs. A sample that the teacher cannot score is
+# FAILED.
+
+COLUMN = "teacher_log_probs"
+_PATIENCE_SECONDS = 120.0
+
+
+class Teacher:
+    """`call_seconds` limits one sample's scoring, `patience_seconds` the wait for an absent server."""
+
+    def __init__(self, url: str, *, call_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self._client = EngineClient(url.rstrip("/"))
+        self._call_seconds = call_seconds
+        self._patience_seconds = patience_seconds
+
+    @classmethod
+    def of(cls, config: DistillationSection, *, call_seconds: float) -> Teacher | None:
+        """Returns None when the job has no teacher that is served."""
+        return None if config.opd_teacher_url is None else cls(config.opd_teacher_url, call_seconds=call_seconds)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def mark(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Returns the samples with their column; those that failed before stay as they are."""
+        return await asyncio.gather(*(self._marked(sample) for sample in samples))
+
+    async def _marked(self, sample: Sample) -> Sample:
+        if sample.status is Status.FAILED:
+            return sample
+        try:
+            return replace(sample, columns={**sample.columns, COLUMN: await self._log_probs(sample)})
+        except HeadraceError as error:
+            log.warning("teacher_failed", sample_id=sample.sample_id, reason=error.reason, error=error.message)
+            return replace(sample, status=Status.FAILED, failure=Failure(f"TEACHER_{error.reason}", error.message))
+
+    async def _log_probs(self, sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        if not sample.response_length:
+            return np.zeros(0, dtype=np.float32)
+        found = await self._scored(sample.tokens.tolist())
+        # Nothing predicts the first token of a response without a prompt, and nothing trains it.
+        padded = [0.0, *found]
+        return np.asarray(padded[len(padded) - sample.response_length :], dtype=np.float32)
+
+    async def _scored(self, tokens: Sequence[int]) -> list[float]:
+        """Raises errors that waiting cannot help at once, and Unavailable when waiting did not."""
+        score = partial(self._client.score, tokens, cache_key="teacher", seconds=self._call_seconds)
+        return await retry_until(time.monotonic() + self._patience_seconds, lambda _: score())
+
 
 GroupResult = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 

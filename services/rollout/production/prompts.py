@@ -22,9 +22,8 @@ from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
-from services.rollout.chat.chat_segments import Segment
 from services.rollout.chat.images import EncodedImages, ImageReader, references_of
-from services.rollout.chat.template_variables import readable, require_read
+from services.rollout.chat.template import Segment, readable, require_read
 from services.rollout.engine.api import PromptImages
 
 _THREADS = 2
@@ -215,3 +214,28 @@ def messages_of(prompt: pb.Prompt) -> tuple[list[dict[str, Any]], list[Any] | No
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     extra = require_json_object(message.extra_json, "prompt.messages.extra_json")
     return {"role": message.role, "content": message.content, **extra}
+
+
+_UNFINISHED = "\ufffd"
+
+
+class TextPieces:
+    """The pieces put together are the text of all tokens.
+
+    A token's text may depend on the token before it (a space, a character of several tokens), so each piece is what the
+    tokens of two pieces decode to, less the text of the first of them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._before = 0
+        self._sent = 0
+
+    def next(self, tokens: Sequence[int], *, is_last: bool) -> str | None:
+        """Takes all tokens so far. Returns None in the middle of a character, which more tokens complete."""
+        known = self._decode(tokens[self._before : self._sent])
+        text = self._decode(tokens[self._before :])
+        if text.endswith(_UNFINISHED) and not is_last:
+            return None
+        self._before, self._sent = self._sent, len(tokens)
+        return text[len(known) :]

@@ -16,7 +16,7 @@ from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
 from headrace.trajectory import Sample, Status
-from services.rollout.chat.chat_mask import ChatMask
+from services.rollout.chat.mask import ChatMask
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder, messages_of
 from services.rollout.production.sampling import SampleRequest
 

@@ -7,25 +7,183 @@ the publication's deadline, which aborts it from inside. Produces: engines that 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import Aborted, ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.probe import Probe
 from headrace.rpc.log import log
-from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.checksums import differences, digest, read
-from services.rollout.publication.cleanup import clean_up
-from services.rollout.publication.collective import CollectiveInbound
-from services.rollout.publication.disk import DiskInbound
-from services.rollout.publication.loaded import LoadedInbound
-from services.rollout.publication.preparation import prepare
-from services.rollout.publication.probe import ask
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.state import Fence, Phase, Plan
-from services.rollout.publication.transport import Inbound
+from services.rollout.publication.transports import CollectiveInbound, DiskInbound, Inbound, LoadedInbound
+
+# Compares the weights in engines with those that were sent.
+# An engine hashes in the thread that generates: it is asked for a slice at a time, and generates between two slices.
+
+_SLICE_BYTES = 64 << 20  # some 50 ms of one core
+_MOST_SLICES = 32
+_LAYER = re.compile(r".*?\.\d+\.")
+_TIED = frozenset({"lm_head.weight"})
+"""The output layer: with tied embeddings the sender may send it although the engine does not have it."""
+
+
+async def read(
+    plan: Plan, expected: Mapping[str, str], engine: EngineClient, *, seconds: float
+) -> list[dict[str, str]]:
+    """Returns name → checksum of every tensor, for each rank of an engine; `seconds` limit each slice."""
+    found: list[dict[str, str]] = []
+    for skipped in slices(plan) if expected else [[]]:
+        ranks = await engine.checksums(skipped=skipped, seconds=seconds)
+        found = [old | new for old, new in zip(found, ranks, strict=True)] if found else ranks
+    if all(expected.keys() - _TIED <= rank.keys() for rank in found):
+        return found
+    return await engine.checksums(seconds=seconds)  # a name that contains another slice's is in none
+
+
+def slices(plan: Plan) -> list[list[str]]:
+    """Returns what to leave out of each slice: layers, and names of tensors outside of them.
+
+    With FP8 there is one slice: an engine hashes its FP8 weights whatever it is told to leave out.
+    """
+    if any(tensor.dtype == "float8_e4m3fn" for tensors in plan.buckets.values() for tensor in tensors):
+        return [[]]
+    num_bytes: dict[str, int] = {}
+    for tensors in plan.buckets.values():
+        for tensor in tensors:
+            layer = _LAYER.match(tensor.name)
+            part = layer[0] if layer else tensor.name
+            num_bytes[part] = num_bytes.get(part, 0) + tensor.num_bytes
+    most_bytes = max(_SLICE_BYTES, sum(num_bytes.values()) // _MOST_SLICES)
+    kept: list[set[str]] = [set()]
+    filled = 0
+    for part, size in num_bytes.items():
+        if kept[-1] and filled + size > most_bytes:
+            kept.append(set())
+            filled = 0
+        kept[-1].add(part)
+        filled += size
+    return [[part for part in num_bytes if part not in parts] for parts in kept]
+
+
+def digest(ranks: Sequence[Mapping[str, str]]) -> str:
+    """Returns one hexadecimal digest over all ranks' checksums, equal for equal weights."""
+    hasher = hashlib.sha256()
+    for number, rank in enumerate(ranks):
+        for name in sorted(rank):
+            hasher.update(f"{number}\0{name}\0{rank[name]}\n".encode())
+    return hasher.hexdigest()
+
+
+def differences(expected: Mapping[str, str], ranks: Sequence[Mapping[str, str]]) -> str | None:
+    """Says what differs from the sender's checksums, or returns None. Each rank is compared with all of them."""
+    for rank in ranks:
+        wrong = [name for name, checksum in expected.items() if name in rank and rank[name] != checksum]
+        absent = sorted(expected.keys() - rank.keys() - _TIED)
+        if wrong or absent:
+            uncovered = sorted(rank.keys() - expected.keys())
+            parts = [f"{len(wrong)} of {len(expected)} tensors differ"]
+            if wrong:
+                name = wrong[0]
+                parts.append(f"first {name}: sent {expected[name]}, engine has {rank[name]}")
+            if absent:
+                parts.append(f"the engine has no {_some(absent)}")
+            if uncovered:
+                parts.append(f"the sender says nothing about {_some(uncovered)}")
+            return "; ".join(parts)
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# Cleanup after an aborted publication.
+# clean ──► as before: engines in routing return to it, STALE ones stay STALE
+# dirty ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication; where they
+#           generated with it already, their requests end and go on elsewhere
+# gone, hung, or at odds with what was sent ──► DOWN, and started again
+
+
+async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -> None:
+    """Returns once every engine is in one of those states."""
+    state = publication.state
+    log.warning("publication_aborted", publication_id=publication.plan.publication_id, why=state.why_aborted)
+    publication.end_timer()
+    if publication.preparing is not None:
+        publication.preparing.cancel()
+    transport.release(publication.plan)
+    unwell = await publication.participants.unwell()
+    was_sent = publication.committing is not None and not publication.plan.is_loaded
+    if was_sent:  # and is something else
+        unwell |= publication.participants.engines.keys()
+    engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
+    ended = await asyncio.gather(
+        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines),
+        return_exceptions=True,
+    )
+    for engine, error in zip(engines, ended, strict=True):
+        if isinstance(error, Exception):  # it is DOWN, and the others are cleaned up all the same
+            log.error("engine_not_stopped", engine=engine.engine_id, exc_info=error)
+
+
+async def _clean_up_engine(
+    publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, is_unwell: bool
+) -> None:
+    if is_unwell:
+        await fleet.give_up(engine, f"publication aborted: {publication.state.why_aborted}")
+        return
+    try:
+        await transport.leave(publication.plan, engine)
+        await transport.close(publication, engine)
+        if engine.engine_id in publication.resumed:
+            await engine.client.pause("abort")  # what it made with these weights is made again elsewhere
+        if publication.state.dirty or engine.engine_id not in publication.were_ready:
+            await fleet.hold_back(engine)
+        else:
+            await engine.client.resume()
+            await fleet.serve(engine, engine.policy_version)
+    except Exception as error:  # noqa: BLE001  # whatever it was: an engine that nobody cleans up would be UPDATING until the end
+        await fleet.give_up(engine, f"did not come back from an aborted publication: {error}")
+
+
+async def prepare(publication: Publication, transport: Inbound, activity: Activity) -> None:
+    """Every engine that still takes part is paused and open for weights."""
+    plan, participants = publication.plan, publication.participants
+    await transport.ready(publication)
+    if plan.is_loaded:
+        return  # nothing comes that they would have to stand still for
+    publication.paused_at = time.monotonic()
+    if not plan.engine_ids:
+        activity.stand_still()
+    await participants.each(lambda engine: engine.client.pause(plan.pause_mode))
+    await participants.each(lambda engine: transport.open(publication, engine))
+
+
+# Asks an engine for a probe's log-probs under its new weights.
+# Checksums say that the bytes arrived; the probe says that both sides compute the same model (rotary base, norms,
+# dtype).
+
+
+async def ask(probe: Probe, engine: EngineClient, policy_version: int, *, seconds: float) -> None:
+    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees."""
+    theirs = await engine.score(probe.tokens, cache_key=f"probe-{policy_version}", seconds=seconds)
+    difference = sum(abs(a - b) for a, b in zip(probe.log_probs, theirs, strict=True)) / len(theirs)
+    if not difference <= probe.max_mean_difference:  # NaN disagrees too
+        raise ChecksumMismatch(
+            f"the probe's log-probs differ by {difference:.4g} in the mean, more than "
+            f"{probe.max_mean_difference:g}: trainer {_first(probe.log_probs)} …, engine {_first(theirs)} …"
+        )
+
+
+def _first(log_probs: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in log_probs[:3])
+
 
 _REMEMBERED = 8
 T = TypeVar("T")

@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
 from headrace.process.shared_memory import memory_folder
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply
-from services.rollout.engine.machine import has_accelerator
-from services.rollout.engine.routing.router import Router
+from services.rollout.engine.router import Router
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.receiver import Receiver
 from services.trainer.files.durable import remove

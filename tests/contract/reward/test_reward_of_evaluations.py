@@ -14,7 +14,7 @@ from headrace.hooks import section_args
 from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 
 SOURCE = """
 async def trained(args, sample, **kwargs): return 0.25

@@ -23,8 +23,8 @@ from headrace.rpc import interceptor, listen
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward import builtin, scoring
-from services.reward.service import RewardServer
+from services.reward import registry, scoring
+from services.reward.server import RewardServer
 
 HOOKS = '''
 import os, time
@@ -121,7 +121,7 @@ async def test_each_item_may_choose_its_scorer() -> None:
         exact, unknown, default = await client.score(asked, deadline_seconds=120)
     assert (exact.scorer, default.scorer) == ("exact_match", "regex")
     assert unknown.reason == "SCORER_UNKNOWN"
-    assert f"There are {', '.join(builtin.installed())}" in unknown.message
+    assert f"There are {', '.join(registry.installed())}" in unknown.message
 
 
 async def test_no_scorer_is_an_error_not_a_zero() -> None:
@@ -352,7 +352,7 @@ HEAVY = "import sys; {}; print(sorted({{'torch', 'transformers', 'megatron', 'sg
     [
         "import services.reward.__main__",
         "import headrace.client.reward, headrace.hooks, headrace.process.workers",
-        "from services.reward.builtin import BUILTINS, prepare_builtin; [prepare_builtin(b.name) for b in BUILTINS]",
+        "from services.reward.registry import BUILTINS, prepare_builtin; [prepare_builtin(b.name) for b in BUILTINS]",
     ],
 )
 def test_nothing_here_imports_torch(code: str) -> None:

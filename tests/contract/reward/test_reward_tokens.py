@@ -16,7 +16,7 @@ from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 from services.rollout import scoring
 from services.rollout.scoring import SampleScorer
 

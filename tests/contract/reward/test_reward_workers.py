@@ -7,7 +7,7 @@ import pytest
 from headrace.hooks import section_args
 from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -21,7 +21,7 @@ from headrace.job.schema.services import ServicesSection
 from headrace.rpc.log import configure_logging
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service
-from services.rollout.servicer import RolloutServicer
+from services.rollout.server import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.models.tiny_model import make_tiny_qwen3

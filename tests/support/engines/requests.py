@@ -14,10 +14,8 @@ from headrace.errors import InvalidArgument
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, ResponseEnd, request_ender
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.response_end import ResponseEnd
-from services.rollout.production.time_limit import request_ender
 from tests.support.engine_stack import PROMPT, Stack
 
 _FITTING: tuple[tuple[dict[str, Any], str], ...] = (

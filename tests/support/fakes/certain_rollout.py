@@ -24,14 +24,13 @@ from headrace.client.open import open_buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.rollout.devices.turn import EngineTurn
+from services.rollout.devices import EngineTurn
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
+from services.rollout.server import RolloutServicer, engine_to_proto
 from services.rollout.service import RolloutParts
-from services.rollout.servicer import RolloutServicer
-from services.rollout.wire import engine_to_proto
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.gloo_engine import GlooEngine
 

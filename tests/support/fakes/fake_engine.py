@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
-from services.rollout.production.response_end import Texts
+from services.rollout.production.generator import Texts
 from tests.support.engines.fake_reply import reply_of, routed_of
 from tests.support.fake_weights import fake_checksum
 

@@ -17,7 +17,7 @@ from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.job.schema.run import ModelSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
-from services.buffer.conversion.wire_bytes import add_to_server
+from services.buffer.conversion.wire import add_to_server
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import NO_USER_CODE, BufferApplication
 from services.buffer.runtime.user_code import UserCode

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.client.buffer import BufferClient
 from headrace.errors import HeadraceError
-from services.buffer.runtime.locks import Locks
+from services.buffer.runtime.prompt_sources import Locks
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import connect, open_database, write_rows
 from services.buffer.store.sqlite.store import SqliteStore

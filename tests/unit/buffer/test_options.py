@@ -19,8 +19,8 @@ from services.buffer import __main__ as program
 from services.buffer.build import of_shard, store_of_job, train_stream
 from services.buffer.ledger.stream import Selection, StreamConfig, StreamState
 from services.buffer.prompts.data_source import DataSourceReader
-from services.buffer.runtime.chooser import GroupChooser
 from services.buffer.runtime.prompt_sources import PromptSources
+from services.buffer.runtime.user_code import GroupChooser
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.postgres import store as postgres
 from services.buffer.store.sqlite.store import SqliteStore

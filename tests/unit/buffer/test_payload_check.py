@@ -14,8 +14,7 @@ from headrace.errors import InvalidArgument
 from headrace.sample_checks import COLUMN_DTYPES
 from headrace.trajectory import PolicyRange, Sample, Status
 from headrace.wire.column import pack_column, unpack_column
-from services.buffer.conversion.payload_check import check_samples
-from services.buffer.conversion.payload_columns import columns_of, row_of
+from services.buffer.conversion.payload import check_samples, columns_of, row_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 

@@ -18,8 +18,8 @@ from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor, FileSource
-from services.buffer.prompts.mix import PromptMix
-from services.buffer.prompts.open import open_files
+from services.buffer.prompts.reader import PromptMix
+from services.buffer.runtime.prompt_sources import open_files
 
 READERS = BlockingPool("prompts", 2)
 

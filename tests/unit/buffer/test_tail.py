@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from services.buffer.ledger.transaction import LedgerEvent
-from services.buffer.runtime.tail import Tail
+from services.buffer.runtime.journal import Tail
 
 
 def test_the_latest_events_are_in_memory_and_older_ones_are_left_to_the_store() -> None:

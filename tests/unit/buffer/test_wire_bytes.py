@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from services.buffer.conversion.wire_bytes import sample_bytes
+from services.buffer.conversion.wire import sample_bytes
 from services.buffer.ledger.group import SampleRecord
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from headrace.rpc.metrics import RpcMetrics
 from services.buffer.metrics import LedgerCollector
-from services.reward.metrics import RewardMetrics
+from services.reward.scoring import RewardMetrics
 from services.rollout.metrics import RolloutMetrics
 from tests.support.deployments import DEPLOY
 

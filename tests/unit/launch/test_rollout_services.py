@@ -14,9 +14,8 @@ from headrace.launch.launcher import Launcher
 from headrace.launch.specs import SERVICES
 from headrace.run_folder import number_of, service_of
 from headrace.sample_log import SampleLog
+from services.rollout.build import groups_at_once, job_of_service
 from services.rollout.fleet_build import engine_options
-from services.rollout.in_flight import groups_at_once
-from services.rollout.one_of_several import job_of_service
 from tests.unit.launch.test_shards import after, processes_of
 
 ELSEWHERE = ("--rollout-address", "10.0.0.1:7000,10.0.0.2:7000")

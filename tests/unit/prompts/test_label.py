@@ -20,7 +20,7 @@ from headrace.hooks.plain import plain
 from headrace.prompts.label import label_text
 from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.data_source import DataSourceReader
-from services.buffer.prompts.row import RowReader
+from services.buffer.prompts.files import RowReader
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

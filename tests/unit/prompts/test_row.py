@@ -15,7 +15,7 @@ from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.data_source.dataset import Dataset
 from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.prompts.row import chat_message
-from services.reward.evaluations import scorers_of
+from services.reward.check import scorers_of
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 
 

@@ -17,9 +17,9 @@ from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks.kit import sandbox
 from headrace.process.linux import descendants
 from headrace.score import ScoreItem
-from services.reward.cpu_limit import TooSlow, cpu_limit
+from services.reward.registry import TooSlow, cpu_limit
 from services.reward.scorers import code
-from services.reward.scorers.code_values import same_output
+from services.reward.scorers.code import same_output
 from tests.support.sandboxes import KINDS, choose_sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from headrace.score import ScoreItem
-from services.reward.cpu_limit import cpu_limit
+from services.reward.registry import cpu_limit
 from services.reward.scorers import dapo, deepscaler, math
 
 Answers = Mapping[str, tuple[Sequence[str], Sequence[str]]]

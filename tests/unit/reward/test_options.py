@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.process.workers import WorkerPool
 from headrace.rpc.server import RpcServer
 from services.reward import __main__ as program
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 from tests.support.job_options import Readers, ignored, options_named_in, options_read
 
 HOOKS = """

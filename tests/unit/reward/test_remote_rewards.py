@@ -20,7 +20,7 @@ from headrace.job.schema.reward import RewardSection
 from headrace.rpc.listen import Listen
 from headrace.rpc.net import free_port
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 

@@ -13,7 +13,7 @@ import reasoning_gym
 
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
-from services.reward.cpu_limit import TooSlow, cpu_limit
+from services.reward.registry import TooSlow, cpu_limit
 from services.reward.scorers import deepscaler, exact_match, math, regex
 from services.reward.scorers import reasoning_gym as gym_scorer
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged

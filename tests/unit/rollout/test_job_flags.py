@@ -12,8 +12,8 @@ from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.build import rollout_service
-from services.rollout.engine.routing.router import command
-from services.rollout.production.hooks.custom import custom_args
+from services.rollout.engine.router import command
+from services.rollout.production.hooks import custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest, job_params
 from tests.support.fakes.fake_engine import FakeEngine

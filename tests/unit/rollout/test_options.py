@@ -18,17 +18,15 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.parts.engine_group import EngineGroup
 from services.rollout import __main__ as program
 from services.rollout import evaluate_url
-from services.rollout.admission.shares import Kind
+from services.rollout.admission import Kind
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.build import rollout_service
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator, Progress
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.hooks.all_samples import AllSamples
-from services.rollout.production.hooks.custom import HookSampler, OwnFunctions
-from services.rollout.production.hooks.sample_hooks import HookedSampler
+from services.rollout.production.generator import GRACE_SECONDS
+from services.rollout.production.hooks import AllSamples, HookedSampler, HookSampler, OwnFunctions
 from services.rollout.production.sampling import EngineSampler
-from services.rollout.production.time_limit import GRACE_SECONDS
-from services.rollout.rollout_function.step_sampler import StepSampler
+from services.rollout.rollout_function import StepSampler
 from services.rollout.service import RolloutService
 from tests.support.job_options import Readers, ignored, options_named_in, options_read, same
 from tests.support.models.tiny_vision import make_tiny_vision

@@ -11,7 +11,7 @@ from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.hooks.custom import HookSampler, custom_args
+from services.rollout.production.hooks import HookSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 from tests.support.fakes.fake_fleet import fake_fleet

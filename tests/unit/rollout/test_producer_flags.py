@@ -24,7 +24,7 @@ from services.rollout.build import rollout_service
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.engine import EngineState
 from services.rollout.production.producer import Producer
-from services.rollout.servicer import RolloutServicer
+from services.rollout.server import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
 from tests.support.fakes.scripted_reward import score, scripted_reward

@@ -21,8 +21,8 @@ from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service
 from services.rollout.engine.fleet import EngineState
 from services.rollout.fleet_build import capacity
+from services.rollout.server import RolloutServicer
 from services.rollout.service import RolloutParts
-from services.rollout.servicer import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE, RememberedRouting, fake_fleet
 from tests.support.models.tiny_model import make_tiny_qwen3

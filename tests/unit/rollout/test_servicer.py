@@ -18,14 +18,12 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import pack_column, unpack_column
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
-from services.rollout.servicer import RolloutServicer
-from services.rollout.side_by_side import side_by_side
+from services.rollout.server import RolloutServicer, side_by_side
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.models.tiny_model import make_tiny_tokenizer

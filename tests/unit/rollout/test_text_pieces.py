@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.rollout.text_pieces import TextPieces
+from services.rollout.production.prompts import TextPieces
 from tests.support.models.chat_templates import make_chat_tokenizer
 
 TEXT = "Größe: 3 €, 漢字 and 🙂🙃 in a row. " * 20

@@ -12,9 +12,9 @@ from headrace.errors import InvalidArgument
 from headrace.trajectory import pack_column
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.sampling import merged_params
-from services.rollout.publication.checksums import differences, digest
 from services.rollout.publication.plan import plan_from_proto
-from services.rollout.wire import probe_from_proto, reward_target_from_proto
+from services.rollout.publication.receiver import differences, digest
+from services.rollout.server import probe_from_proto, reward_target_from_proto
 
 
 def begin(**changes: object) -> pb.BeginPublishRequest:

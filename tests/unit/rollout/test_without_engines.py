@@ -22,8 +22,8 @@ from headrace.launch.specs import without_address
 from headrace.process.linux import descendants
 from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
+from services.rollout.server import RolloutServicer
 from services.rollout.service import RolloutService
-from services.rollout.servicer import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.models.chat_templates import make_chat_tokenizer

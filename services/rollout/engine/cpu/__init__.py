@@ -1,1 +1,4 @@
-"""The parts of an engine on a CPU that SGLang lacks."""
+"""The model that the engine serves, one of SGLang's own: SGLang is told that it is a plugin's package of models."""
+
+CHECKPOINT = "HEADRACE_ENGINE_CHECKPOINT"
+"""The environment variable with the checkpoint's folder, for `served`."""

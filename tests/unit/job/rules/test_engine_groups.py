@@ -15,8 +15,8 @@ from headrace.job.load.toml import to_toml
 from headrace.job.model.context_limit import ContextLimit
 from headrace.models.registry import read_architecture
 from services.rollout.engine import arguments
-from services.rollout.engine.machine import Machine
-from services.rollout.engine.slots import EngineSlot
+from services.rollout.engine.arguments import Machine
+from services.rollout.engine.engine import EngineSlot
 from services.rollout.fleet_build import slot_options, slots_of
 
 GROUPS = """

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from headrace.errors import DeadlineExceeded, ResourceExhausted
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
-from services.rollout.in_flight import engine_slots, evaluated_beside_training
+from services.rollout.admission import EngineSlots, Kind, Shares
+from services.rollout.build import engine_slots, evaluated_beside_training
 
 
 def slots_of(*, training: int = 0, evaluation: int = 0, clients: int = 1, max_waiting: int = 10) -> EngineSlots:

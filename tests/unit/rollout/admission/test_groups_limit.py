@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.admission.groups_limit import GroupsLimit, is_pressed
+from services.rollout.admission import GroupsLimit, is_pressed
 from services.rollout.engine.answers.load import EngineLoad
 
 LOADS = st.lists(

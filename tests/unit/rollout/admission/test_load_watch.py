@@ -7,8 +7,7 @@ import contextlib
 
 import pytest
 
-from services.rollout.admission.groups_limit import GroupsLimit
-from services.rollout.admission.load_watch import LoadWatch
+from services.rollout.admission import GroupsLimit, LoadWatch
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.api import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import Kind, Shares
 
 WAITING = (Kind.EVALUATION, Kind.CLIENTS)
 SLOTS = st.fixed_dictionaries({kind: st.integers(1, 6) for kind in Kind})

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from headrace.policy_range import PolicyRange
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits

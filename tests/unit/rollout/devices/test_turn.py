@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Aborted, FailedPrecondition, Fenced, InvalidArgument
-from services.rollout.devices.turn import EngineTurn, require_turn
+from services.rollout.devices import EngineTurn, require_turn
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.publication.receiver import Receiver

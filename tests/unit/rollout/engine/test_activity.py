@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.rollout.engine.activity import Activity
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.fleet import Activity, EngineState
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver

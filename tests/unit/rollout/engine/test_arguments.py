@@ -9,8 +9,8 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
-from services.rollout.engine import arguments, machine
-from services.rollout.engine.machine import Machine
+from services.rollout.engine import arguments
+from services.rollout.engine.arguments import Machine
 from services.rollout.fleet_build import engine_options
 
 FLAGS = {
@@ -109,18 +109,18 @@ def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhil
 
 
 async def test_a_torch_for_cpus_alone_has_no_accelerator_and_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setattr(machine, "_ASK", "raise SystemExit('torch was asked')")
-    assert not await machine.has_accelerator()
-    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cu130")
+    monkeypatch.setattr(arguments, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(arguments, "_ASK", "raise SystemExit('torch was asked')")
+    assert not await arguments.has_accelerator()
+    monkeypatch.setattr(arguments, "version", lambda _: "2.13.0+cu130")
     with pytest.raises(Unavailable, match="torch was asked"):
-        await machine.has_accelerator()
+        await arguments.has_accelerator()
 
 
 async def test_any_other_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "version", lambda _: "2.13.0")
-    monkeypatch.setattr(machine, "_ASK", "print('a warning'); print(True)")
-    assert await machine.has_accelerator()
+    monkeypatch.setattr(arguments, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(arguments, "_ASK", "print('a warning'); print(True)")
+    assert await arguments.has_accelerator()
 
 
 def test_an_engine_ends_without_dumps_unless_a_person_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

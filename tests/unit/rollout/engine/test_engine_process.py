@@ -15,9 +15,9 @@ import pytest
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job
 from headrace.process.scratch import Scratch, delete_leftovers
+from services.rollout.engine import launch
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.server import launch
 from services.rollout.fleet_build import sglang_factory
 
 ENGINE = """

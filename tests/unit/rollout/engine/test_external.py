@@ -9,8 +9,8 @@ import pytest
 
 from headrace.errors import ConfigError, FailedPrecondition, Unavailable
 from headrace.rpc.net import Address, free_port
-from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.process import ExternalEngine
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import RememberedRouting
 

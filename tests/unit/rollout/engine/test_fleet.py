@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from headrace.errors import Unavailable
-from services.rollout.engine.engine import Engine
+from services.rollout.engine.engine import Engine, EngineSlot
 from services.rollout.engine.fleet import EngineState
-from services.rollout.engine.slots import EngineSlot
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 

@@ -60,7 +60,7 @@ def pid_in(log_dir: Path, known: set[str]) -> int:
 async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fleet(
     cluster: object, tmp_path: Path
 ) -> None:
-    from services.rollout.engine.placed.ray_engine import RayEngine, join_cluster
+    from services.rollout.engine.ray_engine import RayEngine, join_cluster
 
     assert join_cluster() is False, "no GPUs are here"
     timing = FleetTiming(start_seconds=60, check_interval_seconds=0.2, max_restarts=1)
@@ -92,7 +92,7 @@ async def test_an_engine_without_a_machine_says_what_the_cluster_has(
     cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.errors import Unavailable
-    from services.rollout.engine.placed import ray_engine
+    from services.rollout.engine import ray_engine
 
     ray_engine.join_cluster()
     engine = ray_engine.RayEngine(partial(stand_in, tmp_path), 4)

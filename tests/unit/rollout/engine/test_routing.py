@@ -14,9 +14,9 @@ from headrace.errors import Unavailable
 from headrace.hooks.kit.engine import ask_engine
 from headrace.job.schema.job import Job
 from headrace.wire.routing_key import routed_by
+from services.rollout.build import samples_together
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.in_flight import samples_together
 from tests.support.routed_step import routed_step
 
 

@@ -20,8 +20,7 @@ from headrace.errors import (
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.engine import Engine
 from services.rollout.engine.fleet import EngineState
-from services.rollout.engine.scaling.capacity import Capacity
-from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
 from tests.support.fakes.fake_engine import FakeEngine, response_to

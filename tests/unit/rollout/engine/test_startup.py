@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.cpu.models.served import served_models
+from services.rollout.engine.cpu.served import served_models
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 _STARTS = """

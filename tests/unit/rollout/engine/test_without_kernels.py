@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.rollout.engine.cpu.without_kernels import add_gated
+from services.rollout.engine.cpu.served import add_gated
 
 
 def test_the_shared_experts_output_is_added_behind_its_gate() -> None:

@@ -13,15 +13,14 @@ from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
+from services.rollout.build import eval_function
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator, Progress
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
-from services.rollout.rollout_function.build import eval_function
 from services.rollout.scoring import SampleScorer
 from tests.support.models.tiny_model import make_tiny_tokenizer
 

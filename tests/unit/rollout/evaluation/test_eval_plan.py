@@ -14,13 +14,12 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.trajectory import Sample, Status
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
-from services.rollout.production.hooks.custom import HookSampler
+from services.rollout.production.hooks import HookSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer

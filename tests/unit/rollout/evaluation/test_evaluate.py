@@ -15,8 +15,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhaust
 from headrace.job.schema.production import EvalSection
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys

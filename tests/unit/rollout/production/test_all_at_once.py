@@ -19,7 +19,7 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks.custom import HookSampler
+from services.rollout.production.hooks import HookSampler
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 from tests.support.fakes.fake_engine import FakeEngine

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, InvalidArgument
-from services.rollout.chat.chat_mask import FAMILIES, ChatMask
+from services.rollout.chat.mask import FAMILIES, ChatMask
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 
 Messages = list[dict[str, Any]]

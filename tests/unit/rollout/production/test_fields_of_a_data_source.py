@@ -30,7 +30,7 @@ from headrace.trajectory import Sample as WireSample
 from services.buffer.build import train_stream, user_code_of
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.store.memory import MemoryStore
-from services.reward.service import RewardServer
+from services.reward.server import RewardServer
 from services.rollout.build import rollout_service
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE

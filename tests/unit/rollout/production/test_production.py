@@ -26,11 +26,9 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import GroupSampler
-from services.rollout.production.hooks.custom import HookSampler, custom_args
-from services.rollout.production.hooks.filter import GroupFilter
+from services.rollout.production.groups import FailedSamples, GroupSampler
+from services.rollout.production.hooks import GroupFilter, HookSampler, custom_args
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder

@@ -10,8 +10,7 @@ import pytest
 
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
-from services.rollout.production.generator import Generator
-from services.rollout.production.response_end import ResponseEnd, Texts
+from services.rollout.production.generator import Generator, ResponseEnd, Texts
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 

@@ -11,8 +11,8 @@ from headrace.errors import ConfigError
 from headrace.trajectory import ROUTED_EXPERTS
 from services.rollout.engine import arguments
 from services.rollout.engine.api import NOTHING_YET, SamplingParams
+from services.rollout.engine.arguments import Machine
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.machine import Machine
 from services.rollout.fleet_build import engine_options
 from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of

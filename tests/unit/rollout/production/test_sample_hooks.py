@@ -16,7 +16,7 @@ from headrace.hooks.trial.check import check_hook
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.hooks.sample_hooks import HookedSampler, SampleHooks
+from services.rollout.production.hooks import HookedSampler, SampleHooks
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 

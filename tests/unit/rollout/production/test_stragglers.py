@@ -11,12 +11,11 @@ from headrace.errors import DeadlineExceeded, Unavailable
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, request_ender
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler
-from services.rollout.production.time_limit import request_ender
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.fakes.memory_ledger import lease

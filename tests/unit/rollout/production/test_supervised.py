@@ -13,7 +13,7 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
 from headrace.prompts.row import chat_message
 from headrace.trajectory import Sample, Status
-from services.rollout.chat.chat_mask import FAMILIES
+from services.rollout.chat.mask import FAMILIES
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.sampling import SampleRequest

@@ -7,7 +7,7 @@ import numpy as np
 from headrace.rpc.net import free_port
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.engine.client import EngineClient
-from services.rollout.production.teacher import Teacher
+from services.rollout.production.groups import Teacher
 from tests.support.fakes.fake_fleet import fake_fleet
 
 

@@ -11,10 +11,9 @@ import pytest
 from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, InvalidArgument
 from headrace.probe import Probe
 from headrace.wire.tensor_spec import TensorSpec
-from services.rollout.publication.checksums import differences, slices
-from services.rollout.publication.groups import WeightGroups
-from services.rollout.publication.probe import ask
+from services.rollout.publication.receiver import ask, differences, slices
 from services.rollout.publication.state import GroupPlan, Phase, Plan, PublicationState
+from services.rollout.publication.transports import WeightGroups
 from tests.unit.rollout.publication.test_receiver import PLAN
 
 

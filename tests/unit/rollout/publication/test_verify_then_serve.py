@@ -26,22 +26,20 @@ from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import Sample, unpack_column
 from services.buffer.store.sqlite.store import SqliteStore
-from services.rollout.admission.engine_slots import EngineSlots
-from services.rollout.admission.shares import Kind, Shares
+from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import GroupSampler
-from services.rollout.production.ledger import BufferLedger
-from services.rollout.production.producer import Producer
+from services.rollout.production.producer import BufferLedger, Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import EngineSampler
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from services.rollout.scoring import SampleScorer
-from services.rollout.servicer import RolloutServicer
+from services.rollout.server import RolloutServicer
 from services.trainer.data.record import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, next_token, response_to

@@ -21,7 +21,7 @@ from headrace.errors import Fenced, HeadraceError, InvalidArgument, Unavailable
 from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.wire import engine_to_proto
+from services.rollout.server import engine_to_proto
 from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup

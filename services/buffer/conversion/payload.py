@@ -1,0 +1,318 @@
+"""A put's payload: its columns, and the checks that let a trainer read it. `headrace.sample_checks` has the rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import InvalidArgument
+from headrace.policy_range import check_ranges, gaps
+from headrace.sample_checks import (
+    COLUMN_DTYPES,
+    LOSS_MASK,
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TEACHER_LOG_PROBS,
+    TOKENS,
+    check_experts,
+    check_log_probs,
+    check_loss_mask,
+    check_reward,
+    check_row,
+    check_token_ids,
+)
+from headrace.trajectory import parsed_payload
+from headrace.wire.column import DTYPES, check_shape, pack_column
+from headrace.wire.json_text import from_json
+from headrace.wire.protobuf import Payload, read_varint, varint
+
+# The columns of a payload, without copies where it is large: they are slices of it.
+# A payload is walked by the headers of its fields; those of `rows`, which a producer writes first, are compared with
+# the bytes that they must be. What is not encoded as every encoder writes it is parsed by the generated class.
+
+Column = tuple[str, int, tuple[int, ...], Payload]
+"""(name, dtype, shape, data)."""
+
+_COPIED_BYTES = 16 << 10
+"""Up to this size a copy costs less than slices of a memoryview."""
+_JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2, 8 << 3 | 2))
+_TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
+_COLUMN_TAG = 6 << 3 | 2
+_HEADER_TAGS = 1 << 3 | 2, 2 << 3, 3 << 3 | 2
+"""The tags of a column's name, dtype and shape, in this order."""
+_DATA_TAG = 4 << 3 | 2
+_ONE_BYTE = 127
+"""The largest number in a byte of its own."""
+_HEADER_BYTES = 256
+"""The part of a column before its data: a name of 128 bytes and 8 dimensions fit."""
+_ROWS_KEPT = 1 << 14
+
+
+class TokenRow(msgspec.Struct, frozen=True, gc=False):
+    """The required form of a column with one entry per token, and the bytes of a payload in front of its data."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+    num_bytes: int
+    header: bytes
+
+
+@lru_cache(_ROWS_KEPT)
+def row_of(name: str, length: int) -> TokenRow:
+    """Returns the row of `length` entries, which nothing is allocated for."""
+    column = pack_column(name, np.empty(0, COLUMN_DTYPES[name]))
+    column.shape[:] = [length]
+    num_bytes = length * COLUMN_DTYPES[name].itemsize
+    header = column.SerializeToString() + (bytes([_DATA_TAG]) + varint(num_bytes) if num_bytes else b"")
+    header = bytes([_COLUMN_TAG]) + varint(len(header) + num_bytes) + header
+    return TokenRow(name, column.dtype, (length,), num_bytes, header)
+
+
+def columns_of(sample_id: str, payload: Payload, rows: Sequence[TokenRow] = ()) -> list[Column]:
+    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be.
+
+    Columns that are `rows`, in their order, are found fastest.
+    """
+    data = bytes(payload) if len(payload) <= _COPIED_BYTES else memoryview(payload)
+    with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+        return list(_walked(data, rows))
+    message = parsed_payload(sample_id, bytes(payload))
+    texts = message.metadata_json, message.sampling_params_json, message.train_metadata_json, message.hook_json
+    for text in texts:
+        if text:
+            from_json(text)
+    return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]
+
+
+def _walked(data: Payload, rows: Sequence[TokenRow]) -> Iterator[Column]:
+    at = num_found = 0
+    while at < len(data):
+        tag = data[at]
+        if tag == _COLUMN_TAG and num_found < len(rows):
+            expected = rows[num_found]
+            start = at + len(expected.header)
+            end = start + expected.num_bytes
+            if data[at:start] == expected.header and end <= len(data):
+                yield expected.name, expected.dtype, expected.shape, data[start:end]
+                num_found += 1
+                at = end
+                continue
+        length, at = read_varint(data, at + 1)
+        contents = data[at : at + length]
+        if len(contents) < length:
+            raise ValueError("cut off")
+        at += length
+        if tag == _COLUMN_TAG:
+            yield _column(contents)
+        elif tag in _TEXT_TAGS:
+            text = str(contents, "utf-8")
+            if tag in _JSON_TAGS:
+                from_json(text)
+        else:
+            raise ValueError(f"the field of the tag {tag}")
+
+
+def _column(view: Payload) -> Column:
+    header = bytes(view[:_HEADER_BYTES])
+    dtype_at = 2 + header[1]
+    shape_at = dtype_at + 4
+    shape_end = shape_at + header[shape_at - 1]
+    tags = header[0], header[dtype_at], header[dtype_at + 2]
+    if tags != _HEADER_TAGS or max(header[1], header[dtype_at + 1], header[shape_at - 1]) > _ONE_BYTE:
+        raise ValueError("a column of other fields")
+    shape: list[int] = []
+    at = shape_at
+    while at < shape_end:
+        length, at = read_varint(header, at)
+        shape.append(length)
+    num_bytes, data_at = (0, at) if at == len(view) else _data(header, at)
+    if at != shape_end or data_at + num_bytes != len(view):
+        raise ValueError("a column of other fields")
+    return header[2:dtype_at].decode(), header[dtype_at + 1], tuple(shape), view[data_at:]
+
+
+def _data(header: bytes, at: int) -> tuple[int, int]:
+    """(length, where the data begins)."""
+    if header[at] != _DATA_TAG:
+        raise ValueError("a column of other fields")
+    return read_varint(header, at + 1)
+
+
+# A put's payload is checked here, so that a trainer can read it; `headrace.sample_checks` has the rules.
+# The values of small columns are checked many samples at a time, because a call of numpy costs more than a short row
+# does; when a check fails, each sample is checked alone, so that the answer names the wrong one.
+
+_Envelope = sample_pb2.SampleEnvelope
+_REQUIRED = frozenset((TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS))
+_SAMPLED = (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
+_ALONE_BYTES = 16 << 10
+"""A column of this size or more is checked alone, without a copy."""
+
+
+def check_samples(samples: Iterable[tuple[_Envelope, Payload]], vocab_size: int | None = None) -> None:
+    """Raises InvalidArgument for a sample that could not be read back, or not be trained on.
+
+    `vocab_size` bounds the token ids, where it is known. An unfinished sample's tokens need no policy ranges.
+    """
+    values = _Values(vocab_size)
+    for envelope, payload in samples:
+        try:
+            _check(envelope, payload, values)
+        except InvalidArgument as error:
+            raise _named(envelope, error) from error
+    values.check()
+
+
+class _Values:
+    """Rows of small samples that wait to be checked together."""
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._waiting: defaultdict[str, list[tuple[_Envelope, Payload]]] = defaultdict(list)
+
+    def add(self, name: str, data: Payload, envelope: _Envelope) -> None:
+        """A row of the right dtype and length."""
+        if len(data) < _ALONE_BYTES:
+            self._waiting[name].append((envelope, data))
+        else:
+            self._check(name, data)
+
+    def check(self) -> None:
+        """Raises InvalidArgument that names the sample."""
+        for name, rows in self._waiting.items():
+            try:
+                self._check(name, b"".join([data for _, data in rows]))
+            except InvalidArgument:
+                self._check_each(name, rows)
+                raise
+
+    def _check_each(self, name: str, rows: Sequence[tuple[_Envelope, Payload]]) -> None:
+        for envelope, data in rows:
+            try:
+                self._check(name, data)
+            except InvalidArgument as error:
+                raise _named(envelope, error) from error
+
+    def _check(self, name: str, data: Payload) -> None:
+        values = np.frombuffer(data, COLUMN_DTYPES[name])
+        if name == TOKENS:
+            check_token_ids(name, values, self._vocab_size)
+        elif name == LOSS_MASK:
+            check_loss_mask(name, values)
+        else:
+            check_log_probs(name, values)
+
+
+def _named(envelope: _Envelope, error: InvalidArgument) -> InvalidArgument:
+    return InvalidArgument(f"sample {envelope.sample_id}: {error.message}", field="groups.samples", reason="BAD_SAMPLE")
+
+
+def _check(envelope: _Envelope, payload: Payload, values: _Values) -> None:
+    if envelope.HasField("reward"):
+        check_reward("reward", envelope.reward)
+    if envelope.reward_parts:
+        for name, value in envelope.reward_parts.items():
+            check_reward(f"reward_parts[{name!r}]", value)
+    num_covered = check_ranges("policy_ranges", envelope.policy_ranges, envelope.response_tokens)
+    mask = _check_columns(envelope, payload, values)
+    if num_covered < envelope.response_tokens and envelope.status in _SAMPLED:
+        _check_versions(envelope, mask)
+
+
+def _check_columns(envelope: _Envelope, payload: Payload, values: _Values) -> Payload | None:
+    """The loss mask, unless it lies out of line: of those columns the envelope and the header agree."""
+    outside = {column.name: column.num_bytes for column in envelope.out_of_line} if envelope.out_of_line else {}
+    prompt_tokens, response_tokens = envelope.prompt_tokens, envelope.response_tokens
+    rows = _rows(prompt_tokens + response_tokens, response_tokens)
+    columns = columns_of(envelope.sample_id, payload, tuple(rows.values()))
+    mask: Payload | None = None
+    for name, dtype, shape, data in columns:
+        if name in outside:
+            _check_outside(name, dtype, shape, data, outside[name], rows)
+            continue
+        row = rows.get(name)
+        if row is None or dtype != row.dtype or shape != row.shape or len(data) != row.num_bytes:
+            _check_other(name, dtype, shape, data, rows)
+            continue
+        values.add(name, data, envelope)
+        if name == LOSS_MASK:
+            mask = data
+    _check_names([column[0] for column in columns], outside)
+    if not (prompt_tokens or response_tokens or envelope.status == sample_pb2.SAMPLE_STATUS_FAILED):
+        raise InvalidArgument("prompt_tokens and response_tokens are 0: a sample has a prompt or a response")
+    if mask is not None and (trained := len(mask) - bytes(mask).count(0)) != envelope.trained_tokens:
+        raise InvalidArgument(f"trained_tokens is {envelope.trained_tokens}, loss_mask has {trained}")
+    return mask
+
+
+_Rows = Mapping[str, TokenRow]
+
+
+def _rows(num_tokens: int, response_tokens: int) -> _Rows:
+    """Returns what the columns with one entry per token must be, in the order in which producers write them."""
+    return {
+        TOKENS: row_of(TOKENS, num_tokens),
+        LOSS_MASK: row_of(LOSS_MASK, response_tokens),
+        ROLLOUT_LOG_PROBS: row_of(ROLLOUT_LOG_PROBS, response_tokens),
+        TEACHER_LOG_PROBS: row_of(TEACHER_LOG_PROBS, response_tokens),
+    }
+
+
+def _check_names(names: Sequence[str], outside: Mapping[str, int]) -> None:
+    seen = set(names)
+    if len(seen) < len(names):
+        raise InvalidArgument(f"some of the columns {sorted(names)[:100]} come twice")
+    if not (seen >= _REQUIRED and seen >= outside.keys()):
+        raise InvalidArgument(f"the payload lacks the columns {sorted((_REQUIRED | outside.keys()) - seen)}")
+
+
+def _check_other(name: str, number: int, shape: tuple[int, ...], data: Payload, rows: _Rows) -> None:
+    """A column that is no row as it should be: it has a name that says nothing here, or another rank by right."""
+    dtype = _dtype(name, number)
+    check_shape(name, dtype, shape, len(data))
+    if name in COLUMN_DTYPES:
+        values: NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
+        if name == ROUTED_EXPERTS:
+            check_experts(name, values, rows[TOKENS].shape[0])
+        else:
+            check_row(name, values, rows[name].shape[0])
+
+
+def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload, num_bytes: int, rows: _Rows) -> None:
+    """A column out of line: what can be known without its bytes."""
+    dtype = _dtype(name, number)
+    check_shape(name, dtype, shape, num_bytes)
+    if len(data):
+        raise InvalidArgument(f"column {name} is out of line, but has {len(data)} bytes in the payload, too")
+    if name not in COLUMN_DTYPES:
+        return
+    length = max(rows[TOKENS].shape[0] - 1, 0) if name == ROUTED_EXPERTS else rows[name].shape[0]
+    rank = 3 if name == ROUTED_EXPERTS else 1
+    if (dtype, len(shape)) != (COLUMN_DTYPES[name], rank) or shape[0] != length:
+        raise InvalidArgument(
+            f"column {name} is {dtype} {list(shape)}, must be {COLUMN_DTYPES[name]} of {length} tokens"
+        )
+
+
+def _dtype(name: str, number: int) -> np.dtype[Any]:
+    if number not in DTYPES:
+        raise InvalidArgument(f"column {name} has the unknown dtype {number}")
+    return DTYPES[number]
+
+
+def _check_versions(envelope: _Envelope, mask: Payload | None) -> None:
+    """Every trained token was sampled by some policy; where the mask lies out of line, every token."""
+    for start, end in gaps(envelope.policy_ranges, envelope.response_tokens):
+        if mask is None or bytes(mask[start:end]).count(0) < end - start:
+            raise InvalidArgument(
+                f"policy_ranges do not cover the response's tokens [{start}, {end}), which are trained"
+            )

@@ -1,1 +1,0 @@
-"""Parts of scorer `math`: how answers are found, read, and compared."""

@@ -1,0 +1,245 @@
+"""Builds the reward service (workers, registry, scorer, server), and translates its protos."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from headrace.api.reward.v1 import reward_pb2
+from headrace.api.reward.v1 import reward_pb2 as pb
+from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
+from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
+from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
+from headrace.hooks.kit.sandbox import require_sandbox
+from headrace.job.schema.reward import RewardSection
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.listen import Listen
+from headrace.rpc.request_limits import RequestLimits
+from headrace.rpc.server import RpcServer, Service
+from headrace.score import ScoreError, ScoreItem, pack_result
+from headrace.trajectory import Status
+from headrace.wire.checks import require_json_object, shown
+from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALL, MAX_SCORE_REQUEST_BYTES
+from services.reward.registry import BOXED, Registry, prepare_builtin, prepare_slow
+from services.reward.scoring import BatchScorer, RewardMetrics
+
+_BYTES_IN_A_TURN = 256 << 10
+_STATUSES = ("", *(status.value for status in Status))
+
+
+class RewardServicer(RewardServiceServicer):
+    def __init__(self, batch_scorer: BatchScorer) -> None:
+        self._scorer = batch_scorer
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
+            raise InvalidArgument(
+                f"{len(request.items)} items: send 1 to {MAX_SCORE_ITEMS_PER_CALL} in a call", field="items"
+            )
+        ids = [item.item_id for item in request.items]
+        if len(set(ids)) < len(ids):
+            raise InvalidArgument("two items have the same item_id: it must be unique in the call", field="items")
+        items = [item async for item in _unpacked_in_turns(request)]
+        results = await self._scorer.score(items, request.scorer or None, peer=context.peer())
+        return pb.ScoreResponse(results=[pack_result(*pair) for pair in zip(ids, results, strict=True)])
+
+    async def ListScorers(self, request: pb.ListScorersRequest, context: Any) -> pb.ListScorersResponse:
+        default = self._scorer.registry.default
+        return pb.ListScorersResponse(
+            scorers=[
+                pb.Scorer(name=s.name, version=s.version, description=s.description, is_default=s.name == default)
+                for s in self._scorer.registry.all()
+            ]
+        )
+
+
+async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreItem | ScoreError]:
+    """Yields all items without holding up the event loop."""
+    num_bytes = 0
+    for packed in request.items:
+        num_bytes += packed.ByteSize()
+        if num_bytes > _BYTES_IN_A_TURN:
+            num_bytes = 0
+            await asyncio.sleep(0)
+        yield _unpacked(packed)
+
+
+def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
+    """Turns what is wrong with one item into that item's own error."""
+    try:
+        require_json_object(packed.metadata_json, "metadata_json")
+        item = ScoreItem.unpack(packed)
+        if item.status not in _STATUSES:
+            raise InvalidArgument(f"status is {shown(item.status)}, must be one of {', '.join(_STATUSES)}")
+    except InvalidArgument as error:
+        return ScoreError("ITEM_INVALID", error.message)
+    return item
+
+
+NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+_LOAD_SECONDS = 120.0
+# An async function mostly waits (for a judge model, for a sandbox), so several of its calls share a worker.
+_ASYNC_CALLS_PER_WORKER = 32
+
+
+class RewardServer:
+    """A running reward service. `start` builds it; `stop` or a signal ends it."""
+
+    def __init__(self, rpc: RpcServer, pool: WorkerPool, slow_pool: WorkerPool) -> None:
+        self.rpc = rpc
+        self.pool = pool
+        self._slow_pool = slow_pool
+
+    @classmethod
+    async def start(
+        cls,
+        reward: RewardSection,
+        args: HookArgs,
+        listen: Listen,
+        *,
+        of_evaluations: Sequence[str] = (),
+    ) -> RewardServer:
+        """Returns when it serves; `of_evaluations` are functions of single evaluations, by path.
+
+        Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use.
+        """
+        hook = await describe(reward)
+        registry = Registry.of(reward.rm_type, hook, await describe_each(of_evaluations))
+        pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
+        metrics = RewardMetrics()
+        batch_scorer = BatchScorer(
+            registry,
+            pool,
+            slow_pool,
+            args,
+            metrics,
+            reward_key=reward.reward_key,
+            timeout_seconds=reward.reward_timeout_seconds,
+        )
+        service = Service(RewardServicer(batch_scorer), add_RewardServiceServicer_to_server, NAME)
+        rpc = RpcServer(
+            "reward",
+            listen.address,
+            [service],
+            metrics_address=listen.metrics_address,
+            insecure=listen.insecure,
+            tls=listen.tls,
+            tokens=listen.tokens,
+            request_limits=RequestLimits(num_bytes={"Score": MAX_SCORE_REQUEST_BYTES}),
+        )
+        metrics.show(rpc.metrics.registry, pool)
+        try:
+            await pool.start()
+            await rpc.start()
+        except WorkerError as error:
+            raise ConfigError(error.message) from error
+        except Exception:  # whatever it is, the workers must not stay behind
+            await pool.close()
+            raise
+        return cls(rpc, pool, slow_pool)
+
+    async def run_until_signal(self) -> None:
+        """Serves until SIGTERM or SIGINT, drains, and ends the workers."""
+        try:
+            await self.rpc.run_until_signal()
+        finally:
+            await self._close()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Drains and ends the workers."""
+        await self.rpc.stop(grace_seconds)
+        await self._close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(self.pool.close(), self._slow_pool.close())
+
+
+async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
+    """The functions of single evaluations. Raises ConfigError for one that cannot be called with a sample."""
+    if not paths:
+        return []
+    pool = WorkerPool(1)
+    try:
+        found = [await pool.run(reward_hook, path, False, timeout_seconds=_LOAD_SECONDS) for path in paths]
+    except WorkerError as error:
+        raise ConfigError(error.message) from error
+    finally:
+        await pool.close()
+    for hook in found:
+        if hook.form is RewardForm.BATCH:
+            raise ConfigError(
+                f"{hook.path} is a class made with a model's folder, which no data set has: its custom_rm_path is a "
+                "function f(args, sample)"
+            )
+    return found
+
+
+async def describe(reward: RewardSection) -> RewardHook | None:
+    """The user's function, if there is one. Raises ConfigError for a wrong one, and for a server that is not named."""
+    _check_remote(reward)
+    if (reward.rm_type or "").removeprefix(BOXED) == "code" and reward.custom_rm_path is None:
+        await asyncio.to_thread(_require_sandbox)
+    if reward.custom_rm_path is None:
+        if reward.group_rm:
+            raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
+        return None
+    pool = WorkerPool(1)
+    try:
+        hook: RewardHook = await pool.run(
+            reward_hook, reward.custom_rm_path, reward.group_rm, timeout_seconds=_LOAD_SECONDS
+        )
+    except WorkerError as error:
+        raise ConfigError(error.message) from error
+    finally:
+        await pool.close()
+    if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
+        raise ConfigError(f"{hook.path} is a class made with a model's folder: set --reward-model-path")
+    return hook
+
+
+def _require_sandbox() -> None:
+    try:
+        require_sandbox("rm_type code")
+    except FailedPrecondition as error:
+        raise ConfigError(error.message, field="insecure_sandbox") from error
+
+
+def _check_remote(reward: RewardSection) -> None:
+    default = (reward.rm_type or "").removeprefix(BOXED)
+    if default == "remote_rm" and reward.rm_url is None:
+        raise ConfigError("rm_type remote_rm asks a server: set --rm-url to it", field="rm_url")
+    if default == "judge" and reward.judge_url is None:
+        raise ConfigError("rm_type judge asks a model: set --judge-url and --judge-model", field="judge_url")
+    if reward.judge_url is not None and reward.judge_model is None:
+        raise ConfigError(
+            f"judge_url {reward.judge_url}: set --judge-model to the model it serves", field="judge_model"
+        )
+
+
+def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
+    prepare: Callable[[], None] = partial(prepare_builtin, registry.default)
+    of_default = registry.require(registry.default).builtin if registry.default else None
+    waits = (hook and hook.is_async) or (of_default and of_default.remote)
+    if hook:
+        model_path = str(reward.reward_model_path) if reward.reward_model_path else None
+        prepare = partial(prepare_reward, hook.path, hook.form, model_path)
+    return WorkerPool(
+        reward.reward_workers,
+        calls_per_worker=_ASYNC_CALLS_PER_WORKER if waits else 1,
+        max_waiting=MAX_SCORE_ITEMS,
+        prepare=prepare,
+        prepare_seconds=_LOAD_SECONDS,
+        has_guest=True,
+    )
+
+
+def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
+    """Makes the pool for answers that take long to grade. Its workers start when they are needed."""
+    return WorkerPool(
+        reward.reward_workers,
+        max_waiting=MAX_SCORE_ITEMS,
+        prepare=partial(prepare_slow, registry.default),
+        prepare_seconds=_LOAD_SECONDS,
+    )

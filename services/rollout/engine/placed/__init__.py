@@ -1,4 +1,0 @@
-"""Engines on other machines.
-
-In: a function that makes an engine's process. Out: that process elsewhere, started and watched from here.
-"""

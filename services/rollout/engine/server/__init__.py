@@ -1,1 +1,0 @@
-"""Runs inside an engine's process: SGLang's server, started as this project needs it."""

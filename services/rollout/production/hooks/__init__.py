@@ -1,1 +1,0 @@
-"""Asks the user's functions: what makes samples, what keeps groups, what looks at all of them."""
