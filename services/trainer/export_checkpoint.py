@@ -24,12 +24,11 @@ from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.reader import opened
 from services.trainer.hugging_face.export import export
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.torch_dist_export import write_torch_dist
-from services.trainer.hugging_face.weights import weights_of
+from services.trainer.hugging_face.shards import weights_of
+from services.trainer.hugging_face.torch_dist import write_torch_dist
 from services.trainer.model.build import join_ranks
-from services.trainer.model.lora.adapters import attach
-from services.trainer.model.lora.peft_folder import write_peft
-from services.trainer.model.saved import POLICY, model_facts, require_same_model
+from services.trainer.model.lora import attach, write_peft
+from services.trainer.model.policy import POLICY, model_facts, require_same_model
 
 _PRECISION = ("bf16", "fp16")
 

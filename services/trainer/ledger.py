@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from services.trainer.alone.step_recorder import StepRecorder
-from services.trainer.breaker import Breaker
-from services.trainer.data.buffer_port import TrainerBuffer
-from services.trainer.metrics.all_rewards import AllRewards
+from services.trainer.data.buffer import StepRecorder, TrainerBuffer
+from services.trainer.failure_budget import AllRewards, Breaker
 from services.trainer.metrics.scorers import Scorers
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole

@@ -16,8 +16,7 @@ from typing import Protocol
 from headrace.errors import Fenced, HeadraceError
 from headrace.rpc.log import log
 from services.trainer.plan.batch import Batch
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import EngineIds, Lacking
+from services.trainer.state import EngineIds, Lacking, TrainState
 
 
 class TrainerLedger(Protocol):

@@ -27,11 +27,9 @@ from headrace.job.schema.production import EvalSection
 from headrace.rpc.log import drop_logs
 from services.rollout.evaluation.evaluate import Evaluator
 from services.trainer.loop import train
-from services.trainer.schedule import JobSchedule
-from services.trainer.serving.evaluation import JobEvaluator
-from services.trainer.serving.evaluations import Evaluations, JobEvaluations, NoEvaluations
+from services.trainer.serving.evaluation import Evaluations, JobEvaluations, JobEvaluator, NoEvaluations
 from services.trainer.serving.report import RunReport
-from services.trainer.state import TrainState
+from services.trainer.state import JobSchedule, TrainState
 from tests.bench.overlap import GROUPS, SAMPLES, TOKENS, WARM_STEPS, Ledger, SleepingRanks, stack
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE

@@ -35,8 +35,7 @@ from services.rollout.publication.state import GroupPlan
 from services.rollout.service import RolloutParts
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
+from services.trainer.state import NOBODY, EngineIds, Lacking, TrainState
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.fakes.scripted_reward import score, scripted_reward

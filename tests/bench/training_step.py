@@ -28,7 +28,7 @@ from headrace.job.schema.job import Job
 from headrace.models.registry import read_architecture
 from headrace.trajectory import Sample, Status
 from services.trainer.hugging_face.convert import Converter
-from services.trainer.megatron.gpt.gpt import transformer_config
+from services.trainer.megatron.gpt import transformer_config
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of

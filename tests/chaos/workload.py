@@ -19,7 +19,7 @@ from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
 from headrace.ledger_tools.audit.ledger import read_ledger
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.processes.buffer_server import BufferProcess

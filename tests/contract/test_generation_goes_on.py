@@ -15,11 +15,11 @@ from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
-from services.trainer.breaker import Breaker
+from services.trainer.failure_budget import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluations import NoEvaluations
+from services.trainer.serving.evaluation import NoEvaluations
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 from tests.support.fakes.certain_rollout import produce

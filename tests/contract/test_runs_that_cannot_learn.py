@@ -15,11 +15,11 @@ from headrace.client.shards import ShardedBuffer
 from headrace.errors import FailedPrecondition
 from headrace.trajectory import Status
 from services.buffer.store.memory import MemoryStore
-from services.trainer.breaker import Breaker
+from services.trainer.failure_budget import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluations import NoEvaluations
+from services.trainer.serving.evaluation import NoEvaluations
 from services.trainer.serving.report import RunReport
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer

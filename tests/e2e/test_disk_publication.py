@@ -25,10 +25,10 @@ from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
-from services.trainer.control.writer import WeightWriter
+from services.trainer.control.senders import WeightWriter
 from services.trainer.files.durable import remove
 from services.trainer.model.policy import Policy
-from services.trainer.weights.memory_files import MemoryFiles
+from services.trainer.weights.buckets import MemoryFiles
 from tests.support.engine_stack import PROMPT, hugging_face_log_probs, shifted
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks

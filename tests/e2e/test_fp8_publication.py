@@ -26,13 +26,11 @@ from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.control.sender import WeightSender
-from services.trainer.control.transport.source import QuantizedWeights
-from services.trainer.control.writer import WeightWriter
+from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
 from services.trainer.files.durable import remove
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.model.policy import Policy
-from services.trainer.weights.memory_files import MemoryFiles
+from services.trainer.weights.buckets import MemoryFiles
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_tokenizer

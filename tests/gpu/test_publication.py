@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.control.sender import WeightSender
+from services.trainer.control.senders import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.engine_layout import EngineChecksums

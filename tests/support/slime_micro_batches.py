@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.trainer.plan.bins import spread
+from services.trainer.plan.planning import spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, DiskFull, NotFound
 from headrace.recorded_steps import RecordedStep, RecordedSteps
 from headrace.trajectory import Sample
-from services.trainer.alone.recorded_buffer import RecordedBuffer
-from services.trainer.alone.step_recorder import StepRecorder
+from services.trainer.data.buffer import RecordedBuffer, StepRecorder
 from tests.support.ledgers.answers import answered
 
 

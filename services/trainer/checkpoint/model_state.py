@@ -15,10 +15,8 @@ from torch import Tensor
 from headrace.errors import DataLoss
 from services.trainer.checkpoint.reader import CheckpointReader, Expected
 from services.trainer.checkpoint.shard_chunk import ShardChunk, whole_shape
-from services.trainer.hugging_face.model_shard import ModelShard
-from services.trainer.hugging_face.shards import split_dim
-from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.optimizer_slots import Slot, put
+from services.trainer.hugging_face.shards import ModelShard, split_dim
+from services.trainer.megatron.optimizer import Optimizer, Slot, put
 
 WEIGHT, MAIN = "weight", "main"
 

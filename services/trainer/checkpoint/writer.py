@@ -12,8 +12,8 @@ from pathlib import Path
 
 from services.trainer.checkpoint.manifest import FileFacts, crc32
 from services.trainer.checkpoint.shard_chunk import Place, ShardChunk
+from services.trainer.files.agreement import write_tensors
 from services.trainer.files.durable import sync
-from services.trainer.files.tensor_file import write_tensors
 
 
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardChunk]) -> str:

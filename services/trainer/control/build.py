@@ -21,37 +21,29 @@ from headrace.rpc.log import log
 from headrace.rpc.net import Address, host_towards
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
-from services.trainer.alone.no_engines import NoEngines
-from services.trainer.alone.recorded_buffer import RecordedBuffer
-from services.trainer.alone.step_recorder import StepRecorder
-from services.trainer.alone.untrained import UntrainedRanks
-from services.trainer.breaker import Breaker
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank import Met
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.ranks import TrainerRanks
-from services.trainer.control.sender import WeightSender
-from services.trainer.control.transport.choice import transport_of
-from services.trainer.control.transport.port import Sender
-from services.trainer.control.transport.source import QuantizedWeights
+from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
+from services.trainer.control.transport import Sender, transport_of
 from services.trainer.control.worker import RankWorker
-from services.trainer.control.writer import WeightWriter
-from services.trainer.data.buffer_port import TrainerBuffer
-from services.trainer.data.fetch import Fetch
-from services.trainer.data.sample_log import TrainedSamples
-from services.trainer.devices.turns import Devices, OwnDevices, SharedDevices, clear
+from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
+from services.trainer.data.samples import Fetch, TrainedSamples
+from services.trainer.failure_budget import Breaker
 from services.trainer.files.durable import remove
+from services.trainer.gpu_sharing import Devices, OwnDevices, SharedDevices, clear
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
-from services.trainer.schedule import JobSchedule
-from services.trainer.serving.build import evaluations_of
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.export_folder import ExportFolders
-from services.trainer.serving.report import RunReport
-from services.trainer.serving.trackers import trackers
-from services.trainer.weights.memory_files import MemoryFiles
+from services.trainer.serving.evaluation import evaluations_of
+from services.trainer.serving.report import RunReport, trackers
+from services.trainer.serving.servicer import ExportFolders
+from services.trainer.standalone import NoEngines, UntrainedRanks
+from services.trainer.state import JobSchedule
+from services.trainer.weights.buckets import MemoryFiles
 
 _CALL_SECONDS = 60.0
 """The deadline of calls to a rollout service that set none."""

@@ -12,7 +12,7 @@ from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.plan.batch import SampleFacts
 
 if TYPE_CHECKING:
-    from services.trainer.data.reading import UnusableSample
+    from services.trainer.data.samples import UnusableSample
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

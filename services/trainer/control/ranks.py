@@ -7,17 +7,16 @@ from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.models.exported import is_whole
-from services.trainer.alone.no_engines import Publications
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.data.record import TrainingRecord
-from services.trainer.data.set_aside import SetAside
-from services.trainer.devices.turns import Devices
-from services.trainer.files.full_disk import outlast
+from services.trainer.data.buffer import TrainingRecord
+from services.trainer.data.samples import SetAside
+from services.trainer.files.durable import outlast
+from services.trainer.gpu_sharing import Devices
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import EngineIds, Lacking
+from services.trainer.standalone import Publications
+from services.trainer.state import EngineIds, Lacking, TrainState
 
 
 class TrainerRanks:

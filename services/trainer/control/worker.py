@@ -25,9 +25,8 @@ from services.trainer.control.messages import (
     Train,
     Trained,
 )
-from services.trainer.control.transport.port import Sender
-from services.trainer.data.fetch import Fetch
-from services.trainer.data.sample_log import SamplesRead, TrainedSamples
+from services.trainer.control.transport import Sender
+from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples
 from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
 

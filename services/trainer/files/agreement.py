@@ -1,19 +1,24 @@
-"""Work on files among ranks that compute together: it is done on all of them, or the same error is raised on all.
+"""Work on files among ranks that compute together, and the tensor files that they write.
 
-A rank that failed alone would leave the others waiting in the next collective. So each rank does its part without
-collectives, and all tell each other how it went before anyone goes on. After a failure a rank tries nothing more.
+The work is done on all of them, or the same error is raised on all. A rank that failed alone would leave the others
+waiting in the next collective. So each rank does its part without collectives, and all tell each other how it went
+before anyone goes on. After a failure a rank tries nothing more.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from headrace.disk.whole_file import FULL_DISK
 from headrace.errors import (
@@ -117,3 +122,14 @@ def _decoded(data: bytes) -> HeadraceError:
     found = json.loads(data)
     kinds = {kind.__name__: kind for kind in error_classes()}
     return kinds[found["error"]](found["message"])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes the file with the mode that the umask gives; it is not synced.
+
+    safetensors writes a draft of its own, which only its owner can read, and gives it the name.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), str(path), metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode)

@@ -1,11 +1,19 @@
-"""Files and folders that survive a power loss, and folders that go without taking anything else along."""
+"""Files, folders and rows of JSON that survive a power loss, and the wait for space on a full disk."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
+from headrace.disk.whole_file import FULL_DISK
+from headrace.errors import DiskFull
 from headrace.rpc.log import log
 
 
@@ -58,3 +66,67 @@ def remove(path: Path) -> None:
         return
     except OSError as error:
         log.warning("folder_kept", folder=str(path), why=str(error))
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, synced: bool = True) -> None:
+    """Durable when it returns, if `synced`; nothing of it is there when it raises. A line that a kill cut stays one."""
+    is_new = not path.exists()
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            lines = [json.dumps(row).encode() + b"\n" for row in rows]
+            _write(file, b"".join([b"" if _ends_a_line(file) else b"\n", *lines]))
+            if synced:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+    if is_new and synced:
+        sync(path.parent)
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """A disk that fills up takes a part, and refuses the rest."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _ends_a_line(file: FileIO) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+PATIENCE_SECONDS = 300.0
+_AGAIN_SECONDS = 0.5
+
+
+async def outlast(write: Callable[[], None], file: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    """Repeats `write`, off the loop. Raises DiskFull when the disk stays full, and any other OSError at once.
+
+    `write` must leave nothing behind when it fails.
+    """
+    end = time.monotonic() + patience_seconds
+    said = False
+    while True:
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            full = DiskFull(
+                f"the disk is full: {file}: {error.strerror}. Delete other files on it, and the training goes on by "
+                "itself; or stop the run, move its folder to a larger disk, and repeat the command"
+            )
+            if time.monotonic() > end:
+                raise full from error
+            if not said:
+                log.error("disk_full", message=full.message)
+                said = True
+            await asyncio.sleep(_AGAIN_SECONDS)
+        else:
+            if said:
+                log.warning("disk_has_space", file=str(file))
+            return

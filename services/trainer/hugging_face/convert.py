@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,19 +15,57 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.models.architecture import Architecture
 from headrace.models.registry import table
-from headrace.models.rows import Replicated, Sharding
+from headrace.models.rows import Replicated, Row, Sharding
 from headrace.models.torch_dist.folder import is_torch_dist
+from headrace.models.torch_dist.keys import FUSED_NORMS
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.model_shard import ModelShard
-from services.trainer.hugging_face.names import check_names
-from services.trainer.hugging_face.placement import Placed, placed_rows
-from services.trainer.hugging_face.shards import cut, merge
-from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
-from services.trainer.hugging_face.transformer_engine import fused_name
-from services.trainer.hugging_face.weights import weights_of
-from services.trainer.megatron.marks import mark_tensor_parallel
+from services.trainer.hugging_face.hf_folder import HfFolder, check_names
+from services.trainer.hugging_face.shards import ModelShard, cut, merge, weights_of
+from services.trainer.hugging_face.torch_dist import TorchDistFolder
+from services.trainer.megatron.configs import mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A row of this pipeline rank."""
+
+    row: Row
+    name: str
+    """The parameter as weights.py names it; of another rank's expert, the one in the same place here."""
+    owner: int
+    """The expert rank that holds it; 0 for what all hold."""
+
+
+def placed_rows(architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> Iterator[Placed]:
+    """This rank's rows, of one virtual stage after the other. With tied embeddings the last one's copy has none."""
+    rows = table(architecture)
+    for number, chunk in enumerate(chunks):
+        if chunk.pre_process:
+            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.first)
+        for local, layer in enumerate(chunk.decoder.layers):
+            for row in rows.layer(layer.layer_number - 1):
+                yield _in_layer(row, f"{number}.decoder.layers.{local}.", architecture, layout)
+        if chunk.post_process:
+            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.last)
+
+
+def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout) -> Placed:
+    if row.expert is None or architecture.experts is None:
+        return Placed(row, prefix + row.megatron, 0)
+    owner, local = divmod(row.expert, architecture.experts.count // layout.ep_size)
+    return Placed(row, prefix + row.megatron.format(expert=local), owner)
+
+
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+
+
+def fused_name(megatron_name: str) -> str:
+    """The name in a Transformer Engine layer; most stay."""
+    for plain, fused in FUSED_NORMS.items():
+        if megatron_name.endswith("." + plain):
+            return megatron_name.removesuffix(plain) + fused
+    return _EXPERT.sub(r".\2.weight\1", megatron_name)
 
 
 class Converter:

@@ -1,8 +1,10 @@
-"""A complete Hugging Face folder from the ranks' weights: safetensors, config.json, tokenizer.
+"""A complete Hugging Face folder, from the ranks' weights or another folder: safetensors, config.json, tokenizer.
 
 Every pipeline stage writes the files of its own layers at the same time. The folder appears under its name at the end,
 when all that is in it survives a power loss. What fails on one rank is raised on all (`agreement`); the tensors are
 gathered to the end all the same, so that no rank is left in a collective.
+
+Layers that are not trained are exported as they came: those that predict further tokens, a vision tower.
 """
 
 from __future__ import annotations
@@ -22,14 +24,41 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.models.exported import is_torn
+from headrace.models.registry import read_architecture
 from headrace.rpc.log import log
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.files.agreement import FileWork
+from services.trainer.files.agreement import FileWork, write_tensors
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
-from services.trainer.files.tensor_file import write_tensors
-from services.trainer.hugging_face.kept_layers import write_kept_layers
+from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, kept_names
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import cut
+
+
+def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
+    """Copies them from the checkpoint into files of their own, matrices in `dtype`; `part` lists them for the index."""
+    source = HfFolder(hf_checkpoint)
+    names = kept_names(source.names, read_architecture(hf_checkpoint))
+    if not names:
+        return
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, specs in enumerate(_files(source, names, file_bytes)):
+        file = f"model-kept-{number + 1:05d}.safetensors"
+        content = {spec.name: _as(source.tensor(spec.name), dtype) for spec in specs}
+        write_tensors(draft / file, content, {"format": "pt"})
+        weight_map |= dict.fromkeys(content, file)
+        num_bytes += sum(tensor.nbytes for tensor in content.values())
+    part.write_text(json.dumps({"weight_map": weight_map, "num_bytes": num_bytes}))
+
+
+def _files(source: HfFolder, names: Sequence[str], file_bytes: int) -> list[list[TensorSpec]]:
+    return cut([TensorSpec(name, source.shape(name), "float32") for name in names], file_bytes)
+
+
+def _as(tensor: Tensor, dtype: str) -> Tensor:
+    """Matrices may have been FP8; norms and router biases stay as they are."""
+    return tensor.to(getattr(torch, dtype)) if tensor.ndim > 1 else tensor
+
 
 FILE_BYTES = 4 << 30
 Look = Callable[[Mapping[str, Tensor]], None]
@@ -194,3 +223,40 @@ def _write_index(draft: Path) -> None:
         )
     for part in parts:
         part.unlink()
+
+
+Named = tuple[str, Tensor]
+
+
+def rewrite(
+    source: HfFolder,
+    folder: Path,
+    transform: Callable[[Iterator[Named]], Iterator[Named]],
+    quantization: Mapping[str, object] | None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes `transform` of the source's weights, a file at a time, and all else of it as it is.
+
+    `quantization` is what config.json will say of the form; None for plain weights. Raises AlreadyExists.
+    """
+    if folder.exists():
+        raise AlreadyExists(f"{folder} exists already: name a new folder")
+    draft = folder.parent / f".{folder.name}.draft"
+    remove(draft)
+    make_folder(draft)
+    weight_map: dict[str, str] = {}
+    specs = [TensorSpec(name, source.shape(name), "float32") for name in sorted(source.names)]
+    for number, part in enumerate(cut(specs, file_bytes)):
+        file = f"model-{number + 1:05d}.safetensors"
+        content = dict(transform((spec.name, source.tensor(spec.name).contiguous()) for spec in part))
+        write_tensors(draft / file, content, {"format": "pt"})
+        weight_map |= dict.fromkeys(content, file)
+    copy_companions(source.folder, draft)
+    config = json.loads((source.folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
+    (draft / "config.json").write_text(json.dumps(config, indent=2))
+    (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+    sync_files(draft)
+    put_in_place(draft, folder)

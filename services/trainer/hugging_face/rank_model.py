@@ -1,20 +1,62 @@
-"""One rank's share of a model: Megatron's modules, and their weights under their Hugging Face names."""
+"""One rank's share of a model: Megatron's modules with their Hugging Face weights, the rows they take, a vision tower.
+
+The tower is frozen and computed by transformers: nothing of it is trained, and no gradient reaches it.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
+from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.architecture import Architecture
 from services.trainer.hugging_face.convert import Converter
-from services.trainer.megatron.gpt.gpt import ModelProvider, build_stages, transformer_config
-from services.trainer.megatron.packing import choose_packing
+from services.trainer.hugging_face.hf_folder import VISION_TOWER, HfFolder
+from services.trainer.megatron.gpt import ImagePlaces, ModelProvider, build_stages, transformer_config
+from services.trainer.megatron.layers import has_transformer_engine
 from services.trainer.megatron.parallel import Layout
-from services.trainer.plan.rows import Packing
+from services.trainer.plan.rows import Packing, SampleImages
+
+
+def choose_packing(asked: Packing | None, config: TransformerConfig, layout: Layout) -> Packing:
+    """The job's choice; else `shared_prompts`, where that is exact and attention is as fast.
+
+    Raises ConfigError when prompts are to be shared and the model's loss would not be the same.
+    """
+    obstacle = _counts_tokens(config)
+    if asked == "shared_prompts" and obstacle:
+        raise ConfigError(
+            f"packing shared_prompts trains a prompt once for all its responses, but {obstacle} would count it once "
+            "for each of them: pass --packing packed",
+            field="packing",
+        )
+    if asked is not None:
+        return asked
+    return "packed" if obstacle or has_transformer_engine(layout) else "shared_prompts"
+
+
+def _counts_tokens(config: TransformerConfig) -> str | None:
+    """Names a part of the loss that depends on the number of tokens, and not only on what each of them sees."""
+    if config.num_moe_experts is None:
+        return None
+    balancing = config.moe_router_load_balancing_type
+    if config.moe_aux_loss_coeff and balancing not in ("none", ["none"]):
+        return f"the experts' {balancing}"
+    if config.moe_z_loss_coeff:
+        return "the experts' z-loss"
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        return "the update of the router biases"
+    if config.moe_expert_capacity_factor is not None:
+        return "the experts' capacity"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +82,57 @@ class RankModel:
         chosen = choose_packing(packing, config, layout)
         stages = build_stages(architecture, config, layout, chosen, provider)
         return cls(config, chosen, stages, Converter(architecture, layout, stages))
+
+
+_KEPT_BYTES = 256 << 20
+
+
+class FrozenTower:
+    """The vision tower of a Hugging Face folder. Embeddings of the latest images are kept: they never change."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+        source = HfFolder(folder)
+        config = AutoConfig.from_pretrained(str(folder)).vision_config
+        config._attn_implementation = "sdpa"
+        self._model = Qwen2_5_VisionTransformerPretrainedModel(config)
+        names = [name for name in source.names if name.startswith(VISION_TOWER)]
+        weights = {name.removeprefix(VISION_TOWER): source.tensor(name) for name in names}
+        try:
+            self._model.load_state_dict(weights, strict=True)
+        except RuntimeError as error:
+            raise ConfigError(f"{folder}: its vision tower is not that of its config.json: {error}") from error
+        for parameter in self._model.parameters():  # and not the rotary frequencies, which stay float32
+            parameter.data = parameter.data.to(dtype)
+        self._model.to(device).eval().requires_grad_(requires_grad=False)
+        self._device, self._dtype = device, dtype
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[SampleImages]) -> Tensor:
+        return torch.cat([self._embedded(each) for each in images])
+
+    def _embedded(self, images: SampleImages) -> Tensor:
+        key = images.digest
+        if (found := self._kept.get(key)) is None:
+            pixels = torch.from_numpy(images.pixels.copy()).to(self._device, self._dtype)
+            grids = torch.from_numpy(images.grids.copy()).to(self._device)
+            found = self._kept[key] = self._model(pixels, grid_thw=grids).pooler_output
+            while sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return found
+
+
+def image_places(
+    model: RankModel, architecture: Architecture, hf_checkpoint: Path, layout: Layout
+) -> ImagePlaces | None:
+    """The tower of `hf_checkpoint` on ranks of the first stage; None for a model of text alone."""
+    if architecture.vision is None:
+        return None
+    tower = None
+    if layout.is_first_stage:
+        tower = FrozenTower(hf_checkpoint, model.config.params_dtype, layout.device)
+    return ImagePlaces(model.stages, architecture.vision, tower, layout)

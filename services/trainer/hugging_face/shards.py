@@ -1,4 +1,4 @@
-"""Cutting whole Hugging Face tensors into this rank's parameter, and putting all ranks' shards together again.
+"""This rank's parameters as shards of a whole model: cutting whole tensors, and putting shards together again.
 
 Both directions of every kind of sharding that a table names (headrace.models.rows).
 """
@@ -6,9 +6,10 @@ Both directions of every kind of sharding that a table names (headrace.models.ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.models.rows import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sharding, Split
 
@@ -54,3 +55,42 @@ def merge(sharding: Sharding, shards: Sequence[Tensor]) -> list[Tensor]:
             grouped = whole.reshape(groups, -1, *whole.shape[1:])
             sizes = [heads_per_group * head_size, head_size, head_size]
             return [part.flatten(0, 1) for part in torch.split(grouped, sizes, dim=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """One of `num_shards` shards of the tensor `key`, held alike by `num_replicas` ranks."""
+
+    key: str
+    """Names the tensor in the whole model, whatever the layout: the first Hugging Face tensor that it is made of."""
+    parameter: Tensor
+    sharding: Sharding
+    shard: int
+    num_shards: int
+    replica: int
+    num_replicas: int
+    speaks: bool
+    """False on ranks that hold what another tensor rank or stage holds too: norms, the copy of a tied embedding."""
+
+    @property
+    def is_copy(self) -> bool:
+        """True for a tied embedding's copy on the last stage: another shard is saved in its place."""
+        return self.num_replicas == 0
+
+
+_ROUTER_BIAS = ".router.expert_bias"
+
+
+def weights_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """A rank's weights as a checkpoint, an export or another policy holds them.
+
+    The keys are Megatron's names behind the number of the stage: `0.decoder.layers.3.mlp.linear_fc1.weight`.
+    """
+    return {
+        f"{number}.{name}": tensor for number, chunk in enumerate(chunks) for name, tensor in _of_one(chunk).items()
+    }
+
+
+def _of_one(chunk: nn.Module) -> dict[str, Tensor]:
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(_ROUTER_BIAS)}
+    return dict(chunk.named_parameters()) | biases

@@ -1,6 +1,7 @@
-"""Megatron-core's configs from a job's arguments; what differs between its versions is here and nowhere else.
+"""Megatron-core's configs from a job's arguments, and the attributes that it reads from parameters.
 
-Written against 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12).
+What differs between Megatron-core's versions is here and nowhere else. Written against 0.16.1 (Python 3.11) and 0.19.2
+(Python 3.12).
 """
 
 from __future__ import annotations
@@ -43,3 +44,13 @@ def _as_megatron(name: str, value: Any) -> Any:
     if isinstance(value, tuple) and name not in _TUPLES:
         return list(value)
     return value
+
+
+def mark_sequence_parallel(parameter: Any, is_sequence_parallel: bool) -> None:
+    """Its gradient is of this rank's positions alone, and Megatron sums it over the tensor ranks."""
+    parameter.sequence_parallel = is_sequence_parallel
+
+
+def mark_tensor_parallel(parameter: Any, is_shard: bool) -> None:
+    """Every tensor rank has another part of it: the gradient norm counts each."""
+    parameter.tensor_model_parallel = is_shard

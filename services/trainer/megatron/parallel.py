@@ -1,23 +1,92 @@
-"""Divides model and data over the trainer's processes: torch.distributed and Megatron's parallel state."""
+"""Divides model, data and rows over the trainer's processes: torch.distributed and Megatron's parallel state.
+
+Context parallelism: several ranks hold parts of the same rows, and each computes what its own positions need. Megatron
+is not told. To it these ranks are data-parallel: gradients are summed over all of them, optimizer shards and replicas
+are divided as ever. A rank's queries see the keys of the whole row, gathered in every layer (as Llama 3 was trained,
+https://arxiv.org/abs/2407.21783 §3.3.2), and what the parts predict is put together before the loss, which every rank
+of the group computes whole.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.model.virtual_stages import virtual_stages
 from headrace.models.architecture import Architecture
 from services.trainer.megatron import cpu_adapter, rendezvous
-from services.trainer.plan.context import Context
+from services.trainer.plan.rows import Rows, RowSegment, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """This rank's place in its context group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    multiple: int = 1
+    """Each part's length is a multiple of it: sequence parallelism divides it further."""
+
+    def part(self, rows: Rows, logit_positions: Tensor, target_slots: Tensor) -> tuple[Rows, Tensor, Tensor]:
+        """This rank's positions of a single packed row, and those of them that predict a token.
+
+        `logit_positions` [N] become positions in the part; `target_slots` [N] say as before which target each predicts.
+        """
+        if self.size == 1:
+            return rows, logit_positions, target_slots
+        row = _with_segments(rows).aligned(2 * self.size * self.multiple)
+        chunk = row.tokens.shape[1] // (2 * self.size)
+        device = logit_positions.device
+        everywhere = [_positions(self._spans(rank, chunk), device) for rank in range(self.size)]
+        own = everywhere[self.rank]
+        here = torch.full((row.tokens.shape[1],), -1, dtype=torch.int64, device=device)
+        here[own] = torch.arange(len(own), device=device)
+        found = here[logit_positions]
+        mine = found >= 0
+        share = Share(self._spans(self.rank, chunk), torch.cat(everywhere).argsort(), self.group)
+        part = Rows(row.tokens[:, own], row.positions[:, own], row.segments, share)
+        return part, found[mine], target_slots[mine]
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over the group; its gradient reaches every rank's part as it is."""
+        if self.size == 1:
+            return part
+        total: Tensor = reduce_from_tensor_model_parallel_region(part, group=self.group)
+        return total
+
+    def _spans(self, rank: int, chunk: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """One chunk from either end of the row: late positions see more keys, so that all ranks work alike."""
+        first, last = rank * chunk, (2 * self.size - 1 - rank) * chunk
+        return (first, first + chunk), (last, last + chunk)
+
+
+def _positions(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
+
+
+def _with_segments(rows: Rows) -> Rows:
+    """A row of one sample is one segment."""
+    if rows.segments is not None:
+        return rows
+    assert len(rows.tokens) == 1  # the rules refuse padded batches
+    return Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))
+
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -229,3 +298,35 @@ def refuse_divided_experts(args: MegatronArgs) -> None:
             f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
             "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
         )
+
+
+def gathered(mine: Any, layout: Layout) -> list[Any]:
+    """Collective over all ranks: what each of them gave, as JSON, in the order of the ranks."""
+    text = json.dumps(mine).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=layout.device) for _ in range(layout.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=layout.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=layout.device)
+    texts = [torch.empty_like(padded) for _ in range(layout.world_size)]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(each.tolist())) for each in texts]
+
+
+def told(mine: bytes, layout: Layout) -> bytes:
+    """Collective over all ranks: what rank 0 gave; what others give is not looked at."""
+    size = torch.tensor([len(mine)], dtype=torch.int64, device=layout.device)
+    dist.broadcast(size, src=0)
+    content = torch.empty(int(size), dtype=torch.uint8, device=layout.device)
+    if layout.rank == 0:
+        content.copy_(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()))
+    dist.broadcast(content, src=0)
+    return content.cpu().numpy().tobytes()
+
+
+def summed_by_name(mine: Mapping[str, float], layout: Layout) -> dict[str, float]:
+    """Collective over all ranks: the sum under each name that any rank has."""
+    found: dict[str, float] = defaultdict(float)
+    for each in gathered(dict(mine), layout):
+        for name, value in each.items():
+            found[name] += value
+    return dict(sorted(found.items()))

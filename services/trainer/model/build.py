@@ -1,12 +1,24 @@
-"""One rank's policy as a job wants it. Only this module of the folder reads a whole job."""
+"""One rank's policy and its mathematics as a job wants them. Only this module of the folder reads a whole job.
+
+Which parameters are trained is chosen by regular expressions on Megatron's names. Names are those of the whole model:
+`decoder.layers.31.mlp.linear_fc1.weight` whatever stage holds the layer, and `embedding.word_embeddings.weight` for a
+tied embedding's copy on the last stage, which is frozen or trained with it (otherwise the stages would wait for each
+other's gradients until their timeout).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
@@ -17,6 +29,7 @@ from headrace.job.model.transformer_config import contradictions
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.routing_rules import replays_routing
 from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist.folder import is_torch_dist
@@ -25,44 +38,163 @@ from headrace.trajectory import Sample
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened
-from services.trainer.devices.memory import RankMemory, TrainedModel
-from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.vision_tower import image_places
-from services.trainer.hugging_face.weights import weights_of
-from services.trainer.megatron.gpt.routing_replay import RoutingReplay
+from services.trainer.hugging_face.rank_model import RankModel, image_places
+from services.trainer.hugging_face.shards import weights_of
+from services.trainer.megatron.gpt import ModelProvider
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout, initialize
-from services.trainer.metrics.speed import Speed, peak_tflops
-from services.trainer.metrics.stopwatch import Stopwatch
-from services.trainer.model.batches import BatchReader
+from services.trainer.megatron.routing_replay import RoutingReplay
+from services.trainer.metrics import Speed, Stopwatch, peak_tflops
 from services.trainer.model.critic import Critic
-from services.trainer.model.head import TokenHead
-from services.trainer.model.lora.adapters import Adapters, attach
-from services.trainer.model.lora.policy_weights import PolicyWeights
-from services.trainer.model.old_log_probs import OldLogProbs
-from services.trainer.model.old_policies import OldPolicies
-from services.trainer.model.optimizer_steps import OptimizerSteps
-from services.trainer.model.pipeline import Pipeline
-from services.trainer.model.policy import Policy
-from services.trainer.model.preparation import Preparation, teacher_log_probs
-from services.trainer.model.provider import model_provider
-from services.trainer.model.reference import ReferencePolicy
-from services.trainer.model.runner import Runner
-from services.trainer.model.saved import POLICY, SavedParts, start_from
-from services.trainer.model.trainable import choose_trainable
-from services.trainer.plan.cost import cost_of
-from services.trainer.plan.experts import RolloutChoices
-from services.trainer.plan.flops import ModelFlops
-from services.trainer.plan.planning import Planner
-from services.trainer.plan.rows import Packing
-from services.trainer.rl.build import (
-    advantages_of,
-    before_log_prob_of,
-    before_train_step_of,
-    objective_of,
-    rollout_data_hook_of,
-    whole_batch_hooks_of,
-)
+from services.trainer.model.frozen_policies import OldLogProbs, OldPolicies, ReferencePolicy
+from services.trainer.model.lora import Adapters, PolicyWeights, attach
+from services.trainer.model.memory import RankMemory, TrainedModel
+from services.trainer.model.pipeline import Pipeline, Runner, TokenHead
+from services.trainer.model.policy import POLICY, Policy, SavedParts, start_from
+from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation, teacher_log_probs
+from services.trainer.plan.planning import ModelFlops, Planner, cost_of
+from services.trainer.plan.rows import Packing, RolloutChoices
+from services.trainer.rl.advantages import Advantages
+from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook, load_advantage_hook
+from services.trainer.rl.loss import CustomLoss, PolicyReducer
+from services.trainer.rl.objective import Objective, custom_correction
+from services.trainer.rl.whole_batch import WholeBatchHooks
+
+_DEFAULT = "build_default"
+
+
+def model_provider(path: str | None) -> ModelProvider | None:
+    """`f(pre_process, post_process, vp_stage) -> GPTModel`, or with `build_default` as a fourth; None without.
+
+    `build_default()` makes the module that would be used without the function, to be changed. Weights are loaded by the
+    names and shapes of the checkpoint's family, so that they must stay. The critic is made without it.
+    """
+    if path is None:
+        return None
+    target = trainer_hook(path, "model_provider").target
+    takes_default = _DEFAULT in inspect.signature(target).parameters
+
+    def provide(is_first: bool, is_last: bool, virtual: int | None, build_default: Callable[[], GPTModel]) -> GPTModel:
+        given = {_DEFAULT: build_default} if takes_default else {}
+        model = target(pre_process=is_first, post_process=is_last, vp_stage=virtual, **given)
+        if not isinstance(model, GPTModel):
+            raise ConfigError(
+                f"hook {path} returned {type(model).__name__}; it must return a megatron.core GPTModel: change the one "
+                f"of {_DEFAULT}(), its fourth argument",
+                field="custom_model_provider_path",
+            )
+        return model
+
+    return provide
+
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def choose_trainable(chunks: Sequence[GPTModel], config: TrainSection, layout: Layout) -> None:
+    """Freezes what the job does not train; before gradients get their buffers. Collective.
+
+    Raises ConfigError for a pattern that matches nothing in the whole model, or when nothing is left to train.
+    """
+    only, freeze = config.only_train_params_name_list, config.freeze_params_name_list
+    if not only and not freeze:
+        return
+    named = [entry for chunk in chunks for entry in named_parameters(chunk)]
+    _require_matches([*only, *freeze], [name for name, _ in named], layout)
+    trained = 0
+    for name, parameter in named:
+        is_trained = _matches(only, name) if only else not _matches(freeze, name)
+        parameter.requires_grad_(is_trained)
+        trained += parameter.numel() if is_trained else 0
+    if _over_all(torch.tensor([trained], dtype=torch.int64), layout)[0] == 0:
+        raise ConfigError(
+            f"nothing is left to train: freeze_params_name_list {list(freeze)} matches every parameter: freeze fewer",
+            field="freeze_params_name_list",
+        )
+
+
+def named_parameters(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """A stage's parameters by their names in the whole model."""
+    numbers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
+    is_tied = model.share_embeddings_and_output_weights
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = numbers[words[2]]
+        whole = ".".join(words)
+        yield (_EMBEDDING if is_tied and whole == _OUTPUT else whole), parameter
+
+
+def _require_matches(patterns: Sequence[str], names: Sequence[str], layout: Layout) -> None:
+    found = torch.tensor([sum(bool(re.search(p, name)) for name in names) for p in patterns], dtype=torch.int64)
+    for pattern, matches in zip(patterns, _over_all(found, layout), strict=True):
+        if matches == 0:
+            raise ConfigError(
+                f"{pattern!r} matches no parameter's name; names are Megatron's, e.g. {', '.join(names[:4])}"
+            )
+
+
+def _over_all(counts: torch.Tensor, layout: Layout) -> list[int]:
+    counts = counts.to(layout.device)
+    dist.all_reduce(counts)
+    return [int(count) for count in counts.tolist()]
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def objective_of(job: Job) -> Objective:
+    """The job's loss. Raises ConfigError for a user's function that cannot be called as the trainer calls it."""
+    hooks, args, reducer = job.hooks, hook_args(job), job.hooks.custom_pg_loss_reducer_function_path
+    loss, correction = hooks.custom_loss_function_path, hooks.custom_tis_function_path
+    return Objective(
+        job.train,
+        custom_loss=CustomLoss(loss, args) if loss and job.train.loss_type == "custom_loss" else None,
+        custom_correction=custom_correction(correction, args) if correction and job.train.use_tis else None,
+        reducer=PolicyReducer(reducer, per_token=job.train.calculate_per_token_loss) if reducer else None,
+    )
+
+
+def advantages_of(job: Job, group: dist.ProcessGroup | None) -> Advantages:
+    """The job's estimator. `group`: the data-parallel ranks that whiten together."""
+    path = job.hooks.custom_advantage_function_path
+    return Advantages(
+        job.train,
+        group,
+        hook=load_advantage_hook(path, hook_args(job)) if path else None,
+        distillation=job.distillation.opd_kl_coef if job.distillation.use_opd else None,
+    )
+
+
+def whole_batch_hooks_of(job: Job, layout: Layout) -> WholeBatchHooks | None:
+    """The user's functions that see all samples of a step; None without any."""
+    hooks = job.hooks
+    paths = {
+        "sample_filter": hooks.rollout_sample_filter_path,
+        "train_data": hooks.custom_convert_samples_to_train_data_path,
+        "reward_post_process": hooks.custom_reward_post_process_path,
+        "rollout_log": hooks.custom_rollout_log_function_path,
+    }
+    return WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
+
+
+def rollout_data_hook_of(job: Job) -> RolloutDataHook | None:
+    """A user's look at a step's data before it is trained; None without."""
+    path = job.hooks.rollout_data_postprocess_path
+    return RolloutDataHook(path, hook_args(job)) if path else None
+
+
+def before_train_step_of(job: Job) -> BeforeTrainStep | None:
+    """A user's function before each optimizer step; None without."""
+    path = job.hooks.custom_megatron_before_train_step_hook_path
+    return BeforeTrainStep(path, hook_args(job)) if path else None
+
+
+def before_log_prob_of(job: Job, model: Any) -> BeforeLogProb | None:
+    """A user's function before each pass for log-probs; None without."""
+    path = job.hooks.custom_megatron_before_log_prob_hook_path
+    return BeforeLogProb(path, hook_args(job), model) if path else None
 
 
 def join_ranks(job: Job) -> Layout:

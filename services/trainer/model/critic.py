@@ -17,22 +17,19 @@ from torch import Tensor
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.rows import Replicated
 from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.devices.memory import TrainedModel
-from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.weights import weights_of
-from services.trainer.megatron.gpt.images import ImagePlaces
-from services.trainer.megatron.marks import mark_sequence_parallel
+from services.trainer.hugging_face.shards import ModelShard, weights_of
+from services.trainer.megatron.configs import mark_sequence_parallel
+from services.trainer.megatron.gpt import ImagePlaces
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout
-from services.trainer.metrics.stopwatch import Stopwatch
-from services.trainer.model.head import placed
-from services.trainer.model.runner import Runner
-from services.trainer.rl.algorithms.reduction import weighted_sum
-from services.trainer.rl.algorithms.value_loss import value_loss
-from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.metrics import Stopwatch
+from services.trainer.model.memory import TrainedModel
+from services.trainer.model.pipeline import Runner, placed
+from services.trainer.rl.algorithms.numerics import weighted_sum
+from services.trainer.rl.algorithms.ppo import value_loss
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, needed
 from services.trainer.rl.loss import masked_sum
-from services.trainer.rl.micro_values import MicroValues, at, needed
 
 
 class ValueHead(torch.nn.Module):

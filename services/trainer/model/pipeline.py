@@ -1,30 +1,187 @@
-"""The policy's passes over the micro-batches of a step: log-probs, and the loss with its gradients."""
+"""A model's forward and backward passes over the micro-batches of a step, through Megatron's schedules.
+
+Policy and critic have a runner each, for any number of stages. The policy's passes give log-probs and entropy of the
+responses' tokens, and the loss with its gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.errors import FailedPrecondition
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
-from services.trainer.megatron.gpt.routing_replay import Routing
-from services.trainer.megatron.parallel import Layout
-from services.trainer.metrics.log_prob_distance import LogProbDistance
-from services.trainer.metrics.named_sums import summed_by_name
-from services.trainer.metrics.stopwatch import Stopwatch
-from services.trainer.metrics.token_statistics import MAXIMA, SUMS, statistics
-from services.trainer.model.head import TokenHead
-from services.trainer.model.runner import Runner
-from services.trainer.plan.batching import collate, empty_micro_batch
+from services.trainer.megatron.gpt import ImagePlaces, output_weight, uses_segment_attention
+from services.trainer.megatron.layers import SegmentedRow, transformer_engine_row
+from services.trainer.megatron.parallel import Context, Layout, summed_by_name
+from services.trainer.megatron.routing_replay import Routing, RoutingReplay
+from services.trainer.metrics import MAXIMA, SUMS, LogProbDistance, Stopwatch, statistics
+from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
-from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, inference_inputs
 from services.trainer.rl.loss import LossInputs, LossOutputs
-from services.trainer.rl.micro_values import MicroValues, at
 from services.trainer.rl.objective import Objective
+
+
+class TokenHead:
+    """Projects only the positions that predict a response's token."""
+
+    def __init__(self, model: GPTModel, layout: Layout) -> None:
+        self._model = model
+        self._layout = layout
+
+    def __call__(self, hidden: Tensor, micro: MicroInputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """[B, S, H] to log-probs and entropy [samples, R], 0 where nothing predicts a token."""
+        weight = output_weight(self._model)
+        predicting = self._wanted(hidden, micro).to(weight.dtype)
+        targets = micro.targets.flatten()[micro.target_slots]
+        values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
+        log_probs, entropy = (placed(each, micro, self._layout.context) for each in values)
+        return log_probs, entropy
+
+    def logits(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
+        """[samples, R, V / tp], 0 where nothing predicts a token: for losses that want them whole."""
+        weight = output_weight(self._model)
+        wanted = self._wanted(hidden, micro).to(weight.dtype) @ weight.T
+        shape = (*micro.targets.shape, wanted.shape[-1])
+        flat = wanted.new_zeros(micro.targets.numel(), wanted.shape[-1])
+        return self._layout.context.total(flat.index_copy(0, micro.target_slots, wanted).view(shape))
+
+    def _wanted(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
+        """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
+        if self._model.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden.transpose(0, 1), tensor_parallel_output_grad=True)
+            rows = whole.transpose(0, 1)[:, : micro.rows.tokens.shape[1]]
+            wanted: Tensor = rows.flatten(0, 1)[micro.logit_positions]
+        else:
+            wanted = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.logit_positions])
+        return wanted
+
+
+def placed(values: Tensor, micro: MicroInputs, context: Context) -> Tensor:
+    """[N], one a predicting position of this rank, to [samples, R] of its context group."""
+    shape = micro.targets.shape
+    return context.total(values.new_zeros(shape.numel()).index_copy(0, micro.target_slots, values).view(shape))
+
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+class Runner:
+    """Feeds a model and hands its output (hidden states on the last stage) to a function."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        chunks: Sequence[DistributedDataParallel],
+        layout: Layout,
+        packing: Packing,
+        stopwatch: Stopwatch,
+        part: str = "forward",
+        replay: RoutingReplay | None = None,
+        images: ImagePlaces | None = None,
+    ) -> None:
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = self._no_sync
+        self._chunks = list(chunks)
+        self._layout = layout
+        self._stopwatch = stopwatch
+        self._part = part
+        self._replay = replay
+        self._images = images
+        self._multiple = layout.tp_size if config.sequence_parallel else 1
+        own = uses_segment_attention(layout, packing)
+        self._packed_row = SegmentedRow.of if own else transformer_engine_row
+        self._schedule = get_forward_backward_func()
+
+    def train(self, inputs: StepInputs, loss: Callable[[int, Tensor], tuple[Tensor, Any]]) -> list[Any]:
+        """Accumulates gradients. `loss(number of the micro-batch, output)` returns its loss and any other value.
+
+        The other values are returned for every micro-batch; [] except on last-stage ranks.
+        """
+        # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
+        scale = len(inputs) * self._layout.dp_size
+
+        def scaled(number: int, output: Tensor) -> tuple[Tensor, Any]:
+            value, extra = loss(number, output)
+            return value * scale, extra
+
+        return self._run(inputs, scaled, forward_only=False, routing="replay")
+
+    def infer(
+        self, inputs: StepInputs, read: Callable[[MicroInputs, Tensor], Tensor], routing: Routing = "free"
+    ) -> list[Tensor] | None:
+        """`read(micro, output)` of every micro-batch, without gradients; None except on last-stage ranks."""
+
+        def keep(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
+            found = read(inputs[number], output)
+            return found.sum(), found
+
+        with torch.no_grad():
+            found = self._run(inputs, keep, forward_only=True, routing=routing)
+        return found if self._layout.is_last_stage else None
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        finish: Callable[[int, Tensor], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+        routing: Routing,
+    ) -> list[Any]:
+        def step(feed: Iterator[tuple[int, MicroInputs]], model: Any) -> tuple[Tensor, LossFunction]:
+            number, micro = next(feed)
+            if self._replay is not None:
+                self._replay.enter(micro.experts)
+            with self._stopwatch.part("inference" if forward_only else self._part):
+                return self._output(model, micro), partial(finish, number)
+
+        for chunk in self._chunks:
+            chunk.train(not forward_only)
+        following = nullcontext() if self._replay is None else self._replay.following(routing, trains=not forward_only)
+        with following:
+            results: list[Any] = self._schedule(
+                forward_step_func=step,
+                data_iterator=[iter(list(enumerate(inputs))) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(inputs),
+                seq_length=max(micro.rows.tokens.shape[1] for micro in inputs),
+                micro_batch_size=inputs[0].rows.tokens.shape[0],
+                forward_only=forward_only,
+            )
+        return results
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Gradients are not reduced inside: not before the last micro-batch."""
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    def _output(self, model: Any, micro: MicroInputs) -> Tensor:
+        rows = micro.rows.aligned(self._multiple)
+        if self._images is not None:
+            self._images.enter(micro.images and micro.images.aligned(rows.tokens.shape[1]))
+        packed = None if rows.segments is None else self._packed_row(rows, rows.segments)
+        output: Tensor = model(rows.tokens, rows.positions, None, packed_seq_params=packed)
+        return output
 
 
 class Pipeline:

@@ -1,33 +1,154 @@
-"""One rank's share of the policy: its part of the model, of every batch, and of the optimizer.
+"""One rank's share of the policy: its part of the model, of every batch, of the optimizer and of a checkpoint.
 
 Everything here runs in the rank's compute thread. All ranks call the same methods in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from headrace.errors import ConfigError, DataLoss
+from headrace.models.architecture import Architecture
 from headrace.models.block_fp8 import BlockFp8
-from headrace.trajectory import Sample
+from headrace.trajectory import Sample, Status
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.data.reading import FetchSamples, UnusableSample
-from services.trainer.devices.memory import RankMemory
+from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.checkpoint.random_state import RandomState
+from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.checkpoint.shard_chunk import ShardChunk
+from services.trainer.data.samples import FetchSamples, UnusableSample
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import FILE_BYTES, Look, Write, export
+from services.trainer.hugging_face.shards import ModelShard
 from services.trainer.megatron.parallel import Layout
-from services.trainer.metrics.speed import Speed
-from services.trainer.metrics.stopwatch import Stopwatch
-from services.trainer.model.batches import BatchReader
-from services.trainer.model.optimizer_steps import OptimizerSteps
+from services.trainer.metrics import Speed, Stopwatch
+from services.trainer.model.frozen_policies import OldPolicies
+from services.trainer.model.lora import Adapters
+from services.trainer.model.memory import RankMemory
 from services.trainer.model.pipeline import Pipeline
-from services.trainer.model.preparation import Preparation
-from services.trainer.model.saved import SavedParts
+from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.weights.block_fp8 import quantized, quantized_specs
-from services.trainer.weights.probe_sample import probe_sample
+from services.trainer.weights.quantization import quantized, quantized_specs
+
+POLICY = "policy"
+"""The name of the part that is trained"""
+_MODEL = "model"
+"""The scalars that say which model it is"""
+_LORA = "lora"
+
+
+class SavedParts:
+    """One rank's share of a checkpoint. `models` have scalars; `others` are kept beside them."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        models: Sequence[ModelState],
+        others: Sequence[RandomState | OldPolicies],
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._facts = model_facts(architecture, adapters)
+        self._models = models
+        self._parts: Sequence[ModelState | RandomState | OldPolicies] = [*models, *others]
+
+    def chunks(self) -> Iterator[ShardChunk]:
+        """Weights, optimizer, random states: all ranks' chunks together are everything, each once."""
+        for part in self._parts:
+            yield from part.chunks()
+
+    def scalars(self) -> dict[str, Any]:
+        """The numbers of a checkpoint, equal on all ranks."""
+        scalars = {name: value for model in self._models for name, value in model.scalars().items()}
+        return {_MODEL: self._facts} | scalars
+
+    def restore(self, reader: CheckpointReader) -> None:
+        """Restores this share bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this model."""
+        require_same_model(reader, self._facts)
+        for part in self._parts:
+            part.restore(reader)
+
+
+def require_same_model(reader: CheckpointReader, here: Mapping[str, Any]) -> None:
+    """Raises DataLoss that names facts in which two models differ; their tensors may have the same shapes."""
+    saved, own = (_options(facts) for facts in (reader.scalars[_MODEL], here))
+    names = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    if not names:
+        return
+    differences = "; ".join(f"{name} {_said(saved.get(name))} there, {_said(own.get(name))} here" for name in names[:5])
+    if all(name.startswith(_LORA) for name in names):
+        raise DataLoss(
+            f"the checkpoint has other adapters: {differences}: resume with the --lora-* options that it was saved "
+            "with, or take its weights alone with --initial-megatron-checkpoint"
+        )
+    raise DataLoss(
+        f"the checkpoint is of another model: {differences}: resume with the --hf-checkpoint that it was saved with, "
+        "or take its weights alone with --initial-megatron-checkpoint"
+    )
+
+
+def _options(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with those of adapters beside the others, by their options' names."""
+    lora = {f"{_LORA}_{name}": value for name, value in facts.get(_LORA, {}).items()}
+    return {name: value for name, value in facts.items() if name != _LORA} | lora
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def start_from(reader: CheckpointReader, shards: Sequence[ModelShard], adapters: Adapters | None) -> None:
+    """Takes the weights alone of another run's checkpoint, adapters too. Raises ConfigError where they are unused."""
+    if _LORA not in reader.scalars[_MODEL]:
+        ModelState(POLICY, shards, None).restore_weights(reader)
+        return
+    if adapters is None:
+        raise ConfigError(
+            "initial_megatron_checkpoint has adapters of LoRA: pass the --lora-* options that it was saved with, or "
+            "start from an export of it",
+            field="initial_megatron_checkpoint",
+        )
+    ModelState(POLICY, [*shards, *adapters.shards], None).restore_weights(reader)
+
+
+def model_facts(architecture: Architecture, adapters: Adapters | None) -> dict[str, Any]:
+    """The architecture as a checkpoint's JSON has it, and what its adapters are if it has any."""
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
+    return facts | ({_LORA: dict(adapters.facts)} if adapters else {})
+
+
+LENGTH = 16
+_STRIDE = 7919  # a prime: ids from all over the vocabulary
+
+
+def probe_sample(vocab_size: int) -> Sample:
+    """One token of prompt, the others as its response."""
+    tokens = np.arange(1, LENGTH + 1, dtype=np.int64) * _STRIDE % vocab_size
+    return Sample(
+        sample_id="probe",
+        group_id="probe",
+        index=0,
+        prompt="",
+        response="",
+        tokens=tokens.astype(np.int32),
+        loss_mask=np.ones(LENGTH - 1, dtype=np.uint8),
+        rollout_log_probs=np.zeros(LENGTH - 1, dtype=np.float32),
+        status=Status.COMPLETED,
+    )
 
 
 class Policy:

@@ -1,14 +1,16 @@
-"""Lays the samples of a micro-batch into the rows that go through the model.
+"""Lays the samples of a micro-batch into the rows that go through the model, with their images and their experts.
 
-padded: one sample a row, zeros behind it. packed: one row, sample after sample. shared_prompts: one row, and samples of
-a group that begin with the same prompt follow a single copy of it, which each of them sees before itself. A causal
+padded: one sample a row, zeros behind it. packed: one row, sample after sample. shared_prompts: one row, and samples
+of a group that begin with the same prompt follow a single copy of it, which each of them sees before itself. A causal
 model computes the same for a token in all three, for what a token sees is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, assert_never
 
 import numpy as np
@@ -18,7 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headrace.trajectory import Sample
+from headrace.errors import InvalidArgument
+from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES, image_starts
+from headrace.models.architecture import Experts, Vision
+from headrace.trajectory import ROUTED_EXPERTS, Sample
 
 Packing = Literal["padded", "packed", "shared_prompts"]
 Indices = NDArray[np.int64]
@@ -224,3 +229,145 @@ def _logit_positions(start: int, sample: Sample) -> Indices:
     end = len(sample.tokens) - 1
     # A response without a prompt has no position that predicts its first token.
     return np.arange(start + max(0, end - sample.response_length), start + end)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleImages:
+    """All images of one sample, on the CPU."""
+
+    pixels: NDArray[np.float32]
+    """[patches, numbers of a patch]"""
+    grids: NDArray[np.int64]
+    """[images, 3]"""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names these images among others."""
+        return hashlib.sha256(self.grids.tobytes() + self.pixels.tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowImages:
+    """The images of rows [B, S], and the positions for a model with a vision tower."""
+
+    axes: Tensor
+    """int64 [3, B, S]: each token's place in time, from the top and from the left; alike for a token of text"""
+    slots: Tensor
+    """int64 [B, S]: the embedding that stands at a position, counted over all images; -1: the token's own"""
+    images: Sequence[SampleImages]
+    """The pixels of the samples whose images are in these rows"""
+
+    def aligned(self, size: int) -> RowImages:
+        """S made longer, with positions that hold nothing."""
+        missing = size - self.slots.shape[1]
+        if not missing:
+            return self
+        return RowImages(pad(self.axes, (0, missing)), pad(self.slots, (0, missing), value=NOBODY), self.images)
+
+
+def row_images(samples: Sequence[Sample], sample_numbers: Tensor, rows: Rows, vision: Vision) -> RowImages:
+    """The images in these rows. `sample_numbers` [B, S]: the sample whose token a position holds; -1 means none.
+
+    Raises InvalidArgument for a sample whose images and tokens contradict each other.
+    """
+    sample_numbers, positions = rows.own(sample_numbers, NOBODY), rows.positions.cpu()
+    axes = torch.zeros((3, *sample_numbers.shape), dtype=torch.int64)
+    slots = torch.full(sample_numbers.shape, NOBODY)
+    images: list[SampleImages] = []
+    num_slots = 0
+    for number, sample in enumerate(samples):
+        mine = sample_numbers == number
+        sample_axes, sample_slots = _places(sample, vision)
+        axes[:, mine] = sample_axes[:, positions[mine]]
+        wanted = sample_slots[positions[mine]]
+        if (wanted != NOBODY).any():
+            slots[mine] = torch.where(wanted == NOBODY, NOBODY, wanted + num_slots)
+            images.append(SampleImages(sample.columns[PIXEL_VALUES], sample.columns[IMAGE_GRIDS]))
+            num_slots += int(sample_slots.max()) + 1
+    device = rows.tokens.device
+    return RowImages(axes.to(device), slots.to(device), images)
+
+
+def _places(sample: Sample, vision: Vision) -> tuple[Tensor, Tensor]:
+    """[3, T] and [T]. Text goes on behind an image's longest side (M-RoPE, https://arxiv.org/abs/2409.12191)."""
+    length = len(sample.tokens)
+    axes, slots = np.empty((3, length), dtype=np.int64), np.full(length, NOBODY, dtype=np.int64)
+    at = following = num_slots = 0
+    for start, grid in image_starts(f"sample {sample.sample_id}:", vision, sample.tokens, sample.columns):
+        axes[:, at:start] = np.arange(following, following + start - at)
+        following += start - at
+        size = grid[0] * grid[1] * grid[2]
+        at = start + size
+        axes[:, start:at] = np.indices(grid).reshape(3, size) + following
+        slots[start:at] = np.arange(num_slots, num_slots + size)
+        num_slots += size
+        following += max(grid[1:])
+    axes[:, at:] = np.arange(following, following + length - at)
+    return torch.from_numpy(axes), torch.from_numpy(slots)
+
+
+FREE = -1
+"""Stands for an expert: the router chooses for this token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertChoices:
+    """Each token's experts by layer, counted from 0 over the whole model.
+
+    int64 [positions of the rows, experts of a token], in Megatron's order (position after position of all rows), empty
+    where nothing is known.
+    """
+
+    by_layer: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutChoices:
+    """Reads what the engines chose, which travels with the samples."""
+
+    num_layers: int
+    experts: Experts
+
+    def of(self, samples: Sequence[Sample], sample_numbers: Tensor, rows: Rows) -> ExpertChoices:
+        """The choices for these rows. `sample_numbers` [B, S]: the sample whose token a position holds; -1 means none.
+
+        Raises InvalidArgument that names the sample whose column is missing or not of this model.
+        """
+        sample_numbers, positions = rows.own(sample_numbers, NOBODY), rows.positions.cpu()
+        found = torch.full((*sample_numbers.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)
+        for number, sample in enumerate(samples):
+            mine = sample_numbers == number
+            found[mine] = self._column(sample)[positions[mine]]
+        by_layer = found.transpose(0, 1).flatten(0, 1).transpose(0, 1).contiguous().to(rows.tokens.device)
+        return ExpertChoices({layer: by_layer[layer] for layer in self._layers})
+
+    def check(self, sample: Sample) -> None:
+        """Raises InvalidArgument when its column is missing or not of this model."""
+        self._column(sample)
+
+    @property
+    def _layers(self) -> list[int]:
+        return [layer for layer in range(self.num_layers) if self.experts.in_layer(layer)]
+
+    def _column(self, sample: Sample) -> Tensor:
+        column = sample.columns.get(ROUTED_EXPERTS)
+        expected = (len(sample.tokens) - 1, self.num_layers, self.experts.topk)
+        if column is None or column.shape != expected:
+            found = "none" if column is None else str(list(column.shape))
+            raise InvalidArgument(
+                f"sample {sample.sample_id} has no {ROUTED_EXPERTS} of shape {list(expected)} (found {found}): "
+                "--use-rollout-routing-replay makes engines return them, a generate function of your own sets "
+                "sample.rollout_routed_experts"
+            )
+        known = torch.from_numpy(column.astype("int64"))
+        ordered = known[:, self._layers].sort(-1).values
+        is_free = (ordered == FREE).all(-1)
+        is_choice = (ordered >= 0).all(-1) & (ordered < self.experts.count).all(-1) & (ordered.diff() > 0).all(-1)
+        if not (is_free | is_choice).all():
+            token, layer = (~(is_free | is_choice)).nonzero()[0].tolist()
+            raise InvalidArgument(
+                f"sample {sample.sample_id}: {ROUTED_EXPERTS} of token {token}, layer {self._layers[layer]} is "
+                f"{known[token, self._layers[layer]].tolist()}, not {self.experts.topk} of the model's "
+                f"{self.experts.count} experts"
+            )
+        return known

@@ -1,7 +1,8 @@
-"""The step from rewards to an advantage for every token of a rollout batch, by the job's estimator.
+"""From a rollout batch's rewards to an advantage for every token, by the job's estimator.
 
-Runs once a rollout step, before its optimizer steps, on the ranks that see log-probs (the last pipeline stage): every
-data-parallel rank for its own samples, all of them together for whitening.
+Rewards are each sample's own, or compared with its group. Advantages are computed once a rollout step, before its
+optimizer steps, on the ranks that see log-probs (the last pipeline stage): every data-parallel rank for its own
+samples, all of them together for whitening.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.job.schema.training import TrainSection
+from services.trainer.plan.batch import SampleFacts
 from services.trainer.rl.algorithms.distillation import distilled_advantages
-from services.trainer.rl.algorithms.gae import gae
-from services.trainer.rl.algorithms.kl import kl_estimate
+from services.trainer.rl.algorithms.groups import raw_rewards
+from services.trainer.rl.algorithms.grpo import grpo_rewards
+from services.trainer.rl.algorithms.kl import kl_estimate, token_rewards
+from services.trainer.rl.algorithms.numerics import whiten
+from services.trainer.rl.algorithms.ppo import gae
 from services.trainer.rl.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from services.trainer.rl.algorithms.token_rewards import token_rewards
-from services.trainer.rl.algorithms.whitening import whiten
+from services.trainer.rl.algorithms.rloo import rloo_rewards
 from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
-from services.trainer.rl.inputs import MicroInputs
-from services.trainer.rl.micro_values import needed
+from services.trainer.rl.inputs import MicroInputs, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +157,18 @@ def _estimator(config: TrainSection) -> Estimate:
             return against_baseline
         case "grpo" | "gspo" | "cispo" | "rloo":
             return same_for_all_tokens
+
+
+def shaped_rewards(samples: Sequence[SampleFacts], config: TrainSection) -> dict[str, float]:
+    """The samples of the whole rollout batch by sample_id; 0 for those that failed or have no reward."""
+    match config.advantage_estimator:
+        case "grpo" | "gspo" | "cispo":
+            if config.disable_rewards_normalization:
+                return raw_rewards(samples)
+            return grpo_rewards(samples, divide_by_std=not config.disable_grpo_std_normalization)
+        case "reinforce_plus_plus_baseline":
+            return grpo_rewards(samples, divide_by_std=False)
+        case "rloo":
+            return rloo_rewards(samples)
+        case "reinforce_plus_plus" | "ppo":
+            return raw_rewards(samples)

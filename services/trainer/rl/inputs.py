@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.errors import Internal
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.batching import MicroBatch, collate, empty_micro_batch
-from services.trainer.plan.experts import ExpertChoices, RolloutChoices
-from services.trainer.plan.images import RowImages, row_images
-from services.trainer.plan.planning import StepPlan
-from services.trainer.plan.rows import Packing, Rows
-from services.trainer.rl.algorithms.reduction import Reduction
+from services.trainer.plan.planning import MicroBatch, StepPlan, collate, empty_micro_batch
+from services.trainer.plan.rows import ExpertChoices, Packing, RolloutChoices, RowImages, Rows, row_images
+from services.trainer.rl.algorithms.numerics import Reduction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,3 +162,19 @@ def _on_device(
 def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
     """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
     return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)
+
+
+MicroValues = Sequence[Tensor] | None
+"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
+
+
+def at(values: MicroValues, number: int) -> Tensor | None:
+    """[B, S] of the micro-batch with this number; None where the step has none."""
+    return None if values is None else values[number]
+
+
+def needed(values: Tensor | None) -> Tensor:
+    """The values, for a part of the job that is on only where they are computed: their absence is a bug of ours."""
+    if values is None:
+        raise Internal("a value that this part of the job trains on was not computed before the step")
+    return values

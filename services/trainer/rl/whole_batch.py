@@ -18,11 +18,9 @@ from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample as HookSample
 from headrace.hooks.trainer import trainer_hook
 from headrace.trajectory import Sample, Status
-from services.trainer.megatron.gathered import told
-from services.trainer.megatron.parallel import Layout
+from services.trainer.megatron.parallel import Layout, told
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.rollout_log import RolloutLog
-from services.trainer.rl.train_data import TrainData, row_like
+from services.trainer.rl.train_data import RolloutLog, TrainData, row_like
 
 FetchWhole = Callable[[Sequence[str]], list[Sample]]
 

@@ -1,22 +1,283 @@
-"""One evaluation that the job asks for, run by the rollout service on whatever versions the engines serve."""
+"""Evaluations beside training: one at a time, each with a row of metrics when it ends.
+
+States: idle → running → idle. One that is due while another runs waits for it; a newer one takes its place, and a row
+says so. Nothing is durable but the rows: what a stop or a kill cuts off has none with a result, so that a resumed run
+evaluates again. The rollout service runs an evaluation, on whatever versions the engines serve. The texts of its
+samples are written meanwhile. What a user's log of them raises is a warning: an evaluation ends no run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import Rollout
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.hooks import HookArgs, hook_args, to_hook
+from headrace.hooks.trainer import trainer_hook
+from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import eval_sets
+from headrace.job.schema.job import Job
+from headrace.metrics_row import MetricsRow
 from headrace.rpc.log import log
+from headrace.run_folder import RunFolder
+from headrace.sample_log import Answer, SampleLog
+from headrace.trajectory import Sample, Status
 from headrace.wire.checks import one_line
-from services.trainer.data.evaluated_samples import EvaluatedSamples
-from services.trainer.serving.evaluation_log import EvaluationLog
-from services.trainer.serving.evaluations import Evaluated
-from services.trainer.state import TrainState
+from services.trainer.rl.train_data import numbers
+from services.trainer.serving.report import RunReport
+from services.trainer.state import JobSchedule, TrainState
+
+_AT_ONCE = 256
+
+
+class EvaluatedSamples:
+    """Writes into the run's sample log; `max_bytes` is the job's sample_log_bytes."""
+
+    def __init__(self, samples: SampleLog, max_bytes: int) -> None:
+        self._log = samples
+        self._max_bytes = max_bytes
+
+    def of_step(self, step: int) -> EvaluatedStep:
+        """The samples of one evaluation, which replace those of an earlier one of the same step."""
+        return EvaluatedStep(self._log, step, self._max_bytes)
+
+
+class EvaluatedStep:
+    """Holds at most 256 samples in memory."""
+
+    def __init__(self, samples: SampleLog, step: int, max_bytes: int) -> None:
+        self._log = samples
+        self._step = step
+        self._max_bytes = max_bytes
+        self._answers: list[Answer] = []
+        self._is_new = True
+
+    async def add(self, samples: Iterable[sample_pb2.Sample]) -> None:
+        """Writes them once there are enough."""
+        self._answers += [Answer.of(Sample.unpack(one), self._step) for one in samples]
+        if len(self._answers) >= _AT_ONCE:
+            await self.close()
+
+    async def close(self) -> None:
+        """Writes what is left."""
+        answers, self._answers = self._answers, []
+        is_new, self._is_new = self._is_new, False
+        try:
+            await asyncio.to_thread(self._log.write_evaluated, self._step, answers, self._max_bytes, is_new=is_new)
+        except OSError as error:  # what people read later is no reason to lose the result
+            log.warning("evaluated_samples_not_written", step=self._step, error=str(error))
+
+
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """`metrics` are the user's own; `alone` is True when trackers need no others; `warnings` are for a person."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    alone: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+class EvaluationLog:
+    """`f(rollout_id, args, data, extra_metrics) -> bool`, in a thread of rank 0, for ten minutes at most.
+
+    `data` has for each set by name `rewards`, `truncated` and `samples`, a list each; samples that failed are left out.
+    """
+
+    def __init__(self, path: str, args: HookArgs) -> None:
+        self._hook = trainer_hook(path, "eval_log")
+        self._args = args
+
+    async def __call__(self, step: int, samples: Iterable[sample_pb2.Sample]) -> Logged:
+        """Raises nothing."""
+        extra: dict[str, Any] = {}
+        try:
+            data = _by_set([Sample.unpack(one) for one in samples])
+            called = asyncio.to_thread(self._hook.target, step, self._args, data, extra)
+            alone = bool(await asyncio.wait_for(called, _SECONDS))
+        except Exception as error:  # noqa: BLE001  # a user's code
+            why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else repr(error)
+            return Logged(warnings=(f"{self._hook.path} could not log the evaluation: {one_line(why)}",))
+        return Logged(numbers(self._hook.path, extra), alone)
+
+
+def _by_set(samples: Iterable[Sample]) -> dict[str, dict[str, list[Any]]]:
+    """`group_id` is eval/NAME/row."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for sample in samples:
+        if sample.status is Status.FAILED:
+            continue
+        name = sample.group_id.removeprefix("eval/").rsplit("/", 1)[0]
+        row = found.setdefault(name, {"rewards": [], "truncated": [], "samples": []})
+        row["rewards"].append(sample.reward)
+        row["truncated"].append(sample.status is Status.TRUNCATED)
+        row["samples"].append(to_hook(sample))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Metrics of an evaluation, and sentences for a person where it went wrong."""
+
+    metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+    untracked: Collection[str] = ()
+    """Metrics that trackers are not given, as a user's function has logged the evaluation."""
+
+
+Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
+"""Takes the names of data sets. It raises nothing: what goes wrong is in the metrics and the warnings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The data sets that are due after a step."""
+
+    state: TrainState
+    names: Sequence[str]
+
+
+class Evaluations(Protocol):
+    """The evaluations of a run, as the console sees them."""
+
+    @property
+    def running_step(self) -> int | None:
+        """The step of the one that runs; None when none does."""
+
+    async def at(self, state: TrainState) -> None:
+        """Starts the evaluation that is due at this step, if one is."""
+
+    async def finish(self) -> None:
+        """Returns when none runs."""
+
+    def stop(self, why: str) -> None:
+        """Cuts off what runs, and starts nothing more."""
+
+
+class NoEvaluations:
+    """The evaluations of a job without evaluation data."""
+
+    running_step = None
+
+    async def at(self, state: TrainState) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+
+class JobEvaluations:
+    """Runs evaluations. With `exact` training waits for each, so that one version generates all its samples."""
+
+    def __init__(self, evaluate: Evaluate, schedule: JobSchedule, report: RunReport, *, exact: bool) -> None:
+        self._evaluate = evaluate
+        self._schedule = schedule
+        self._report = report
+        self._exact = exact
+        self._task: asyncio.Task[None] | None = None
+        self._running: _Due | None = None
+        self._waiting: _Due | None = None
+        self._is_first = True
+        self._stopped = False
+
+    @property
+    def running_step(self) -> int | None:
+        """The step of the one that runs; None when none does."""
+        return None if self._running is None else self._running.state.step
+
+    async def at(self, state: TrainState) -> None:
+        """Returns at once, or with `exact` when the evaluation has ended. Raises what kept a row from being written."""
+        is_first, self._is_first = self._is_first, False
+        names = await self._without_results(state) if is_first else self._schedule.evaluates(state.step)
+        if self._stopped or not names:
+            return
+        if self._task is not None and self._task.done():
+            self._task.result()
+        if self._running is None:
+            self._running = _Due(state, names)
+            self._task = asyncio.create_task(self._run(self._running))
+        else:
+            self._displace(_Due(state, names))
+        if self._exact:
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Waits for the one that runs and the one that waits, each of which has its own deadline."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.result()
+
+    def stop(self, why: str) -> None:
+        """Cuts off what runs and what waits; their rows say why."""
+        self._stopped = True
+        for due in (self._running, self._waiting):
+            if due is not None:
+                self._write_without_result(due.state.step, f"was cut off: {why}")
+        self._running = self._waiting = None
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, due: _Due) -> None:
+        while True:
+            step = due.state.step
+            evaluated = await self._evaluate(due.state, due.names)
+            metrics = {**evaluated.metrics, "eval_step": float(step)}
+            self._report.write(step, metrics, evaluated.warnings, untracked=evaluated.untracked)
+            self._running, self._waiting = self._waiting, None
+            if self._running is None:
+                return
+            due = self._running
+
+    async def _without_results(self, state: TrainState) -> Sequence[str]:
+        """Names the data sets whose newest evaluation by this step has no result: the run begins, or was cut off."""
+        names, untold = await asyncio.to_thread(_unanswered, self._schedule, state.step, self._report.rows())
+        for step in untold if names else ():
+            self._write_without_result(
+                step, f"has no result, as the trainer ended before it: step {state.step} is evaluated in its place"
+            )
+        return names
+
+    def _displace(self, due: _Due) -> None:
+        """Lets this one wait; it takes over the data sets of one that waited before."""
+        if self._waiting is not None:
+            self._write_without_result(
+                self._waiting.state.step,
+                f"was left out for that of step {due.state.step}, as the one before them still ran: raise "
+                "--eval-interval, evaluate fewer samples, or let training wait with --eval-exact-version",
+            )
+            due = replace(due, names=tuple(dict.fromkeys((*due.names, *self._waiting.names))))
+        self._waiting = due
+
+    def _write_without_result(self, step: int, why: str) -> None:
+        log.warning("evaluation_without_result", step=step, why=why)
+        metrics = {"eval_error": 1.0, "eval_step": float(step)}
+        self._report.write(step, metrics, [f"the evaluation of step {step} {why}"])
+
+
+def _unanswered(schedule: JobSchedule, resumed_step: int, rows: Iterable[MetricsRow]) -> tuple[list[str], list[int]]:
+    """The data sets whose newest evaluation has no result, and at most two steps whose evaluations no row tells of.
+
+    Those are the one that ran and the one that waited when the trainer was killed.
+    """
+    newest = {name: step for step in range(resumed_step + 1) for name in schedule.evaluates(step)}
+    answered, told = set[str](), set[int]()
+    for row in rows:
+        answered.update(name for name, due in newest.items() if row.step >= due and f"eval/{name}" in row.metrics)
+        if "eval_error" in row.metrics:
+            told.add(row.step)
+    due = (step for step in reversed(range(resumed_step)) if schedule.evaluates(step) and step not in told)
+    return [name for name in newest if name not in answered], sorted(islice(due, 2))
 
 
 class JobEvaluator:
@@ -127,3 +388,21 @@ def _metrics(result: rollout_pb2.EvalResult) -> dict[str, float]:
 def _unscored(result: rollout_pb2.EvalResult) -> str:
     of = result.num_failed + result.num_samples
     return f"{result.num_failed} of {of} samples of {result.name} have no score and are left out of its mean"
+
+
+def evaluations_of(
+    job: Job, rollout: Rollout | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
+) -> Evaluations:
+    """Evaluates on the data sets that the job names, where there are engines."""
+    if rollout is None or not job.eval.is_asked_for:
+        return NoEvaluations()
+    datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
+    num_bytes = job.tracking.sample_log_bytes
+    samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
+    path = job.hooks.custom_eval_rollout_log_function_path
+    users_log = EvaluationLog(path, hook_args(job)) if path else None
+    evaluator = JobEvaluator(
+        datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
+    )
+    waits = job.eval.eval_exact_version or job.placement.colocate  # there it needs the devices to itself
+    return JobEvaluations(evaluator, schedule, report, exact=waits)

@@ -1,30 +1,218 @@
-"""Writes a run's records: metrics.jsonl, its pictures, trackers, a live stream for watchers.
+"""Writes a run's records: metrics.jsonl, its pictures, trackers (TensorBoard, Weights & Biases), a stream for watchers.
 
-Memory holds no rows, but what the pictures show of them: a run may have a million steps.
+Memory holds no rows, but what the pictures show of them: a run may have a million steps. Rows that the disk refuses
+wait in memory and are written before later ones. One thread writes; any may read.
+
+Keys never come near the trackers: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no option for one, and
+what is uploaded of the job has passed `without_secrets`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
-from headrace.metrics_row import MetricsRow
-from services.trainer.serving.metrics_file import MetricsFile
-from services.trainer.serving.pictures import curves, evaluation_curves, timeline
-from services.trainer.serving.pictures.points import Point, Points
-from services.trainer.serving.trackers import OpenTrackers, Tracker
+from torch.utils.tensorboard import SummaryWriter
+
+from headrace.disk.whole_file import replacing
+from headrace.errors import ConfigError
+from headrace.job.schema.run import TrackingSection
+from headrace.job.schema.secrets import without_secrets
+from headrace.metrics_row import MetricsRow, row_of, step_of
+from headrace.rpc.log import log
+from services.trainer.files.durable import append_rows
+from services.trainer.serving import pictures
+from services.trainer.serving.pictures import Point, Points
+
+MOST_WAITING = 10_000
+"""Rows that wait for the disk; beyond that the oldest are lost."""
+_PART_BYTES = 256 << 10
+
+
+class MetricsFile:
+    """`drop_after` first: before it, and until the disk took it, nothing of an earlier start's rows is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._drop_after: int | None = None
+        """Later steps' rows go before anything is written."""
+        self._num_bytes = 0
+        """The readable part: whole lines, of rows that stay."""
+        self._said = False
+
+    def drop_after(self, step: int) -> None:
+        """Keeps the rows that an earlier start wrote up to `step`, and drops the later ones."""
+        self._drop_after = step
+        self._write()
+
+    def append(self, row: MetricsRow) -> None:
+        """Adds a row. It raises nothing: what the disk refuses is written later."""
+        self._waiting.append(row.fields())
+        self._write()
+
+    def settle(self) -> None:
+        """Writes what waits, if the disk takes it."""
+        if self._waiting or self._drop_after is not None:
+            self._write()
+
+    def rows(self) -> Iterator[MetricsRow]:
+        """Yields all rows that are written."""
+        offset, end = 0, self._num_bytes
+        while offset < end:
+            some, offset = self.read(offset)
+            yield from some
+
+    def read(self, offset: int, from_step: int = 0) -> tuple[list[MetricsRow], int]:
+        """Returns some of the rows at `offset`, those before `from_step` left out, and the offset behind them.
+
+        At the end of what is written the offset stays what it is.
+        """
+        if (left := self._num_bytes - offset) <= 0:
+            return [], offset
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            lines = file.readlines(min(_PART_BYTES, left))
+        wanted = (line for line in lines if from_step == 0 or (step_of(line) or 0) >= from_step)
+        rows = (row_of(line) for line in wanted)
+        return [row for row in rows if row is not None], offset + sum(map(len, lines))
+
+    def _write(self) -> None:
+        try:
+            if self._drop_after is not None:
+                self._drop(self._drop_after)
+                self._drop_after = None
+            append_rows(self._path, self._waiting, synced=False)
+        except OSError as error:
+            if not self._said:
+                until = f"the disk takes them; the last {MOST_WAITING} are kept"
+                log.warning("metrics_not_written", file=str(self._path), error=str(error), until=until)
+            self._said = True
+            return
+        self._waiting.clear()
+        self._said = False
+        self._num_bytes = self._path.stat().st_size
+
+    def _drop(self, step: int) -> None:
+        """Replaces the file by one without the later steps' lines, if it has any."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            if not any(_is_later(line, step) for line in file):
+                return
+            file.seek(0)
+            with replacing(self._path) as draft, draft.open("wb") as shorter:
+                shorter.writelines(line for line in file if not _is_later(line, step))
+
+
+def _is_later(line: bytes, step: int) -> bool:
+    found = step_of(line)
+    return found is not None and found > step
+
+
+class Tracker(Protocol):
+    """Somebody who keeps a run's numbers."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the metrics of one step."""
+
+    def close(self) -> None:
+        """Returns when everything is kept."""
+
+
+OpenTrackers = Callable[[int], Sequence[Tracker]]
+"""Opens them at the step from which the run goes on: what an earlier start wrote of later steps is dropped."""
+
+
+def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> OpenTrackers:
+    """Returns the trackers that the job asks for; `job` is the whole job in JSON's types, for W&B to show."""
+
+    def opened(step: int) -> Sequence[Tracker]:
+        found: list[Tracker] = []
+        if config.use_tensorboard:
+            found.append(TensorBoard(folder, step))
+        if config.use_wandb:
+            found.append(Wandb(config, run_name, job, folder))
+        return found
+
+    return opened
+
+
+class TensorBoard:
+    """Events in the run's folder."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder / "tensorboard"
+        self._maybe_writer: SummaryWriter | None = SummaryWriter(str(self._folder), purge_step=step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes them to the file at once. What a full disk refuses is left out: metrics.jsonl has it later."""
+        try:
+            if self._maybe_writer is None:
+                self._maybe_writer = SummaryWriter(str(self._folder))
+            for name, value in metrics.items():
+                self._maybe_writer.add_scalar(name, value, step)
+            self._maybe_writer.flush()
+        except OSError as error:
+            self._maybe_writer = None  # its thread ended with the error
+            log.warning("tensorboard_not_written", step=step, error=str(error))
+
+    def close(self) -> None:
+        """Closes the file; a full disk raises nothing."""
+        if self._maybe_writer:
+            with suppress(OSError):
+                self._maybe_writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases. A trainer that starts again goes on with the same run: its id is the folder's."""
+
+    def __init__(self, config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "use_wandb needs the package wandb: pip install 'headrace[wandb]'", field="use_wandb"
+            ) from error
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group,
+            entity=config.wandb_team,
+            name=run_name,
+            id=hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12],
+            resume="allow",
+            mode=config.wandb_mode,
+            dir=str(folder),
+            config=without_secrets(job),
+            settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
+        )
+        self._newest = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Handed to W&B's own process, which uploads it when it can. It drops what is older than its newest step."""
+        self._newest = max(self._newest, step)
+        self._run.log(dict(metrics), step=self._newest)
+
+    def close(self) -> None:
+        """Waits for W&B's process."""
+        self._run.finish()
+
 
 _REDRAW_SECONDS = 30.0
 _PICTURES: Mapping[str, Callable[[Sequence[Point], Path], None]] = {
-    "curves": curves.draw_curves,
-    "timeline": timeline.draw_timeline,
-    "evaluations": evaluation_curves.draw_evaluations,
+    "curves": pictures.draw_curves,
+    "timeline": pictures.draw_timeline,
+    "evaluations": pictures.draw_evaluations,
 }
-_OF_EVALUATIONS = evaluation_curves.DRAWN
-_OF_STEPS = tuple({*curves.DRAWN, *timeline.DRAWN} - {*_OF_EVALUATIONS})
+_OF_EVALUATIONS = pictures.EVALUATIONS
+_OF_STEPS = tuple({*pictures.CURVES, *pictures.TIMELINE} - {*_OF_EVALUATIONS})
 _EVALUATION = "eval"
 """What the names of an evaluation's metrics begin with."""
 

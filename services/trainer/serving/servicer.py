@@ -1,24 +1,104 @@
-"""TrainerService: proto to console and back."""
+"""TrainerService: proto to console and back, each key's work done once, exports into the folders that are allowed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
-from headrace.errors import Unavailable
-from headrace.wire.checks import require_counter, require_id, require_path
-from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.export_folder import ExportFolders
-from services.trainer.serving.once import Once
+from headrace.errors import InvalidArgument, Unavailable
+from headrace.wire.checks import require_counter, require_id, require_path, shown
+from services.trainer.serving.console import Steered, TrainerConsole
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.requests import Steered
 from services.trainer.state import TrainState
+
+
+class ExportFolders:
+    """Folders below `root`, but not below those that the run keeps for itself. Its methods touch the disk."""
+
+    def __init__(self, root: Path, reserved: Sequence[Path]) -> None:
+        self._root = root
+        self._reserved = reserved
+
+    def locate(self, text: str) -> Path:
+        """The folder that a client names, without symlinks. Raises InvalidArgument unless the operator allows it."""
+        if not Path(text).is_absolute():
+            raise _refused(f"path {shown(text)} is not absolute on the trainer's machine")
+        with _disk_errors(shown(text)):
+            folder, root = Path(text).resolve(), self._root.resolve()
+            self._require_allowed(folder, root)
+            nearest = next(each for each in (folder, *folder.parents) if each.exists())
+            if not nearest.is_dir():
+                raise _refused(f"{nearest} is not a folder: name a new folder")
+            return folder
+
+    def require_new(self, folder: Path) -> None:
+        """Raises InvalidArgument unless it is absent or empty."""
+        with _disk_errors(str(folder)):
+            if folder.exists() and any(folder.iterdir()):
+                raise _refused(f"{folder} is not empty: name a new folder")
+
+    def _require_allowed(self, folder: Path, root: Path) -> None:
+        if root not in folder.parents:
+            raise _refused(f"{folder} is not below {root}: name a folder there, or start the run with --export-root")
+        for taken in self._reserved:
+            if folder.is_relative_to(taken.resolve()):
+                raise _refused(f"{folder} is in {taken}, which the run keeps for itself: name another folder")
+
+
+@contextmanager
+def _disk_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a loop of symlinks
+        raise _refused(f"{path} cannot be read: {error}") from error
+
+
+def _refused(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="path")
+
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A caller that goes away leaves the work to the others. A failure is not kept: the key can be asked for again."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._tasks: dict[str, asyncio.Task[T]] = {}
+
+    async def get(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of the first `work` that was given with the key and did not fail. The last `keep` are known."""
+        if key not in self._tasks:
+            task = asyncio.ensure_future(_awaited(work))
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._finished(key, done))
+        return await asyncio.shield(self._tasks[key])
+
+    def discard(self, key: str) -> None:
+        """A result that no longer holds; work that is not finished goes on."""
+        if key in self._tasks and self._tasks[key].done():
+            del self._tasks[key]
+
+    def _finished(self, key: str, task: asyncio.Task[T]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._tasks[key]
+            return
+        done = [each for each, known in self._tasks.items() if known.done()]
+        for oldest in done[: -self._keep]:
+            del self._tasks[oldest]
+
+
+async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()
+
 
 Context = Any
 

@@ -1,11 +1,17 @@
-"""The collective group between one sending rank and all engines. The sender is always rank 0: SGLang hardcodes it."""
+"""The collective groups between a sending rank and all engines, and the broadcasts of one publication in them.
+
+The sender is always rank 0 of a group: SGLang hardcodes it. A bucket goes to the groups of all rollout services side
+by side. A group that fails is left, and the others go on; its engines get an error, because its connections are
+closed.
+"""
 
 from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +24,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from headrace.errors import DeadlineExceeded, PublicationAborted
+from headrace.errors import DeadlineExceeded, HeadraceError, PublicationAborted
+from headrace.rpc.log import log
 from headrace.rpc.net import Address
 from services.trainer.megatron.rendezvous import listening_store
 
@@ -184,3 +191,40 @@ def _close(last: list[dist.ProcessGroup]) -> None:
         _abort_process_group(last.pop())
     else:
         last.pop().abort()
+
+
+class Broadcasts:
+    """`left` says of the services that were left why."""
+
+    def __init__(
+        self, groups: Mapping[int, WeightGroup], world_sizes: Mapping[int, int], aborted: Callable[[int], bool]
+    ) -> None:
+        """`aborted` is asked for a service, from this thread."""
+        self.left: dict[int, str] = {}
+        self._groups = dict(groups)
+        self._world_sizes = world_sizes
+        self._aborted = aborted
+        self._sending: dict[int, Future[None]] = {}
+
+    def start(self, flat: torch.Tensor) -> None:
+        """Begins to send one bucket: uint8, shape [bytes], which must stay as it is until `finish` returns."""
+        self._sending = {
+            service: group.start_broadcast(flat, self._world_sizes[service]) for service, group in self._groups.items()
+        }
+
+    def finish(self) -> None:
+        """Returns when the bucket is on its way to every engine of the groups that go on.
+
+        Raises the error of the last group when none does.
+        """
+        for service, sending in self._sending.items():
+            try:
+                self._groups[service].finish(sending, partial(self._aborted, service))
+            except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+                del self._groups[service]
+                if not self._groups:
+                    raise
+                log.warning("service_left", service=service, error=str(error))
+                failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
+                self.left[service] = failure.message
+        self._sending = {}

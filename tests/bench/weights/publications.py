@@ -10,11 +10,10 @@ from typing import cast
 from headrace.job.schema.job import Job
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.control.sender import WeightSender
-from services.trainer.control.transport.disk import sweep
-from services.trainer.control.writer import WeightWriter
+from services.trainer.control.senders import WeightSender, WeightWriter
+from services.trainer.control.transport import sweep
 from services.trainer.model.policy import Policy
-from services.trainer.weights.memory_files import MemoryFiles
+from services.trainer.weights.buckets import MemoryFiles
 from tests.support.fakes.same_weights import ALONE, SameWeights
 
 

@@ -35,7 +35,7 @@ from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import checksum
 from services.buffer.store.sqlite.store import SqliteStore
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import BufferProcess, served_buffer

@@ -19,7 +19,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.job.schema.buffer import BufferSection
 from headrace.run_folder import RunFolder, ServiceEntry
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.processes.buffer_server import ROOT, BufferProcess

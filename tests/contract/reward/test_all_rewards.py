@@ -15,12 +15,11 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
 from services.buffer.store.memory import MemoryStore
-from services.trainer.breaker import Breaker
+from services.trainer.failure_budget import AllRewards, Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
-from services.trainer.metrics.all_rewards import AllRewards
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluations import NoEvaluations
+from services.trainer.serving.evaluation import NoEvaluations
 from services.trainer.serving.report import RunReport
 from tests.contract.test_runs_that_cannot_learn import Ranks
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts

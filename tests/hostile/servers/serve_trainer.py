@@ -13,10 +13,9 @@ from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluations import NoEvaluations
-from services.trainer.serving.export_folder import ExportFolders
+from services.trainer.serving.evaluation import NoEvaluations
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.serving.servicer import ExportFolders, TrainerServicer
 from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
 

@@ -15,7 +15,7 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.export import Look, Write, export
 from services.trainer.megatron.parallel import Layout
-from services.trainer.weights.block_fp8 import quantized, quantized_specs
+from services.trainer.weights.quantization import quantized, quantized_specs
 
 ALONE = cast(Layout, SimpleNamespace(device=torch.device("cpu"), rank=0, pp_rank=0, pp_size=1, tp_rank=0, dp_rank=0))
 

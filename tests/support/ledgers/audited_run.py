@@ -14,7 +14,7 @@ from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.store.memory import MemoryStore
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer

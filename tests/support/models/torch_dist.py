@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.models.architecture import Architecture
 from headrace.models.torch_dist.keys import rows_of, whole_shape
-from services.trainer.hugging_face.torch_dist_export import write_torch_dist
+from services.trainer.hugging_face.torch_dist import write_torch_dist
 
 
 def random_weights(architecture: Architecture, seed: int = 0) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from headrace.job.schema.run import CheckpointSection
 from tests.support.ranks.ranks import entries
 
 if TYPE_CHECKING:
-    from services.trainer.control.writer import WeightWriter
+    from services.trainer.control.senders import WeightWriter
 
 FULL_BYTES = 20_000
 
@@ -44,7 +44,7 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.control.writer import WeightWriter
+    from services.trainer.control.senders import WeightWriter
     from services.trainer.model.build import join_ranks, policy_of
 
     run, rank = Path(case.folder), int(os.environ["RANK"])

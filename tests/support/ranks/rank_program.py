@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.process.exit_codes import PEER_LOST
-from services.trainer.control.bootstrap import open_channel
 from services.trainer.control.channel import PeerLost
+from services.trainer.control.rank import open_channel
 from services.trainer.megatron.rendezvous import join, own_host
 from services.trainer.weights.weight_group import WeightGroup
 from tests.support.processes.listening import listening

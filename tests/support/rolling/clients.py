@@ -18,7 +18,7 @@ from headrace.client.open import open_rollout
 from headrace.client.reward import RewardClient
 from headrace.client.trainer import TrainerClient
 from headrace.score import Score, ScoreItem
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.rolling.tally import Tally

@@ -9,8 +9,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.run_folder import RunFolder
-from services.trainer.serving.pictures.evaluation_curves import draw_evaluations
-from services.trainer.serving.pictures.points import Point
+from services.trainer.serving.pictures import Point, draw_evaluations
 from services.trainer.serving.report import RunReport
 
 

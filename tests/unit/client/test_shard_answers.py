@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.shard_answers import StatsMerger
-from services.trainer.metrics.all_rewards import AllRewards
+from services.trainer.failure_budget import AllRewards
 
 
 def shard(num_samples: int, reward: float, *, num_failed: int = 0) -> pb.StreamStats:

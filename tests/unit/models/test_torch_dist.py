@@ -26,7 +26,7 @@ from headrace.models.registry import architecture as read
 from headrace.models.torch_dist.keys import rows_of
 from headrace.models.torch_dist.match import matched
 from services.trainer.hugging_face.shards import merge
-from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
+from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_families import make_tiny, tiny_config
 from tests.support.models.torch_dist import make_torch_dist, random_weights
 

@@ -84,11 +84,11 @@ ALLOWED = {
     ("services/rollout/engine/launch.py", "import runpy"): "SGLang's own server",
     ("services/rollout/engine/launch.py", "run_module"): "the same",
     (
-        "services/trainer/hugging_face/torch_dist_export.py",
+        "services/trainer/hugging_face/torch_dist.py",
         "import pickle",
     ): "Megatron's format is pickles: it writes them",
-    ("services/trainer/hugging_face/torch_dist_folder.py", "torch.load"): "a tensor, with weights_only",
-    ("services/trainer/hugging_face/vision_tower.py", "from_pretrained"): "a configuration; no code of a folder",
+    ("services/trainer/hugging_face/torch_dist.py", "torch.load"): "a tensor, with weights_only",
+    ("services/trainer/hugging_face/rank_model.py", "from_pretrained"): "a configuration; no code of a folder",
 }
 """By file and what stands there."""
 
@@ -129,7 +129,7 @@ def test_nothing_reads_objects_or_runs_code_but_what_is_listed_with_its_reason()
 
 
 def test_torch_loads_weights_only_and_yaml_safely() -> None:
-    text = (ROOT / "services/trainer/hugging_face/torch_dist_folder.py").read_text()
+    text = (ROOT / "services/trainer/hugging_face/torch_dist.py").read_text()
     assert text.count("torch.load(") == text.count("weights_only=True") == 1
     text = (ROOT / "headrace/job/load/engine_groups.py").read_text()
     assert text.count("yaml.") == text.count("yaml.safe_load(") + text.count("yaml.YAMLError")

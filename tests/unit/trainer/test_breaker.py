@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.job.schema.production import RolloutSection
-from services.trainer.breaker import Breaker
+from services.trainer.failure_budget import Breaker
 
 
 def reading(num_good: int, failed: dict[str, int], dropped: int = 0, *, epoch: int = 1) -> pb.StreamStats:

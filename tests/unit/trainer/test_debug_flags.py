@@ -16,9 +16,9 @@ from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.listen import Listen
 from services.buffer.store.memory import MemoryStore
+from services.trainer.__main__ import lead
 from services.trainer.control.build import TrainerBuild
-from services.trainer.control.lead import lead
-from services.trainer.data.fetch import Fetch
+from services.trainer.data.samples import Fetch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 

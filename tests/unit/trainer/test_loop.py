@@ -9,8 +9,7 @@ import pytest
 from headrace.errors import Fenced, ResourceExhausted
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import EngineIds, Lacking
+from services.trainer.state import EngineIds, Lacking, TrainState
 
 
 @dataclass

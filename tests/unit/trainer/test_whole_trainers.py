@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_whole
 from headrace.process.shared_memory import memory_folder
-from services.trainer.weights.block_fp8 import quantized
+from services.trainer.weights.quantization import quantized
 from tests.long_forms import ALL
 from tests.support.devices.shared_device import SharedDevice
 from tests.support.devices.weights_engine import WeightsEngine

@@ -16,10 +16,9 @@ import torch
 
 from headrace.models.block_fp8 import BlockFp8
 from headrace.models.rewriting import main_of
-from services.trainer.hugging_face.export import FILE_BYTES
+from services.trainer.hugging_face.export import FILE_BYTES, rewrite
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.rewrite.folder import rewrite
-from services.trainer.weights.block_fp8 import can_be_quantized, quantized
+from services.trainer.weights.quantization import can_be_quantized, quantized
 
 _BLOCK = (128, 128)
 _PROJECTION = re.compile(r"(?<!\beh)_proj(_with_mqa)?\.weight$")

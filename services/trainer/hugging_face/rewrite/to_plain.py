@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from headrace.models.rewriting import main_of
-from services.trainer.hugging_face.export import FILE_BYTES
+from services.trainer.hugging_face.export import FILE_BYTES, Named, rewrite
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.rewrite.folder import Named, rewrite
 
 
 def to_plain(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> int:

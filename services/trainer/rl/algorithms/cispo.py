@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, clamp
 
-from services.trainer.rl.algorithms.precision import bounded, precise
+from services.trainer.rl.algorithms.numerics import bounded, precise
 
 
 def cispo_loss(

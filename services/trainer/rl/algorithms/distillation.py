@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.rl.algorithms.precision import precise
+from services.trainer.rl.algorithms.numerics import precise
 
 
 def distilled_advantages(

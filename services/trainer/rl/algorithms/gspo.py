@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.rl.algorithms.precision import precise
-from services.trainer.rl.algorithms.sequence import sequence_mean
+from services.trainer.rl.algorithms.numerics import precise, sequence_mean
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
-"""Estimators of the KL divergence to a reference policy, per token (Schulman, http://joschu.net/blog/kl-approx.html)."""
+"""KL to a reference policy: its estimators per token, and token rewards with a penalty for leaving that policy.
+
+Estimators: Schulman, http://joschu.net/blog/kl-approx.html. Token rewards are that penalty and the response's own
+reward at its end, in InstructGPT's form (Ouyang et al. 2022, arXiv:2203.02155).
+"""
 
 from __future__ import annotations
 
 from typing import Literal, assert_never
 
+import torch
 from torch import Tensor
 
-from services.trainer.rl.algorithms.precision import bounded, precise
+from services.trainer.rl.algorithms.numerics import bounded, precise
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -47,3 +52,19 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Te
 def _k3(d: Tensor) -> Tensor:
     # expm1 keeps the digits that exp(-d) - 1 loses where the policies agree.
     return (-bounded(d)).expm1() + d
+
+
+def token_rewards(reward: float, mask: Tensor, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """Float64 [R] of one response: -kl_coef · KL_t where trained, plus `reward` on the last trained token.
+
+    `mask` [R] is 1 where trained; `kl` [R] or None. Tokens of tools and environments have 0, and so has every token of
+    a response that is masked in whole. float32 would round a small KL away beside a large reward.
+    """
+    trained = mask > 0
+    rewards = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    if kl is not None:
+        rewards = torch.where(trained, -kl_coef * kl.double(), rewards)
+    places = trained.nonzero()
+    if len(places):
+        rewards[places[-1, 0]] += reward
+    return rewards

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.rl.algorithms.precision import precise
-from services.trainer.rl.algorithms.sequence import sequence_mean
+from services.trainer.rl.algorithms.numerics import precise, sequence_mean
 
 
 def opsm_mask(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:

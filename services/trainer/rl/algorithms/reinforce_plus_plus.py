@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.trainer.rl.algorithms.discount import discounted_sums
+from services.trainer.rl.algorithms.numerics import discounted_sums
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.rl.algorithms.precision import precise
+from services.trainer.rl.algorithms.numerics import precise
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:

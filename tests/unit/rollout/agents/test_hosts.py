@@ -30,7 +30,7 @@ from headrace.trajectory import Sample, Status
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.lending import MAX_LOSSES, Lending, TaskOffer
 from services.rollout.agents.server import EndpointServer
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.agent_hosts import LEASE_SECONDS, host, lending
 from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled

@@ -40,7 +40,7 @@ from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from services.rollout.scoring import SampleScorer
 from services.rollout.server import RolloutServicer
-from services.trainer.data.record import TrainingRecord
+from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, next_token, response_to
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting

@@ -22,8 +22,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_nam
 from services.trainer.checkpoint.manifest import Manifest, crc32
 from services.trainer.checkpoint.reader import CheckpointReader, Expected, opened
 from services.trainer.checkpoint.shard_chunk import ShardChunk
-from services.trainer.megatron.parallel import Layout
-from services.trainer.plan.context import Context
+from services.trainer.megatron.parallel import Context, Layout
 from services.trainer.state import TrainState
 
 

@@ -16,7 +16,7 @@ from headrace.models.exported import is_whole
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist.keys import rows_of
 from headrace.run_folder import RunFolder, ServiceEntry
-from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
+from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.modes import closed
 from tests.support.ranks.file_cases import FilesCase

@@ -17,7 +17,7 @@ from headrace.models.registry import read_architecture, table
 from headrace.models.rows import Replicated
 from services.trainer.checkpoint.checkpoint import newest
 from services.trainer.checkpoint.reader import CheckpointReader
-from services.trainer.model.lora.adapter import pair_shardings
+from services.trainer.model.lora import pair_shardings
 from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.errors import HeadraceError
 from services.rollout.engine.fleet import EngineState
 from services.trainer.control.messages import Command, Result, SendWeights, Sent
-from services.trainer.control.transport.disk import sweep
+from services.trainer.control.transport import sweep
 from services.trainer.state import TrainState
 from tests.unit.trainer.control.test_rollback import Run, weights_of
 

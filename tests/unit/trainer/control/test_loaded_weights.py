@@ -31,8 +31,8 @@ from services.trainer.control.messages import (
 )
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.transport.collective import CollectiveTransport
-from services.trainer.devices.turns import OwnDevices
+from services.trainer.control.transport import CollectiveTransport
+from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import TrainState
 
 OURS = {"t": "0123"}

@@ -20,15 +20,14 @@ from headrace.job_buffer import buffer_of
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
+from services.trainer.control import publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.rollout import presence
-from services.trainer.control.transport.port import Transport
-from services.trainer.devices.turns import OwnDevices
+from services.trainer.control.transport import Transport
+from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import NOBODY
+from services.trainer.state import NOBODY, TrainState
 
 BUILT = {"layout": SimpleNamespace(device=torch.device("cpu")), "checkpoints": None, "restored_step": 0}
 
@@ -92,7 +91,7 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer, "lead", lead_that_awaits_a_batch)
-    monkeypatch.setattr(presence, "_FLEET_SECONDS", 0.1)
+    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
     services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
     services |= {"start_timeout_seconds": 0.4, "peer_wait_seconds": 0.2}
     config = tmp_path / "job.json"
@@ -104,7 +103,7 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
 
 
 async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_FLEET_SECONDS", 0.05)
+    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.05)
     asked = FleetThatAnswersEveryOtherTime()
     ranks, rollout, transport = cast(RankGroup, None), cast(RolloutClient, asked), cast(Transport, None)
     publisher = Publisher(

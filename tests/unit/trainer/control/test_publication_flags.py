@@ -37,9 +37,8 @@ from services.trainer.control.messages import (
 )
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.transport.choice import transport_of
-from services.trainer.control.transport.port import Sender
-from services.trainer.devices.turns import OwnDevices
+from services.trainer.control.transport import Sender, transport_of
+from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy

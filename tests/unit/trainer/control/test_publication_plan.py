@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import StageGroup, StageWeights
-from services.trainer.control.publication_plan import PublicationPlan
+from services.trainer.control.transport import PublicationPlan
 
 A, B, C = (TensorSpec(name, (2, 3), "bfloat16") for name in "abc")
 

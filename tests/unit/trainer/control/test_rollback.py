@@ -42,8 +42,8 @@ from services.trainer.control.messages import (
 )
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.transport.choice import transport_of
-from services.trainer.devices.turns import OwnDevices
+from services.trainer.control.transport import transport_of
+from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import TrainState
 from tests.support.fake_weights import fake_checksum, write_version
 from tests.support.fakes.fake_engine import FakeEngine

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from headrace.errors import InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import Sent, StageGroup, part_of
-from services.trainer.control.sender import WeightSender
+from services.trainer.control.senders import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import cut, filling_bytes
-from services.trainer.weights.flat_buckets import FlatBuckets
+from services.trainer.weights.buckets import FlatBuckets, cut, filling_bytes
 from tests.support.fakes.engine_checksums import engine_checksums
 
 MEGABYTES = 48  # of a tensor: far more than sockets hold

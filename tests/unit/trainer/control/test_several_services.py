@@ -22,14 +22,14 @@ from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.server import engine_to_proto
+from services.trainer.control import publication
+from services.trainer.control import transport as transport_module
 from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.rollout import presence, recipients
-from services.trainer.control.transport.choice import transport_of
-from services.trainer.devices.turns import OwnDevices
-from services.trainer.state import TrainState
-from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
+from services.trainer.control.transport import transport_of
+from services.trainer.gpu_sharing import OwnDevices
+from services.trainer.state import EVERYBODY, NOBODY, Lacking, TrainState
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.unit.trainer.control.test_rollback import ROLLBACK, DirectRollout, Model, Strike, StruckEngine, weights_of
 
@@ -163,9 +163,9 @@ async def a_run(folder: Path, transport: str = "collective", num_services: int =
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience with one that hangs: far less than the publication's own time."""
-    monkeypatch.setattr(recipients, "STRAGGLER_SECONDS", 0.5)
-    monkeypatch.setattr(presence, "_PRESENT_SECONDS", 0.5)
-    monkeypatch.setattr(presence, "_ABSENT_SECONDS", 0.2)
+    monkeypatch.setattr(transport_module, "STRAGGLER_SECONDS", 0.5)
+    monkeypatch.setattr(publication, "_PRESENT_SECONDS", 0.5)
+    monkeypatch.setattr(publication, "_ABSENT_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -12,8 +12,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, NotFound
 from headrace.trajectory import Sample
-from services.trainer.data.fetch import Fetch
-from services.trainer.data.reading import UnusableSample
+from services.trainer.data.samples import Fetch, UnusableSample
 from tests.support.ranks.rank_cases import samples
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from services.trainer.data.reading import UnusableSample
-from services.trainer.data.set_aside import SetAside
+from services.trainer.data.samples import SetAside, UnusableSample
 from services.trainer.plan.batch import Batch, SampleFacts, statistics
 from tests.support.ledgers.facts import facts
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.sample_log import Answer, SampleLog
-from services.trainer.data.reading import UnusableSample
-from services.trainer.data.sample_log import SamplesRead, TrainedSamples
+from services.trainer.data.samples import SamplesRead, TrainedSamples, UnusableSample
 from tests.support.ledgers.answers import answered
 
 

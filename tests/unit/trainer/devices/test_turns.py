@@ -9,7 +9,7 @@ import pytest
 
 from headrace.client.rollout import RolloutClient
 from headrace.errors import Fenced, Unavailable
-from services.trainer.devices.turns import SharedDevices, clear
+from services.trainer.gpu_sharing import SharedDevices, clear
 
 
 class BothSides:

@@ -13,12 +13,11 @@ import structlog
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.errors import DiskFull
-from services.trainer.data.record import TrainingRecord
-from services.trainer.files.full_disk import outlast
+from services.trainer.data.buffer import TrainingRecord
+from services.trainer.files.durable import outlast
 from services.trainer.plan.batch import Batch
-from services.trainer.serving import metrics_file
-from services.trainer.serving.report import RunReport
-from services.trainer.serving.trackers import TensorBoard
+from services.trainer.serving import report as report_module
+from services.trainer.serving.report import RunReport, TensorBoard
 from tests.support.faults.file_limit import files_end_at
 
 BATCH = Batch((), b"digest")
@@ -112,7 +111,7 @@ def test_a_trainer_keeps_no_rows_in_memory(tmp_path: Path) -> None:
 
 
 def test_rows_that_wait_for_the_disk_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_file, "MOST_WAITING", 3)
+    monkeypatch.setattr(report_module, "MOST_WAITING", 3)
     report = RunReport(tmp_path)
     report.resume(0)
     with structlog.testing.capture_logs() as said, files_end_at(0):

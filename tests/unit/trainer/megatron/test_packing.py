@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.errors import ConfigError
-from services.trainer.megatron.packing import choose_packing
+from services.trainer.hugging_face.rank_model import choose_packing
 from services.trainer.megatron.parallel import Layout
 
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}

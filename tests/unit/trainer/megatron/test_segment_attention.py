@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from services.trainer.megatron.gpt.segment_attention import SegmentAttention, SegmentedRow, transformer_engine_row
+from services.trainer.megatron.layers import SegmentAttention, SegmentedRow, transformer_engine_row
 from services.trainer.plan.rows import Rows, RowSegment
 
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from services.trainer.metrics.log_prob_distance import LARGEST_STALENESS, LogProbDistance
+from services.trainer.metrics import LARGEST_STALENESS, LogProbDistance
 from services.trainer.plan.batch import Batch, statistics
 
 

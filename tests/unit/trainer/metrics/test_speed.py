@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from headrace.api.sample.v1 import sample_pb2
 from headrace.job.schema.run import TrackingSection
 from headrace.models.registry import read_architecture
-from services.trainer.metrics.speed import Speed, peak_of, peak_tflops
-from services.trainer.metrics.stopwatch import Stopwatch
+from services.trainer.metrics import Speed, Stopwatch, peak_of, peak_tflops
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.flops import ModelFlops
+from services.trainer.plan.planning import ModelFlops
 from tests.support.models.tiny_families import VOCAB_SIZE, make_tiny
 from tests.support.ranks.rank_results import network
 

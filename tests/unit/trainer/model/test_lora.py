@@ -17,10 +17,7 @@ from headrace.job.schema.lora import LoraSection
 from headrace.models.registry import read_architecture, table
 from headrace.models.rows import GateUp, HfTensor, QueryKeyValue, Split
 from services.trainer.hugging_face.shards import cut
-from services.trainer.model.lora.adapter import arranged
-from services.trainer.model.lora.dropout import SlicedDropout
-from services.trainer.model.lora.initial import InitialPairs
-from services.trainer.model.lora.peft_folder import CONFIG, WEIGHTS, PeftFolder, write_peft
+from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, SlicedDropout, arranged, write_peft
 from tests.support.models.tiny_families import make_tiny
 
 LORA = LoraSection(lora_rank=4, lora_alpha=16.0, lora_target_modules=("q_proj", "down_proj"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Sample, Status
-from services.trainer.plan.batching import collate, empty_micro_batch
+from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing, RowSegment, row_tokens
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from headrace.errors import InvalidArgument
 from headrace.models.architecture import Experts
 from headrace.trajectory import ROUTED_EXPERTS, Sample
-from services.trainer.megatron.gpt.routing_replay import RouterOfLayer, RoutingReplay
-from services.trainer.plan.batching import collate, empty_micro_batch
-from services.trainer.plan.experts import ExpertChoices, RolloutChoices
-from services.trainer.plan.rows import Packing
+from services.trainer.megatron.routing_replay import RouterOfLayer, RoutingReplay
+from services.trainer.plan.planning import collate, empty_micro_batch
+from services.trainer.plan.rows import ExpertChoices, Packing, RolloutChoices
 from tests.support.ranks.algorithm_cases import told
 
 EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, False, None, None)

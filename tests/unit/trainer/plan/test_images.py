@@ -13,9 +13,8 @@ from headrace.errors import InvalidArgument
 from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
-from services.trainer.plan.batching import collate
-from services.trainer.plan.images import row_images
-from services.trainer.plan.rows import Packing, Rows
+from services.trainer.plan.planning import collate
+from services.trainer.plan.rows import Packing, Rows, row_images
 from tests.support.ranks.vision_cases import IMAGE, samples
 
 VISION = Vision(IMAGE, 1176, 2, (2, 3, 3))

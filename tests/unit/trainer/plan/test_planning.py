@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from headrace.trajectory import Status
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.partition import partition
-from services.trainer.plan.planning import Planner, StepPlan
+from services.trainer.plan.planning import Planner, StepPlan, partition
 from services.trainer.plan.rows import Packing, row_tokens
-from services.trainer.rl.algorithms.reduction import Reduction
+from services.trainer.rl.algorithms.numerics import Reduction
 from tests.support.slime_micro_batches import slime_cut
 
 PACKINGS = get_args(Packing)

@@ -9,9 +9,7 @@ import pytest
 from headrace.job.schema.training import TrainSection
 from headrace.models.registry import read_architecture
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.cost import cost_of
-from services.trainer.plan.flops import ModelFlops
-from services.trainer.plan.planning import Cost
+from services.trainer.plan.planning import Cost, ModelFlops, cost_of
 from tests.support.models.tiny_families import make_tiny
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.corrections import weights_of
-from services.trainer.rl.loss import LossInputs
-from services.trainer.rl.policy_losses import choose_policy_loss
-from services.trainer.rl.rewards import shaped_rewards
+from services.trainer.rl.advantages import shaped_rewards
+from services.trainer.rl.loss import LossInputs, choose_policy_loss
+from services.trainer.rl.objective import weights_of
 from tests.support.ranks.micro_inputs import micro_inputs
 
 REWARDS = (1.0, 0.25, 0.0)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.rl.algorithms.distillation import distilled_advantages
-from services.trainer.rl.algorithms.gae import gae
 from services.trainer.rl.algorithms.groups import raw_rewards
 from services.trainer.rl.algorithms.grpo import grpo_rewards
+from services.trainer.rl.algorithms.kl import token_rewards
+from services.trainer.rl.algorithms.numerics import whiten
+from services.trainer.rl.algorithms.ppo import gae
 from services.trainer.rl.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from services.trainer.rl.algorithms.rloo import rloo_rewards
-from services.trainer.rl.algorithms.token_rewards import token_rewards
-from services.trainer.rl.algorithms.whitening import whiten
 from tests.support.ledgers.facts import facts, group
 
 rewards = st.floats(-10, 10, allow_nan=False).map(lambda r: round(r, 3))

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from services.trainer.rl import corrections
-from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
+from services.trainer.rl import objective
 from services.trainer.rl.hooks import per_token
-from services.trainer.rl.loss import LossInputs
+from services.trainer.rl.loss import CustomLoss, LossInputs, PolicyReducer
 from tests.support.ranks.micro_inputs import micro_inputs
 
 LENGTHS = (3, 2)
@@ -92,8 +91,8 @@ def test_a_reducer_has_the_gradient_of_what_it_reduces() -> None:
 
 def tis(hook: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a user's tis function makes of a loss of one a token."""
-    monkeypatch.setattr(corrections, "trainer_hook", lambda path, name: SimpleNamespace(target=hook))
-    correct = corrections.custom_correction("mine", cast(Any, None))
+    monkeypatch.setattr(objective, "trainer_hook", lambda path, name: SimpleNamespace(target=hook))
+    correct = objective.custom_correction("mine", cast(Any, None))
     return correct(terms(), torch.zeros(2, 3), torch.ones(2, 3)).loss
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.trainer.model.build import advantages_of
 from services.trainer.rl.advantages import AdvantageInputs
-from services.trainer.rl.build import advantages_of
 from tests.support.ranks.micro_inputs import micro_inputs
 
 PPO = "--advantage-estimator ppo --kl-coef 0.25"

@@ -16,9 +16,8 @@ from services.trainer.rl.algorithms.gspo import sequence_log_ratio
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
 from services.trainer.rl.algorithms.mis import MisLevel, mis_weights
 from services.trainer.rl.algorithms.opsm import opsm_mask
-from services.trainer.rl.algorithms.policy_loss import policy_loss
+from services.trainer.rl.algorithms.ppo import policy_loss, value_loss
 from services.trainer.rl.algorithms.sft import sft_loss
-from services.trainer.rl.algorithms.value_loss import value_loss
 
 seeds = st.integers(0, 2**31)
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.rl.algorithms.mis import MisLevel, MisMode, mis_weights
-from services.trainer.rl.algorithms.mismatch import mismatch
-from services.trainer.rl.corrections import choose_corrections
+from services.trainer.rl.algorithms.mis import MisLevel, MisMode, mis_weights, mismatch
 from services.trainer.rl.loss import LossInputs
+from services.trainer.rl.objective import choose_corrections
 from tests.support.ranks.micro_inputs import micro_inputs
 
 LEVELS, MODES = get_args(MisLevel), get_args(MisMode)

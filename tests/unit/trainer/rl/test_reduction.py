@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.algorithms.reduction import Reduction, weighted_sum
+from services.trainer.rl.algorithms.numerics import Reduction, weighted_sum
 from tests.support.ledgers.facts import facts
 
 MODES = ("rollout", "token", "constant")

@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
-from services.trainer.model.preparation import Preparation
+from services.trainer.megatron.parallel import Context
+from services.trainer.model.build import advantages_of
+from services.trainer.model.rollout_step import Preparation
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.context import Context
 from services.trainer.plan.planning import Planner
-from services.trainer.rl.advantages import AdvantageInputs
-from services.trainer.rl.build import advantages_of
+from services.trainer.rl.advantages import AdvantageInputs, shaped_rewards
 from services.trainer.rl.inputs import MicroInputs, step_inputs
-from services.trainer.rl.rewards import shaped_rewards
 
 LAYOUT: Any = SimpleNamespace(
     device=torch.device("cpu"), context=Context(0, 1, cast(Any, None)), data_rank=0, data_group=None

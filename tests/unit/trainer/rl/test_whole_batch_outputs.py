@@ -16,9 +16,8 @@ from headrace.hooks import to_hook
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import load_hook
 from headrace.trajectory import Sample
-from services.trainer.model.provider import model_provider
-from services.trainer.rl.rollout_log import numbers
-from services.trainer.rl.train_data import TrainData
+from services.trainer.model.build import model_provider
+from services.trainer.rl.train_data import TrainData, numbers
 from services.trainer.rl.whole_batch import WholeBatch
 from tests.support.ledgers.answers import answered
 

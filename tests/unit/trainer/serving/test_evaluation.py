@@ -20,11 +20,10 @@ from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.control.build import schedule_of
 from services.trainer.loop import train
-from services.trainer.serving.build import evaluations_of
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.export_folder import ExportFolders
+from services.trainer.serving.evaluation import evaluations_of
 from services.trainer.serving.report import RunReport
-from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.serving.servicer import ExportFolders, TrainerServicer
 from tests.support.ledgers.answers import answered
 from tests.unit.trainer.test_loop import Everything
 

@@ -10,10 +10,9 @@ import pytest
 
 from headrace.job.eval_sets import EvalSet
 from headrace.job.schema.production import EvalSection
-from services.trainer.schedule import JobSchedule
-from services.trainer.serving.evaluations import Evaluated, JobEvaluations
+from services.trainer.serving.evaluation import Evaluated, JobEvaluations
 from services.trainer.serving.report import RunReport
-from services.trainer.state import TrainState
+from services.trainer.state import JobSchedule, TrainState
 
 
 class Asked:

@@ -21,9 +21,7 @@ from headrace.job.schema.job import Job
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
 from services.trainer.serving import report as report_module
-from services.trainer.serving.pictures.curves import draw_curves
-from services.trainer.serving.pictures.points import MOST_POINTS, Point, Points
-from services.trainer.serving.pictures.timeline import PARTS, draw_timeline
+from services.trainer.serving.pictures import MOST_POINTS, PARTS, Point, Points, draw_curves, draw_timeline
 from services.trainer.serving.report import RunReport
 
 Rows = Sequence[dict[str, float]]

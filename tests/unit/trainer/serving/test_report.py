@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.serving import metrics_file
+from services.trainer.serving import report as report_module
 from services.trainer.serving.report import RunReport
 
 
@@ -25,7 +25,7 @@ async def test_rows_after_the_checkpoint_are_let_go_when_a_run_resumes(tmp_path:
 async def test_a_watcher_is_given_each_row_once_however_many_reads_of_the_file_that_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_file, "_PART_BYTES", 200)
+    monkeypatch.setattr(report_module, "_PART_BYTES", 200)
     before = RunReport(tmp_path)
     before.resume(0)
     for step in range(1, 41):

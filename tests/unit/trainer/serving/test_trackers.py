@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headrace.job.schema.job import Job
 from headrace.job.schema.secrets import passwords, without_secrets
 from services.trainer.control.build import TrainerBuild
-from services.trainer.serving.trackers import Wandb
+from services.trainer.serving.report import Wandb
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 TIMES = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "time/backward_seconds": 1.0}

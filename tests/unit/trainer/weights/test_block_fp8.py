@@ -19,14 +19,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from headrace.errors import InvalidArgument
 from headrace.models.block_fp8 import BlockFp8
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.control.sender import WeightSender
-from services.trainer.control.transport.source import QuantizedWeights
-from services.trainer.control.writer import WeightWriter
+from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
 from services.trainer.model.policy import Policy
-from services.trainer.weights.block_fp8 import quantize, quantized, quantized_specs
 from services.trainer.weights.buckets import cut
-from services.trainer.weights.dequantizing import dequantized
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name
+from services.trainer.weights.quantization import dequantized, quantize, quantized, quantized_specs
 from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.weights.device_hash import DeviceHash
+from services.trainer.weights.engine_layout import DeviceHash
 
 KERNEL = Path(__file__).parents[3] / "support" / "fakes" / "interpreted_hash.py"
 SIZES = [0, 1, 3, 4, 20, 42, 32_767, 32_768, 32_769, 100_002, 8192 * 4 * 3 + 8]

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import FailedPrecondition, ResourceExhausted
 from headrace.process.shared_memory import SHARED_MEMORY, memory_folder
-from services.trainer.control.writer import WeightWriter
+from services.trainer.control.senders import WeightWriter
 from services.trainer.model.policy import Policy
-from services.trainer.weights.memory_files import MemoryFiles, make_private, segments_of
+from services.trainer.weights.buckets import MemoryFiles, make_private, segments_of
 from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3

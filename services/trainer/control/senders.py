@@ -1,0 +1,301 @@
+"""One rank's part in giving weights to the engines: it broadcasts them, or writes them into files.
+
+Engines are given the policy's weights in the form in which their checkpoint has them.
+
+While a bucket is broadcast, the next one is gathered and laid flat, and those before it are hashed. The ranks with
+tensor rank 0 and data rank 0 are senders, one for each pipeline stage; all others take part in gathering the shards.
+If a publication is given up in the middle, senders stop broadcasting but gather to the end, so that no rank is left
+waiting in a collective.
+
+On a disk or in the machine's shared memory a publication's folder is a whole Hugging Face folder, written as an export
+is: every stage's sender writes its own files at the same time, a failure on one rank is every rank's, and the folder
+gets its name once it is durable.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import HeadraceError, PublicationAborted
+from headrace.models.block_fp8 import BlockFp8
+from headrace.rpc.log import log
+from headrace.wire.tensor_spec import TensorSpec
+from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights, part_of
+from services.trainer.hugging_face.export import Look, Write
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.policy import Policy
+from services.trainer.weights.buckets import FlatBuckets, KeptWeights, MemoryFiles, cut, filling_bytes, make_private
+from services.trainer.weights.engine_layout import EngineChecksums, Hashing
+from services.trainer.weights.quantization import quantized, quantized_specs
+from services.trainer.weights.weight_group import Broadcasts, WeightGroup
+
+
+class WeightSource(Protocol):
+    """The part of a policy that a sender needs."""
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        """The tensors that this stage's sender yields, in order."""
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
+
+    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
+        """Collective: a complete Hugging Face folder of the current weights."""
+
+    def probe(self) -> tuple[list[int], list[float]] | None:
+        """Collective: a short sequence and its log-probs; None except on last-stage ranks."""
+
+
+class QuantizedWeights:
+    """A policy's weights in block FP8; what engines compute is compared with the policy itself."""
+
+    def __init__(self, policy: Policy, form: BlockFp8) -> None:
+        self._policy = policy
+        self._form = form
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        return quantized_specs(self._form, self._policy.hf_tensor_specs())
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return quantized(self._form, self._policy.hf_tensors())
+
+    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
+        self._policy.export(folder, file_bytes, look, write, self._form)
+
+    def probe(self) -> tuple[list[int], list[float]] | None:
+        return self._policy.probe()
+
+
+Gathered = Sequence[tuple[str, torch.Tensor]]
+
+
+class WeightSender:
+    """Opens, uses and drops this stage's groups of engines: one for each rollout service."""
+
+    def __init__(
+        self,
+        policy: WeightSource,
+        layout: Layout,
+        is_aborted: Callable[[str], bool],
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_seconds: float,
+        hashes: bool = True,
+    ) -> None:
+        """`hashes`: what engines print can be computed here."""
+        self._policy = policy
+        self._is_aborted = is_aborted
+        self._host = host
+        self._backend = "nccl" if layout.device.type == "cuda" else "gloo"
+        self._stage = layout.pp_rank
+        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
+        self._timeout_seconds = timeout_seconds
+        self._hashes = hashes
+        specs = policy.hf_tensor_specs()
+        self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
+        self._flat_buckets = FlatBuckets(layout.device)
+        self._kept = KeptWeights(layout.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
+        self._groups: dict[int, WeightGroup] = {}
+        """The broadcast groups by rollout service."""
+
+    def describe(self) -> StageWeights | None:
+        """This stage's weights, the same at every publication; None on ranks that send nothing."""
+        return StageWeights(self._stage, self._buckets) if self._is_sender else None
+
+    def probe(self) -> Probed | None:
+        """Collective: what engines must compute; None except on the last stage's sender."""
+        found = self._policy.probe()
+        return Probed(*found) if found and self._is_sender else None
+
+    def open(self, service: int) -> StageGroup | None:
+        """The address at which this stage's group of the service listens; None on ranks that send nothing."""
+        if not self._is_sender:
+            return None
+        if service not in self._groups:
+            name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
+            self._groups[service] = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
+        group = self._groups[service]
+        return StageGroup(self._stage, group.name, self._host, group.port, group.joined)
+
+    def hashed(self) -> Sent | None:
+        """Collective: what engines print over the current weights; None on ranks that send nothing.
+
+        An error is in the answer.
+        """
+        checksums = EngineChecksums()
+        failure: str | None = None
+        try:
+            for name, tensor in self._policy.hf_tensors():
+                if self._is_sender:
+                    checksums.update([(name, tensor)])
+        except HeadraceError as error:
+            failure = error.message
+        if not self._is_sender:
+            return None
+        return Sent(self._stage, {} if failure else checksums.result(), failure)
+
+    def keep(self) -> None:
+        """Collective: copies the current weights into this sender's host memory."""
+        tensors = self._policy.hf_tensors()
+        if self._is_sender:
+            self._kept.keep(tensors)
+        for _ in tensors:
+            pass
+
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
+        """Joins if need be and broadcasts every bucket, of the current weights or of those that it `kept`.
+
+        `world_sizes` are of the groups by service. An error is in the answer; None on ranks that send nothing.
+        """
+        hashing = Hashing(self._thread)
+        failure: HeadraceError | None = None
+        broadcasts = self._broadcasts(publication_id, world_sizes)
+        tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
+        try:
+            try:
+                self._send_all(tensors, broadcasts, hashing)
+            finally:
+                for _ in tensors:
+                    pass
+        except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+            failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
+            log.warning("sending_failed", publication_id=publication_id, error=str(error))
+        if not self._is_sender:
+            return None
+        if failure:
+            return Sent(self._stage, {}, failure.message)
+        return Sent(self._stage, hashing.result(), left=broadcasts.left)
+
+    def drop(self, services: Collection[int]) -> None:
+        """Tears this stage's groups of the services down; the next publication opens others."""
+        for service in services:
+            if (group := self._groups.pop(service, None)) is not None:
+                group.drop()
+
+    def _broadcasts(self, publication_id: str, world_sizes: Mapping[int, int]) -> Broadcasts:
+        def aborted(service: int) -> bool:
+            return self._is_aborted(publication_id) or self._is_aborted(part_of(publication_id, service))
+
+        groups = {service: group for service, group in self._groups.items() if service in world_sizes}
+        return Broadcasts(groups, world_sizes, aborted)
+
+    def _send_all(self, tensors: Iterator[tuple[str, torch.Tensor]], broadcasts: Broadcasts, hashing: Hashing) -> None:
+        """Returns when every bucket is sent to every group that is left."""
+        for bucket in self._buckets:
+            gathered = self._gather(bucket, tensors)
+            if not self._is_sender:
+                return
+            flat = self._flat_buckets.pack([tensor for _, tensor in gathered])
+            broadcasts.finish()
+            broadcasts.start(flat)
+            if self._hashes:
+                hashing.add(gathered)
+        broadcasts.finish()
+
+    def _gather(self, bucket: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Gathered:
+        gathered = list(islice(tensors, len(bucket)))
+        if self._is_sender and [name for name, _ in gathered] != [spec.name for spec in bucket]:
+            raise PublicationAborted(
+                f"tensor {gathered[0][0]} was gathered where {bucket[0].name} was announced: this is a bug of headrace"
+            )
+        return gathered
+
+
+class WeightWriter:
+    """Writes below `root`, at most `file_bytes` to a file.
+
+    With `memory` it lays files there and says their checksums when it is asked for them: engines load meanwhile, where
+    the weights stay on their device.
+    """
+
+    def __init__(
+        self,
+        policy: WeightSource,
+        layout: Layout,
+        is_aborted: Callable[[str], bool],
+        *,
+        root: Path,
+        file_bytes: int,
+        memory: MemoryFiles | None = None,
+        hashes: bool = True,
+        leaves: bool = False,
+    ) -> None:
+        """`hashes`: what engines print can be computed here. `leaves`: weights leave their device once written."""
+        self._policy = policy
+        self._is_aborted = is_aborted
+        self._root = root
+        self._file_bytes = file_bytes
+        self._memory = memory
+        self._stage = layout.pp_rank
+        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
+        self._hashes = hashes
+        self._says_later = memory is not None and not leaves
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
+        self._hashing = Hashing(self._thread)
+        self._written_id: str | None = None
+
+    def describe(self) -> StageWeights | None:
+        return StageWeights(self._stage, [self._policy.hf_tensor_specs()]) if self._is_sender else None
+
+    def probe(self) -> Probed | None:
+        found = self._policy.probe()
+        return Probed(*found) if found and self._is_sender else None
+
+    def open(self, service: int) -> None:
+        """Nobody meets anybody."""
+
+    def hashed(self) -> None:
+        """A version is always written: engines that come back load it from its folder."""
+
+    def keep(self) -> None:
+        """The served version's folder stays by itself."""
+
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
+        """Writes the current weights into the publication's folder; with `kept` says the checksums of those there."""
+        if kept:
+            assert publication_id == self._written_id, "only what was written last is hashed"
+            return Sent(self._stage, self._hashing.result()) if self._is_sender else None
+        started = time.monotonic()
+        try:
+            num_bytes = self._write(publication_id)
+        except HeadraceError as error:
+            log.warning("writing_weights_failed", publication_id=publication_id, error=error.message)
+            return Sent(self._stage, {}, error.message) if self._is_sender else None
+        if not self._is_sender:
+            return None
+        seconds = round(time.monotonic() - started, 3)
+        log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
+        return Sent(self._stage, {} if self._says_later else self._hashing.result())
+
+    def drop(self, services: Collection[int]) -> None:
+        """Rank 0 deletes what is not needed any more."""
+
+    def _write(self, publication_id: str) -> int:
+        """Returns this sender's bytes, once its folder is whole; their hashing may go on."""
+        num_bytes, hashing = 0, Hashing(self._thread)
+        self._hashing, self._written_id = hashing, publication_id
+
+        def look(content: Mapping[str, torch.Tensor]) -> None:
+            nonlocal num_bytes
+            if self._is_aborted(publication_id):
+                raise PublicationAborted(f"{publication_id} was given up while it was written")
+            num_bytes += sum(tensor.nbytes for tensor in content.values())
+            if self._hashes:
+                hashing.add(list(content.items()))
+
+        if self._memory:
+            make_private(self._root)  # with the same outcome on all ranks: they are on one machine
+        write = self._memory.write if self._memory else None
+        self._policy.export(self._root / publication_id, self._file_bytes, look, write)
+        return num_bytes

@@ -1,0 +1,520 @@
+"""How weights go to engines, seen from rank 0: the interface of a transport, broadcasts, and folders.
+
+The rollout services of one publication are asked all at once, and left behind when they fail. They do not depend on
+each other: each has its own group of engines. But the trainer sends a bucket to all of them before the next one, so
+one that hangs is left once the others had their time and some more.
+
+Collective: a bucket is offered to the engines while its sender is at it, in one group a stage.
+
+Disk: weights lie in a folder, on a disk or in shared memory, from which every engine loads them when it is told to. A
+version is written before engines know of it, so they stand still only while they load. The folder of the version that
+is served stays: engines that come back load it, and so do all of them when a later version fails. A folder has its
+name from its publication, and has it only once it is whole; what is neither served nor being published is deleted.
+Several runs may write into one folder: each deletes only versions that it has noted in its own folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.rollout import RolloutClient
+from headrace.errors import DeadlineExceeded, DiskFull, Fenced, HeadraceError, PublicationAborted
+from headrace.job.schema.run import PublishSection
+from headrace.rpc.log import log
+from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.files.durable import append_rows, remove
+from services.trainer.gpu_sharing import Devices
+
+STRAGGLER_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class Straggler(DeadlineExceeded):
+    """The others were done long before; it may still come to its own end."""
+
+
+class Recipients:
+    """The services by number; `left` has those that failed, with the error."""
+
+    def __init__(self, services: Mapping[int, RolloutClient]) -> None:
+        self.remaining = dict(services)
+        self.left: dict[int, HeadraceError] = {}
+
+    async def each(
+        self, ask: Callable[[int, RolloutClient], Awaitable[T]], *, is_slow_alike: bool = True
+    ) -> dict[int, T]:
+        """The answers of those that go on.
+
+        Once the quickest is done, others have STRAGGLER_SECONDS, and where they are slow alike as long again as it had.
+        Raises Fenced when one says so, and the last error when none remains.
+        """
+        calls = {number: asyncio.ensure_future(ask(number, client)) for number, client in self.remaining.items()}
+        try:
+            await _all_but_stragglers(list(calls.values()), is_slow_alike=is_slow_alike)
+        finally:
+            late = [call for call in calls.values() if not call.done()]
+            for call in late:
+                call.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for number, call in calls.items():
+            if call.cancelled():
+                self.leave(number, Straggler("it was not done when the other rollout services had long been"))
+            elif isinstance(error := call.exception(), HeadraceError):
+                self.leave(number, error)
+        if fenced := next((error for error in self.left.values() if isinstance(error, Fenced)), None):
+            raise fenced
+        self.require_any()
+        return {number: calls[number].result() for number in self.remaining}
+
+    def leave(self, number: int, error: HeadraceError) -> None:
+        """It does not take part any more."""
+        if self.remaining.pop(number, None) is not None:
+            self.left[number] = error
+
+    def require_any(self) -> None:
+        """Raises the error of the one that was left last when none remains."""
+        if not self.remaining:
+            raise list(self.left.values())[-1]
+
+
+async def _all_but_stragglers(calls: list[asyncio.Future[T]], *, is_slow_alike: bool) -> None:
+    started, end = time.monotonic(), None
+    pending = set(calls)
+    while pending:
+        seconds = None if end is None else max(end - time.monotonic(), 0.0)
+        done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            return
+        if end is None and any(not call.cancelled() and call.exception() is None for call in done):
+            now = time.monotonic()
+            end = now + STRAGGLER_SECONDS + (now - started if is_slow_alike else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationPlan:
+    """The tensors of all stages, and which buckets each stage sends; the same throughout the run."""
+
+    manifest: pb.Manifest
+    buckets_of_stages: Sequence[range]
+
+    @classmethod
+    def of(cls, stages: Sequence[StageWeights]) -> PublicationPlan:
+        """Buckets are numbered through all stages, in the stages' order."""
+        tensors: list[pb.TensorSpec] = []
+        buckets_of_stages = []
+        first = 0
+        for stage in stages:
+            buckets_of_stages.append(range(first, first + len(stage.buckets)))
+            first += len(stage.buckets)
+            for number, bucket in zip(buckets_of_stages[-1], stage.buckets, strict=True):
+                tensors += [spec.pack(number) for spec in bucket]
+        return cls(pb.Manifest(tensors=tensors), buckets_of_stages)
+
+    @staticmethod
+    def in_one_bucket(stages: Sequence[StageWeights]) -> pb.Manifest:
+        """The tensors of all stages in bucket 0, as engines get them that load them from one folder."""
+        return pb.Manifest(tensors=[spec.pack(0) for stage in stages for bucket in stage.buckets for spec in bucket])
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets of all stages together."""
+        return sum(map(len, self.buckets_of_stages))
+
+    def groups(self, opened: Sequence[StageGroup]) -> list[pb.PublishGroup]:
+        """The groups with the buckets that travel in them; `opened` has one group a stage, in the stages' order."""
+        return [
+            pb.PublishGroup(
+                name=group.name,
+                master_address=group.host,
+                master_port=group.port,
+                buckets=buckets,
+                joined=group.joined,
+            )
+            for buckets, group in zip(self.buckets_of_stages, opened, strict=True)
+        ]
+
+
+class Source(StrEnum):
+    """The weights that a publication is for: the model's, new or already served, or those that were served before."""
+
+    NEW = "new"
+    SERVED = "served"
+    BEFORE = "before"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to publish a version, by the trainer of an epoch."""
+
+    publication_id: str
+    policy_version: int
+    epoch: int
+    source: Source
+
+    @classmethod
+    def of(cls, policy_version: int, epoch: int, source: Source) -> Attempt:
+        """Its id is no other's, and says the epoch and the version."""
+        return cls(f"e{epoch}-v{policy_version}-{uuid.uuid4().hex[:8]}", policy_version, epoch, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The transport's fields of BeginPublish; each rollout service has its own groups."""
+
+    transport: pb.Transport.ValueType
+    manifest: pb.Manifest
+    groups: Mapping[int, Sequence[pb.PublishGroup]] = field(default_factory=dict)
+    disk_path: str = ""
+
+
+class Transport(Protocol):
+    """Rank 0's part. Calls come in the order of these methods; `leave` and `drop` may come after any of them.
+
+    `services` are numbers of rollout services.
+    """
+
+    async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
+        """Does what can be done before engines know of it."""
+
+    async def deliver(
+        self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
+    ) -> Mapping[str, str]:
+        """Returns the checksums that engines must have, once all weights are with those of the remaining recipients."""
+
+    async def accept(self, attempt: Attempt) -> bool:
+        """Called when all engines serve it. True when it can be published again as the version served BEFORE."""
+
+    async def rejoined(self, services: Collection[int]) -> None:
+        """Called when engines of these serve it as others do; the groups of `services` are not used again."""
+
+    async def leave(self, services: Collection[int]) -> None:
+        """Called when a try failed for these alone."""
+
+    async def drop(self, services: Collection[int]) -> bool:
+        """Called when a try failed for all that it was for; the next one starts from nothing that it left.
+
+        True when it goes another way.
+        """
+
+
+class Sender(Protocol):
+    """One rank's part, in its compute thread."""
+
+    def describe(self) -> StageWeights | None:
+        """This stage's weights, the same at every publication; None on ranks that send nothing."""
+
+    def probe(self) -> Probed | None:
+        """Collective: what engines must compute; None except on the last stage's sender."""
+
+    def open(self, service: int) -> StageGroup | None:
+        """The address at which this stage's group of a rollout service's engines listens; None where there is none."""
+
+    def hashed(self) -> Sent | None:
+        """Collective: what engines print over the current weights; None on ranks that send nothing."""
+
+    def keep(self) -> None:
+        """Collective: copies the current weights, to send them again."""
+
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
+        """Collective. An error is in the answer; None on ranks that send nothing."""
+
+    def drop(self, services: Collection[int]) -> None:
+        """Tears down what a failed publication to these rollout services left."""
+
+
+_OF_CHECKPOINT = 0
+"""The version of the weights in hf_checkpoint."""
+
+
+class CollectiveTransport:
+    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again.
+
+    With `hashes` the weights that a run begins with are first compared with those that engines have loaded themselves,
+    and broadcast only if they differ.
+    """
+
+    def __init__(self, ranks: RankGroup, *, seconds: float, keeps: bool, hashes: bool) -> None:
+        self._ranks = ranks
+        self._seconds = seconds
+        self._keeps = keeps
+        self._made_plan: PublicationPlan | None = None
+        self._may_be_loaded = hashes
+        self._loaded: dict[str, str] | None = None
+
+    async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
+        """The senders listen."""
+        plan = await self._plan()
+        if self._may_be_loaded and attempt.source is Source.NEW and attempt.policy_version == _OF_CHECKPOINT:
+            self._loaded = await self._ranks.hash_weights(deadline_seconds=self._seconds)
+            return Offer(pb.TRANSPORT_LOADED, plan.manifest)
+        self._may_be_loaded = False
+        groups = {
+            service: plan.groups(await self._ranks.open_groups(service, deadline_seconds=self._seconds))
+            for service in services
+        }
+        return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
+
+    async def deliver(
+        self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
+    ) -> Mapping[str, str]:
+        """Senders join their groups and broadcast, while engines are asked to receive."""
+        if self._loaded is not None:
+            return self._loaded
+        sending = asyncio.create_task(
+            self._ranks.send_weights(
+                attempt.publication_id,
+                {service: reply.world_size for service, reply in begun.items()},
+                kept=attempt.source is Source.BEFORE,
+                deadline_seconds=self._seconds,
+            )
+        )
+        num_buckets = (await self._plan()).num_buckets
+        offering = asyncio.create_task(self._offer(attempt.publication_id, recipients, num_buckets))
+        try:
+            # Either side may fail while the other waits for it: the first failure ends both.
+            done, _ = await asyncio.wait({offering, sending}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except HeadraceError:
+            self._ranks.abort(attempt.publication_id)
+            raise
+        finally:
+            offering.cancel()
+            with suppress(HeadraceError):  # raised above, or what the abort brought
+                sent = await sending
+        for service, why in sent.left.items():
+            recipients.leave(service, PublicationAborted(why))
+        recipients.require_any()
+        return sent.checksums
+
+    async def accept(self, attempt: Attempt) -> bool:
+        self._may_be_loaded, self._loaded = False, None
+        if self._keeps:
+            await self._ranks.keep_weights()
+        return self._keeps
+
+    async def rejoined(self, services: Collection[int]) -> None:
+        await self._ranks.drop_groups(services)  # the group of a few engines serves once
+
+    async def leave(self, services: Collection[int]) -> None:
+        await self._ranks.drop_groups(services)
+
+    async def drop(self, services: Collection[int]) -> bool:
+        """True when engines had loaded other weights than the run begins with: they are broadcast then."""
+        had_loaded = self._loaded is not None
+        self._may_be_loaded, self._loaded = False, None
+        if not had_loaded:
+            await self._ranks.drop_groups(services)
+        return had_loaded
+
+    async def _offer(self, publication_id: str, recipients: Recipients, num_buckets: int) -> None:
+        """Asks engines to receive one bucket after the other; senders go on without a service that fails."""
+        for bucket in range(num_buckets):
+            await recipients.each(partial(self._offer_one, publication_id, bucket))
+            for service in recipients.left:
+                self._ranks.abort(publication_id, service)
+
+    async def _offer_one(self, publication_id: str, bucket: int, _: int, client: RolloutClient) -> None:
+        await client.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
+
+    async def _plan(self) -> PublicationPlan:
+        """Made for the first publication: a large model has tens of thousands of tensors."""
+        if self._made_plan is None:
+            self._made_plan = PublicationPlan.of(await self._ranks.describe_weights(deadline_seconds=self._seconds))
+        return self._made_plan
+
+
+_OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
+"""A version's folder, and what a trainer that died has left of one: the epoch is in its name."""
+_NOTED = re.compile(r'"publication_id": "([^"]+)"')
+_SEGMENTS = re.compile(r"\.e(\d+)\.segments")
+"""The shared memory of an epoch's trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version in its folder. `checksums` is None as long as its senders still compute them."""
+
+    folder: Path
+    policy_version: int
+    checksums: Mapping[str, str] | None
+
+
+class DiskTransport:
+    """Folders below `root`, at most two of them whole at a time: the served one and the one that is published.
+
+    With `in_memory` that is shared memory: senders compute checksums while engines load, but not on shared devices,
+    which they leave before.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        root: Path,
+        devices: Devices,
+        *,
+        seconds: float,
+        in_memory: bool = False,
+        written: Path | None = None,
+    ) -> None:
+        """`written` is the file in which this run notes its versions; None where no other run writes below `root`."""
+        self._ranks = ranks
+        self._root = root
+        self._devices = devices
+        self._seconds = seconds
+        self._in_memory = in_memory
+        self._written = written
+        self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
+        self._manifest: pb.Manifest | None = None
+        self._served: Written | None = None
+        self._offered: Written | None = None
+        self._is_doubted = False
+        self._epoch = 0
+
+    async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
+        """The version lies in its folder, whole and durable."""
+        if self._manifest is None:
+            stages = await self._ranks.describe_weights(deadline_seconds=self._seconds)
+            self._manifest = PublicationPlan.in_one_bucket(stages)
+        self._epoch = attempt.epoch
+        self._offered = self._lies_there(attempt) or await self._write(attempt)
+        transport = pb.TRANSPORT_IPC if self._in_memory else pb.TRANSPORT_DISK
+        return Offer(transport, self._manifest, disk_path=str(self._offered.folder))
+
+    async def deliver(
+        self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
+    ) -> Mapping[str, str]:
+        assert self._offered is not None, "prepare comes first"
+        await recipients.each(
+            lambda _, client: client.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        )
+        if self._offered.checksums is None:
+            sent = await self._ranks.send_weights(attempt.publication_id, {}, kept=True, deadline_seconds=self._seconds)
+            self._offered = replace(self._offered, checksums=sent.checksums)
+        assert self._offered.checksums is not None, "set above"
+        return self._offered.checksums
+
+    async def accept(self, attempt: Attempt) -> bool:
+        """Makes the folder of this attempt the served one."""
+        await self._serve_offered()
+        return True
+
+    async def rejoined(self, services: Collection[int]) -> None:
+        await self._serve_offered()
+
+    async def leave(self, services: Collection[int]) -> None:
+        """The others load what lies there."""
+
+    async def drop(self, services: Collection[int]) -> bool:
+        """A served folder that could not be loaded is written again for the engines that come back next."""
+        if self._offered is not None and self._offered is self._served:
+            self._is_doubted = True
+        self._offered = None
+        await self._sweep()
+        return False
+
+    def _lies_there(self, attempt: Attempt) -> Written | None:
+        if attempt.source is Source.NEW or self._served is None:
+            return None
+        if attempt.source is Source.SERVED and self._is_doubted:
+            return None
+        return self._served if self._served.policy_version == attempt.policy_version else None
+
+    async def _write(self, attempt: Attempt) -> Written:
+        assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
+        await self._devices.take()
+        await self._sweep()  # what a trainer that died has left may be what fills the disk
+        if self._written is not None:
+            await asyncio.to_thread(_note, self._written, attempt.publication_id)
+        writing = self._ranks.send_weights(attempt.publication_id, {}, deadline_seconds=self._seconds)
+        try:
+            sent = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
+                "answer: name a folder on another disk with --update-weight-disk-path"
+            ) from error
+        known = None if self._in_memory and not self._devices.is_shared else sent.checksums
+        return Written(self._root / attempt.publication_id, attempt.policy_version, known)
+
+    async def _serve_offered(self) -> None:
+        self._served, self._offered, self._is_doubted = self._offered, None, False
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Deletes what no engine needs. What cannot be deleted in time stays, with a warning."""
+        needed = {written.folder.name for written in (self._served, self._offered) if written is not None}
+        try:
+            work = partial(sweep, self._root, needed, self._epoch, self._written)
+            await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._deleting, work), self._seconds)
+        except (TimeoutError, OSError) as error:
+            log.warning("old_weights_kept", folder=str(self._root), error=str(error) or "the disk does not answer")
+
+
+def sweep(root: Path, needed: Collection[str], epoch: int, written: Path | None = None) -> None:
+    """Deletes versions that are not `needed`, of this epoch and of older ones: a newer trainer has its own.
+
+    With `written` only those that this file notes.
+    """
+    own = None if written is None else _noted(written)
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        found, segments = _OWN.fullmatch(path.name), _SEGMENTS.fullmatch(path.name)
+        is_own = own is None or path.name.removeprefix(".").removesuffix(".draft") in own
+        if found and is_own and path.name not in needed and int(found[1]) <= epoch:
+            remove(path)
+        if segments and int(segments[1]) < epoch:
+            remove(path)
+
+
+def _note(written: Path, publication_id: str) -> None:
+    try:
+        append_rows(written, [{"publication_id": publication_id}])
+    except OSError as error:
+        raise DiskFull(
+            f"the version that is published next cannot be noted in {written}: {error.strerror}: make room there"
+        ) from error
+
+
+def _noted(written: Path) -> set[str]:
+    try:
+        return set(_NOTED.findall(written.read_text(errors="replace")))
+    except FileNotFoundError:
+        return set()
+
+
+def transport_of(
+    config: PublishSection,
+    ranks: RankGroup,
+    root: Path,
+    *,
+    hashes: bool,
+    devices: Devices,
+    written: Path | None = None,
+) -> Transport:
+    """`root` is where versions lie that travel through files; `hashes` when ranks know what engines print.
+
+    `written` is where the run notes its versions if other runs may write below `root`.
+    """
+    seconds = config.update_weight_timeout_seconds
+    match config.update_weight_transport:
+        case "collective":
+            keeps = config.update_weight_rollback == "host"
+            return CollectiveTransport(ranks, seconds=seconds, keeps=keeps, hashes=hashes)
+        case "disk":
+            return DiskTransport(ranks, root, devices, seconds=seconds, written=written)
+        case "ipc":
+            return DiskTransport(ranks, root, devices, seconds=seconds, in_memory=True)

@@ -1,0 +1,160 @@
+"""What a run's counts in the ledger say: the rewards of all samples, and a run that cannot learn.
+
+Such a run ends: too many of the latest samples failed, or none of very many could be used. Only differences between
+readings count, so every producer's failures are seen and nothing from before the start. The breaker's window reaches
+from the newest reading back to the first one that is `window` samples older, or a little further.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.hooks.filter import ALL_REWARDS_ARE
+from headrace.job.schema.production import RolloutSection
+from headrace.wire.checks import one_line
+
+
+def grown_from(stats: pb.StreamStats, before: pb.Production | None) -> pb.Production:
+    """The counts that `stats` has grown from; `before` is this trainer's last reading, None at its first.
+
+    A trainer's first reading counts for itself what came before it, unless an earlier trainer ran on that.
+    """
+    now = stats.production
+    if before is None:
+        return pb.Production() if stats.epoch <= 1 else now
+    return pb.Production() if now.num_samples < before.num_samples else before  # fewer: the buffer started again
+
+
+_MIN_WINDOW = 32
+_REASONS_SHOWN = 3
+_WINDOWS_WITHOUT_A_SAMPLE = 10
+"""Filters may drop what is too easy or too hard for a while; this many windows without a usable sample end the run."""
+
+
+class Breaker:
+    """One window for failures, a longer one for samples of which none was usable."""
+
+    def __init__(self, max_failed_share: float, window: int) -> None:
+        self._max_failed_share = max_failed_share
+        self._recent = Window(window)
+        self._long = Window(_WINDOWS_WITHOUT_A_SAMPLE * window)
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> Breaker:
+        """A window is one step's samples unless the job says otherwise."""
+        step = (rollout.rollout_batch_size or 1) * (rollout.n_samples_per_prompt or 1)
+        return cls(rollout.max_failed_share, rollout.failure_window or max(step, _MIN_WINDOW))
+
+    def verdict(self, stats: pb.StreamStats) -> str | None:
+        """Why the run should end, for a person; None while it should go on."""
+        recent, long = self._recent.since(stats), self._long.since(stats)
+        if self._max_failed_share >= 1:
+            return None
+        if recent and recent.num_failed > self._max_failed_share * recent.num_samples:
+            return (
+                f"{recent.num_failed} of the last {recent.num_samples} samples failed, more than --max-failed-share "
+                f"{self._max_failed_share:g} allows:\n{_reasons(recent)}"
+            )
+        if long and long.num_failed + long.num_dropped == long.num_samples:
+            return f"not one of the last {long.num_samples} samples could be used:\n{_reasons(long)}"
+        return None
+
+
+class Window:
+    """Readings of the last `size` samples."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._readings: deque[pb.Production] = deque()
+
+    def since(self, stats: pb.StreamStats) -> pb.Production | None:
+        """The production within the window; None until a window's samples have come."""
+        readings, now = self._readings, stats.production
+        start = grown_from(stats, readings[-1] if readings else None)
+        if not readings or start is not readings[-1]:
+            readings.clear()
+            readings.append(start)
+        if now.num_samples > readings[-1].num_samples:
+            readings.append(now)
+        while len(readings) > 1 and now.num_samples - readings[1].num_samples >= self._size:
+            readings.popleft()
+        if now.num_samples - readings[0].num_samples < self._size:
+            return None
+        return _difference(now, readings[0])
+
+
+def _difference(now: pb.Production, then: pb.Production) -> pb.Production:
+    before = Counter({count.reason: count.num_samples for count in then.failures})
+    failures = [
+        pb.FailureCount(
+            reason=count.reason,
+            num_samples=count.num_samples - before[count.reason],
+            example=count.example,
+            group_id=count.group_id,
+        )
+        for count in now.failures
+        if count.num_samples > before[count.reason]
+    ]
+    return pb.Production(
+        num_samples=now.num_samples - then.num_samples,
+        num_failed=now.num_failed - then.num_failed,
+        num_dropped=now.num_dropped - then.num_dropped,
+        failures=sorted(failures, key=lambda count: -count.num_samples),
+    )
+
+
+def _reasons(production: pb.Production) -> str:
+    shown = [
+        f"  {count.num_samples} {one_line(count.reason)}: {one_line(count.example, 400)} (e.g. group {count.group_id})"
+        for count in production.failures
+    ]
+    rest = sum(count.num_samples for count in production.failures[_REASONS_SHOWN:])
+    return "\n".join(shown[:_REASONS_SHOWN] + ([f"  {rest} for other reasons"] if rest else []))
+
+
+_REASON_CHARACTERS = 80
+
+
+class AllRewards:
+    """Compares each reading with the one before it."""
+
+    def __init__(self) -> None:
+        self._last: pb.Production | None = None
+
+    def since(self, stats: pb.StreamStats) -> dict[str, float]:
+        """Metrics of what came since the reading before; none where nothing was scored or skipped."""
+        now, before = stats.production, grown_from(stats, self._last)
+        self._last = now
+        found = _filtered(now, before)
+        if count := now.num_scored - before.num_scored:
+            found["reward/all/mean"] = (now.reward_sum - before.reward_sum) / count
+            found["reward/all/count"] = float(count)
+        return found
+
+
+def _filtered(now: pb.Production, before: pb.Production) -> dict[str, float]:
+    """The samples of groups that the filter skipped, in all and by their rewards or the filter's reasons."""
+    skipped: Counter[str] = Counter()
+    for production, sign in ((now, 1), (before, -1)):
+        for count in production.filtered:
+            skipped[_name(count, now)] += sign * count.num_samples
+    skipped = +skipped
+    if not skipped:
+        return {}
+    return {
+        "samples/produced": float(now.num_samples - before.num_samples),
+        "samples/filtered": float(skipped.total()),
+        **{name: float(number) for name, number in skipped.items()},
+    }
+
+
+def _name(count: pb.FilteredCount, known: pb.Production) -> str:
+    """`all_right` and `all_wrong` are the best and the worst of rewards as graders give them: 1 or more, 0 or less."""
+    if not count.HasField("equal_reward") or not count.reason.startswith(ALL_REWARDS_ARE):
+        return f"samples/filtered/reason/{one_line(count.reason, _REASON_CHARACTERS) or 'none'}"
+    if count.equal_reward == known.highest_reward and count.equal_reward >= 1:
+        return "samples/filtered/all_right"
+    if count.equal_reward == known.lowest_reward and count.equal_reward <= 0:
+        return "samples/filtered/all_wrong"
+    return "samples/filtered/all_equal"

@@ -1,0 +1,275 @@
+"""A checkpoint's architecture as this rank's part of a Megatron-core GPTModel.
+
+The model stops before its output layer and takes its rotary angles from the rows. Logits of every position are the
+largest tensor of a step, and only those that predict a response are wanted: the last stage gives its hidden states,
+and algorithms/vocab_parallel.py projects the wanted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.model.layout import check_layout
+from headrace.job.model.transformer_config import megatron_fields
+from headrace.models.architecture import Architecture, Llama3Rope, Vision
+from services.trainer.megatron.configs import made
+from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
+from services.trainer.megatron.parallel import Layout
+from services.trainer.plan.rows import NOBODY, Packing, RowImages, SampleImages
+
+
+def give_hidden_states(model: GPTModel) -> GPTModel:
+    """The same model, in place: its forward gives [B, S, H] on the last stage, and segmented rows find their angles."""
+    if model.post_process:
+        model.output_layer = PassThrough(model.output_layer)
+    for name, module in list(model.named_modules()):
+        for child, rotary in list(module.named_children()):
+            if child == "rotary_pos_emb":
+                setattr(model.get_submodule(name), child, RotaryAtPositions(rotary))
+    return model
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """[V / tp, H] of a last stage: its own or the embedding's."""
+    weight: Tensor = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
+    return weight
+
+
+class PassThrough(nn.Module):
+    """Stands where the output layer was, with its weight (None where the embedding's is used)."""
+
+    def __init__(self, output_layer: Any) -> None:
+        super().__init__()
+        self.register_parameter("weight", output_layer.weight)
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """Unchanged, and no bias."""
+        return hidden, None
+
+
+class RotaryAtPositions(nn.Module):
+    """Megatron asks how long a row is and hands the answer back; a segmented row answers with its positions."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self._rotary = rotary
+        self.axes: Callable[[], tuple[Tensor, Sequence[int]] | None] = lambda: None
+        """The next rows' positions [3, B, S], and how many frequencies turn with each axis; None: plain."""
+
+    def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int | Tensor:
+        """The row's length, or its positions [T]."""
+        for argument in (*arguments, *named.values()):
+            if isinstance(argument, SegmentedRow):
+                return argument.positions
+        length: int = self._rotary.get_rotary_seq_len(*arguments, **named)
+        return length
+
+    def forward(self, length: int | Tensor, **named: Any) -> Any:
+        """Angles [length, 1, 1, d], or [T, 1, 1, d] at the positions; Yarn's scale comes with them."""
+        if (found := self.axes()) is not None:
+            return self._at_axes(*found, **named)
+        if isinstance(length, int):
+            return self._rotary(length, **named)
+        angles = self._rotary(int(length.max()) + 1, **named)
+        return (angles[0][length], angles[1]) if isinstance(angles, tuple) else angles[length]
+
+    def _at_axes(self, axes: Tensor, sections: Sequence[int], **named: Any) -> Tensor:
+        """Angles [S, B, 1, d]: each frequency, in both halves of d, turns with the place on its own axis."""
+        angles = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
+        halves = angles[axes].chunk(2, dim=-1)
+        parts = [half.split(tuple(sections), dim=-1)[axis][axis] for half in halves for axis in range(len(sections))]
+        return torch.cat(parts, dim=-1).transpose(0, 1)[:, :, None]
+
+
+ModelProvider = Callable[[bool, bool, int | None, Callable[[], GPTModel]], GPTModel]
+"""Makes a stage: is it the first, is it the last, its number among a rank's virtual stages, and headrace's own."""
+
+# Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
+_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def transformer_config(architecture: Architecture, args: MegatronArgs, layout: Layout) -> TransformerConfig:
+    """Megatron's config; fused paths that need a GPU are off on a CPU."""
+    check_layout(architecture, args)
+    on_cpu = layout.device.type == "cpu"
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    values = {
+        **megatron_fields(architecture),
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": args.bf16,
+        "variable_seq_lengths": layout.pp_size > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
+        "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already
+        # Sent in one batch, two stages' activations and gradients would meet the wrong buffers: each is the other's
+        # neighbour on both sides.
+        "overlap_p2p_comm": layout.vpp_size > 1,
+        "batch_p2p_comm": not on_cpu and layout.vpp_size == 1,
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "recompute_granularity": "selective" if args.recompute_activations else None,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": not on_cpu,
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
+    virtual = layout.vpp_size if layout.vpp_size > 1 else None
+    fixed = {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "sequence_parallel": args.sequence_parallel and layout.tp_size > 1,
+    }
+    config = made(kind, args, values, fixed)
+    if (found := config.virtual_pipeline_model_parallel_size) != virtual:
+        raise ConfigError(
+            f"pipeline_model_parallel_layout has {found} stages for each pipeline rank: say so with "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    return config
+
+
+def build_stages(
+    architecture: Architecture,
+    config: TransformerConfig,
+    layout: Layout,
+    packing: Packing,
+    provider: ModelProvider | None = None,
+) -> list[GPTModel]:
+    """This rank's share of its stage, or of each of its virtual stages. Its weights are torch's: load a checkpoint.
+
+    The last stage answers with hidden states; log-probs are services/trainer/model/pipeline.py's.
+    """
+    _require_whole_latents(architecture, config, layout)
+    stages = []
+    for number in range(layout.vpp_size):
+        virtual = number if layout.vpp_size > 1 else None
+        is_first = layout.is_first_stage and number == 0
+        is_last = layout.is_last_stage and number == layout.vpp_size - 1
+        default = partial(_stage, architecture, config, layout, packing, virtual, is_first, is_last)
+        model = default() if provider is None else provider(is_first, is_last, virtual, default)
+        stages.append(in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device))
+    return stages
+
+
+def _stage(
+    architecture: Architecture,
+    config: TransformerConfig,
+    layout: Layout,
+    packing: Packing,
+    virtual: int | None,
+    is_first: bool,
+    is_last: bool,
+) -> GPTModel:
+    spec = layer_specs(architecture, config, layout, virtual)
+    if uses_segment_attention(layout, packing):
+        spec = with_segment_attention(spec)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=architecture.rotary_percent,
+        rotary_base=architecture.rotary_base,
+        rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
+        rope_scaling_factor=_rope_factor(architecture),
+        vp_stage=virtual,
+    )
+
+
+def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
+    """All parameters in one dtype: Megatron makes norms in float32 unless its trainer's wrapper casts them too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
+    """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
+    return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
+
+
+def _rope_factor(architecture: Architecture) -> float:
+    scaling = architecture.rope_scaling
+    if not isinstance(scaling, Llama3Rope):
+        return 1.0
+    for name, fixed in _MEGATRON_ROPE.items():
+        if getattr(scaling, name) != fixed:
+            raise ConfigError(f"rope_scaling {name} {getattr(scaling, name)}: Megatron-core has only {fixed}")
+    return scaling.factor
+
+
+def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
+    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
+        raise ConfigError(
+            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
+            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+        )
+
+
+Tower = Callable[[Sequence[SampleImages]], Tensor]
+"""[embeddings of all images, H], without gradients."""
+
+
+class ImagePlaces:
+    """Puts the images of a micro-batch into a model's passes. `enter` says which micro-batch comes next.
+
+    `tower` is None on ranks without the first stage.
+    """
+
+    def __init__(self, stages: Sequence[GPTModel], vision: Vision, tower: Tower | None, layout: Layout) -> None:
+        self._sections = tuple(vision.rotary_sections)
+        self._tower = tower
+        self._layout = layout
+        self._current: RowImages | None = None
+        for stage in stages:
+            for module in stage.modules():
+                if isinstance(module, RotaryAtPositions):
+                    module.axes = self._axes
+            if stage.pre_process:
+                stage.embedding.register_forward_hook(self._put)
+
+    def enter(self, images: RowImages | None) -> None:
+        """The next forward pass is of this micro-batch; None: of text alone."""
+        self._current = images
+
+    def _axes(self) -> tuple[Tensor, Sequence[int]] | None:
+        return None if self._current is None else (self._current.axes, self._sections)
+
+    def _put(self, module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        """[S, B, H], or this tensor rank's part of S with sequence parallelism."""
+        current = self._current
+        if current is None or not current.images or self._tower is None:
+            return embedded
+        slots = current.slots.transpose(0, 1)
+        if len(slots) != len(embedded):
+            slots = slots.chunk(self._layout.tp_size)[self._layout.tp_rank]
+        features = self._tower(current.images).to(embedded.dtype)
+        return torch.where((slots == NOBODY)[..., None], embedded, features[slots.clamp(min=0)])

@@ -1,0 +1,289 @@
+"""The modules that this rank's layers are made of, where Megatron-core's own do not fit.
+
+Attention over rows that hold several samples, for layers without Transformer Engine: Megatron's own attention takes
+one causal sequence a row and nothing else. This one stands in its place in a layer's spec and computes each segment of
+a row on its own, after the prefix that it shares with others, through torch's fused attention; a padded batch is one
+call. It works for multi-latent attention as well.
+
+Torch's norms in layers without Transformer Engine: Megatron-core's own wrapper refuses sequence parallelism, because
+nothing adds up the gradients of a norm's weight over the ranks that each saw a stretch of the sequence. It is enough
+to mark the weight: finalize_model_grads does it then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace.errors import ConfigError
+from headrace.models.architecture import Architecture, LatentAttention
+from services.trainer.megatron.configs import mark_sequence_parallel
+from services.trainer.megatron.parallel import Layout
+from services.trainer.plan.rows import Rows, RowSegment, Share
+
+
+def with_parts(spec: Any, chosen: Callable[[str, Any], Any]) -> Any:
+    """The spec with `chosen(name of the field, part)` in the place of every part."""
+    if isinstance(spec, list | tuple):
+        return type(spec)(with_parts(each, chosen) for each in spec)
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    parts = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    return dataclasses.replace(spec, **{name: with_parts(chosen(name, part), chosen) for name, part in parts.items()})
+
+
+class MarkedNorm:
+    """Makes the norm of a spec: RMSNorm, or LayerNorm."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            mark_sequence_parallel(parameter, config.sequence_parallel)
+        return norm
+
+
+def with_marked_norms(spec: Any) -> Any:
+    """The spec of a layer or a block with these in the place of Megatron's."""
+    return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
+
+
+Output = tuple[Tensor, Tensor | None]
+
+
+class _PostNorm:
+    """A base before a Megatron module: its output goes through `post_norm`, and no bias comes behind that."""
+
+    norm: ClassVar[Any]
+    config: Any
+    """Every Megatron module has one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Output:
+        """The wrapped module's output, normalized."""
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]  # the Megatron module has it
+        return self.post_norm(output), bias
+
+
+class NormedSelfAttention(_PostNorm, SelfAttention):
+    """Self-attention, then the norm."""
+
+
+class NormedMLP(_PostNorm, MLP):
+    """MLP, then the norm."""
+
+
+def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+    """The layer's spec, its attention and MLP exchanged for normed ones."""
+    submodules = layer.submodules
+    attention, mlp = submodules.self_attention, submodules.mlp
+    normed = type("NormedSelfAttention", (NormedSelfAttention,), {"norm": norm})
+    submodules.self_attention = ModuleSpec(normed, attention.params, attention.submodules)
+    normed_mlp: Any = type("NormedMLP", (NormedMLP,), {"norm": norm})
+    # Megatron-core 0.19 builds an MLP through a classmethod, 0.16 from a spec.
+    if isinstance(mlp, partial):
+        submodules.mlp = partial(normed_mlp.as_mlp_submodule, **mlp.keywords)
+    else:
+        submodules.mlp = ModuleSpec(normed_mlp, mlp.params, mlp.submodules)
+    return layer
+
+
+_EPSILON = 1e-6
+
+
+class LatentNorm(MarkedNorm):
+    """The published models' norms of the latents have an epsilon of their own, whatever rms_norm_eps says."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = _EPSILON, **_: object) -> Any:
+        return MarkedNorm(config, hidden_size, _EPSILON)
+
+
+class PlainQueries(MLASelfAttention):
+    """Queries without a latent have no norm, which Megatron-core 0.19 would fuse into their projection."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
+
+
+def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> ModuleSpec:
+    """The layer's spec with these parts; Transformer Engine's norms are fused into the projections."""
+    attention = layer.submodules.self_attention
+    if latent.q_lora_rank is None:
+        layer.submodules.self_attention = ModuleSpec(PlainQueries, attention.params, attention.submodules)
+    if not with_te:
+        attention.submodules.kv_layernorm = LatentNorm
+        attention.submodules.q_layernorm = IdentityOp if latent.q_lora_rank is None else LatentNorm
+    return layer
+
+
+def has_transformer_engine(layout: Layout) -> bool:
+    """Transformer Engine's layers where it is installed, Megatron's own elsewhere."""
+    return layout.device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def layer_specs(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, dense or with experts as the architecture says."""
+    with_te = has_transformer_engine(layout)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=with_te, normalization=architecture.normalization, vp_stage=vp_stage
+    )
+    if not with_te:
+        block = with_marked_norms(block)
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        if architecture.post_norms:
+            with_post_norms(layer, block.layer_norm if with_te else MarkedNorm)
+        if architecture.latent_attention:
+            with_latent_attention(layer, architecture.latent_attention, with_te=with_te)
+    return block
+
+
+@dataclass
+class SegmentedRow(PackedSeqParams):
+    """Passes through Megatron as one packed sequence of T tokens whose rotary angles are chosen by `positions`."""
+
+    segments: Sequence[RowSegment] = ()
+    share: Share | None = None
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @classmethod
+    def of(cls, rows: Rows, segments: Sequence[RowSegment]) -> SegmentedRow:
+        """The facts that attention needs of `rows`, a single row of these segments."""
+        size = rows.tokens.shape[1]
+        bounds = torch.tensor([0, size], dtype=torch.int32, device=rows.tokens.device)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=size,
+            max_seqlen_kv=size,
+            segments=segments,
+            share=rows.share,
+            positions=rows.positions[0],
+        )
+
+
+def transformer_engine_row(rows: Rows, segments: Sequence[RowSegment]) -> PackedSeqParams:
+    """The same for Transformer Engine's attention (THD); its segments have no prefixes."""
+    ends = [0, *(segment.end for segment in segments)]
+    longest = max(segment.size for segment in segments)
+    bounds = torch.tensor(ends, dtype=torch.int32, device=rows.tokens.device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+class SegmentAttention(MegatronModule):
+    """`core_attention` of a layer's spec. Causal, without dropout."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
+    ) -> None:
+        super().__init__(config=config)
+        if config.window_size is not None:
+            raise ConfigError(
+                f"layer {layer_number} attends within a window of {config.window_size}: that needs Transformer Engine: "
+                "install it"
+            )
+        if config.softmax_type != "vanilla":
+            raise ConfigError(f"softmax_type {config.softmax_type} needs Transformer Engine: install it")
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: SegmentedRow | None = None,
+    ) -> Tensor:
+        """[S, B, heads, d] or, packed, [T, heads, d], to [S, B, heads * d] or [T, heads * d]."""
+        if packed_seq_params is not None and packed_seq_params.share is not None:
+            key, value = (_gathered(each, packed_seq_params.share) for each in (key, value))
+        key, value = (_repeated(each, query.shape[-2]) for each in (key, value))
+        if packed_seq_params is None:
+            queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+            return self._attend(queries, keys, values).permute(2, 0, 1, 3).flatten(2)
+        return self._of_segments(query, key, value, packed_seq_params)
+
+    def _of_segments(self, query: Tensor, key: Tensor, value: Tensor, row: SegmentedRow) -> Tensor:
+        # Split, not sliced: the gradient of a slice is a tensor as long as the row, for every one of them.
+        sizes = [segment.size for segment in row.segments]
+        runs = list(_runs(row))
+        keys, values = (torch.split(each.transpose(0, 1)[None], sizes, dim=2) for each in (key, value))
+        queries = torch.split(query.transpose(0, 1)[None], [end - start for _, start, end in runs], dim=2)
+        outputs = []
+        for asking, (number, start, end) in zip(queries, runs, strict=True):
+            prefix = row.segments[number].prefix
+            before = 0 if prefix is None else sizes[prefix]
+            key, value = (_up_to(each, prefix, number, end) for each in (keys, values))
+            is_whole = not before and not start
+            seen = (
+                None if is_whole else query.new_ones(end - start, before + end, dtype=torch.bool).tril(before + start)
+            )
+            outputs.append(self._attend(asking, key, value, seen))
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
+        """[B, heads, S, d]; causal where nothing says what is seen."""
+        return scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=self._scale)
+
+
+def _runs(row: SegmentedRow) -> Iterator[tuple[int, int, int]]:
+    """(segment, start, end): the positions of this rank in order, as places in their segments."""
+    spans = ((0, row.segments[-1].end),) if row.share is None else row.share.spans
+    for first, last in spans:
+        for number, segment in enumerate(row.segments):
+            start, end = max(first, segment.start), min(last, segment.end)
+            if start < end:
+                yield number, start - segment.start, end - segment.start
+
+
+def _up_to(parts: Sequence[Tensor], prefix: int | None, number: int, end: int) -> Tensor:
+    """[1, heads, n, d]: a segment's prefix, and of itself the first `end`."""
+    own = parts[number] if end == parts[number].shape[2] else parts[number][:, :, :end]
+    return own if prefix is None else torch.cat([parts[prefix], own], dim=2)
+
+
+def _gathered(tensor: Tensor, share: Share) -> Tensor:
+    """[T, heads, d] of the whole row; a gradient goes back to the rank whose part it is of, summed over all."""
+    parts: Tensor = gather_from_sequence_parallel_region(tensor.contiguous(), group=share.group)
+    return parts[share.order]
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Key and value heads, as many as queries have."""
+    times = heads // tensor.shape[-2]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=-2)
+
+
+def with_segment_attention(spec: Any) -> Any:
+    """The spec of a layer or a block with this attention in every layer."""
+    return with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)

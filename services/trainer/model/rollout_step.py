@@ -1,0 +1,305 @@
+"""A rollout step on one rank: its samples read and laid out, values and advantages prepared, optimizer steps taken.
+
+Frozen log-probs, values and advantages are computed before the first optimizer step. In each optimizer step the critic
+comes first, then the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from headrace.errors import InvalidArgument
+from headrace.job.schema.training import TrainSection
+from headrace.models.architecture import Vision
+from headrace.sample_checks import TEACHER_LOG_PROBS
+from headrace.trajectory import Sample
+from services.trainer.data.samples import FetchSamples, SampleReader, UnusableSample, all_readable
+from services.trainer.megatron.optimizer import Optimizer
+from services.trainer.megatron.parallel import Layout
+from services.trainer.metrics import Stopwatch, TeacherDistance
+from services.trainer.model.critic import Critic
+from services.trainer.model.frozen_policies import OldLogProbs, ReferencePolicy
+from services.trainer.model.pipeline import Pipeline
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.planning import Planner, StepPlan
+from services.trainer.plan.rows import Packing, RolloutChoices
+from services.trainer.rl.advantages import AdvantageInputs, Advantages, shaped_rewards
+from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
+from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, needed, step_inputs
+from services.trainer.rl.objective import weights_of
+from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """`plans` and `inputs` have one entry for each optimizer step."""
+
+    samples: Sequence[SampleFacts]
+    """All of the rollout batch, equal on all ranks; those that were set aside are FAILED"""
+    set_aside: Sequence[UnusableSample]
+    """Samples that could not be used, equal on all ranks"""
+    plans: Sequence[StepPlan]
+    inputs: Sequence[StepInputs]
+    metrics: Mapping[str, float]
+    """Numbers that users' functions report with the step"""
+    is_logged: bool
+    """A user's function has logged the rollout"""
+
+
+class BatchReader:
+    """`check` raises InvalidArgument for a sample that this model and this job cannot be trained on."""
+
+    def __init__(
+        self,
+        config: TrainSection,
+        planner: Planner,
+        check: Callable[[Sample], None],
+        layout: Layout,
+        packing: Packing,
+        *,
+        hooks: WholeBatchHooks | None,
+        choices: RolloutChoices | None,
+        vision: Vision | None = None,
+    ) -> None:
+        self._config = config
+        self._steps_per_rollout = config.num_steps_per_rollout or 1
+        self._planner = planner
+        self._reader = SampleReader(self.own_sample_ids, check, layout)
+        self._layout = layout
+        self._packing = packing
+        self._hooks = hooks
+        self._choices = choices
+        self._vision = vision
+
+    def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
+        """The ids of the samples that `read` will fetch on this rank, in that order."""
+        plans = self._planner.plan(samples, self._steps_per_rollout)
+        return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
+
+    def read(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> RolloutBatch:
+        """Collective: fetches this rank's samples, and puts them onto its device."""
+        read = self._reader.read(samples, fetch)
+        changes = BatchChanges()
+        if self._hooks is not None:
+            changes = self._hooks(step, read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
+        facts = [changes.of_facts(sample) for sample in read.samples]
+        own = {sample_id: changes.of_sample(sample) for sample_id, sample in read.own.items()}
+        rewards = changes.reward_of_each(facts) or shaped_rewards(facts, self._config)
+        plans = self._planner.plan(facts, self._steps_per_rollout)
+        how = (self._config, self._layout, self._packing, self._choices, self._vision)
+        inputs = [step_inputs(plan, step, facts, rewards, own, *how) for plan in plans]
+        return RolloutBatch(facts, read.set_aside, plans, inputs, changes.metrics, changes.is_logged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """One optimizer step, ready to run."""
+
+    inputs: StepInputs
+    old: MicroValues
+    reference: MicroValues
+    values: MicroValues
+
+
+class Preparation:
+    """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step.
+
+    `distills`: there is a teacher, held by these ranks (`teacher`) or asked while the samples were made.
+    """
+
+    def __init__(
+        self,
+        config: TrainSection,
+        layout: Layout,
+        pipeline: Pipeline,
+        old: OldLogProbs,
+        advantages: Advantages,
+        *,
+        reference: ReferencePolicy | None,
+        teacher: ReferencePolicy | None,
+        critic: Critic | None,
+        data_hook: RolloutDataHook | None,
+        before_log_prob: BeforeLogProb | None,
+        distills: bool,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._pipeline = pipeline
+        self._old = old
+        self._reference = reference
+        self._teacher = teacher
+        self._critic = critic
+        self._advantages = advantages
+        self._distance = TeacherDistance(layout.device) if distills else None
+        self._data_hook = data_hook
+        self._before_log_prob = before_log_prob
+
+    def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
+        """Collective over all ranks."""
+        self._update_reference(step)
+        by_advantages = self._advantages.needs_log_probs and not self._config.use_rollout_logprobs
+        normalizes = self._config.tis_batch_normalize
+        olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
+        references = self._under(self._reference, "ref_", steps)
+        teachers = self._under(self._teacher, "teacher_", steps)
+        values: list[MicroValues] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
+        filled = list(steps)
+        if self._layout.is_last_stage and self._config.loss_type != "sft_loss":
+            filled = self._with_advantages(step, steps, olds, references, teachers, values)
+            if normalizes:
+                filled = [self._normalized(inputs, old) for inputs, old in zip(filled, olds, strict=True)]
+        rows = zip(filled, kept, references, values, strict=True)
+        return [PreparedStep(*row) for row in rows]
+
+    def metrics(self) -> dict[str, float]:
+        """Collective: what was seen since it was asked last."""
+        return {} if self._distance is None else self._distance.read()
+
+    def _update_reference(self, step: int) -> None:
+        interval = self._config.ref_update_interval
+        if self._reference is not None and interval is not None and step and step % interval == 0:
+            self._reference.update()
+
+    def _under(self, policy: ReferencePolicy | None, prefix: str, steps: Sequence[StepInputs]) -> list[MicroValues]:
+        if policy is None:
+            return [None] * len(steps)
+        with policy.in_place():
+            if self._before_log_prob is not None:
+                self._before_log_prob(prefix)
+            return [self._pipeline.log_probs(inputs) for inputs in steps]
+
+    def _with_advantages(
+        self,
+        step: int,
+        steps: Sequence[StepInputs],
+        olds: Sequence[MicroValues],
+        references: Sequence[MicroValues],
+        teachers: Sequence[MicroValues],
+        values: Sequence[MicroValues],
+    ) -> list[StepInputs]:
+        batch = [
+            AdvantageInputs(
+                micro,
+                log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else at(old, number),
+                reference_log_probs=at(reference, number),
+                teacher_log_probs=self._teacher_log_probs(micro, at(teacher, number)),
+                values=at(value, number),
+            )
+            for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
+            for number, micro in enumerate(inputs)
+        ]
+        self._measure(batch)
+        found = self._advantages(batch)
+        if self._data_hook is not None:
+            found = self._data_hook(step, found)
+        rest = iter(found)
+        return [list(islice(rest, len(inputs))) for inputs in steps]
+
+    def _normalized(self, inputs: StepInputs, old: MicroValues) -> StepInputs:
+        """The inputs with the mean of this optimizer step's importance weights over all data-parallel ranks."""
+        config = self._config
+        sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
+        for number, micro in enumerate(inputs):
+            found = weights_of(config, micro, needed(at(old, number)))
+            sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
+        dist.all_reduce(sums, group=self._layout.data_group)
+        total, count = sums.tolist()
+        mean = total / count if total > LEAST_MEAN_WEIGHT * count else 1.0
+        return [replace(micro, mean_weight=mean) for micro in inputs]
+
+    def _measure(self, batch: Sequence[AdvantageInputs]) -> None:
+        """One rank speaks for those that know the same of the same samples."""
+        if self._distance is None or not self._layout.speaks:
+            return
+        for one in batch:
+            self._distance.add(needed(one.log_probs), needed(one.teacher_log_probs), one.micro.mask)
+
+    def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
+        """Held by these ranks, or travelled with the samples."""
+        if held is not None or self._distance is None:
+            return held
+        return micro.put([teacher_log_probs(sample) for sample in micro.samples])
+
+
+def teacher_log_probs(sample: Sample) -> Tensor:
+    """float32 [R], as they travelled with the sample. Raises InvalidArgument for a sample without."""
+    column = sample.columns.get(TEACHER_LOG_PROBS)
+    if column is None:
+        raise InvalidArgument(
+            f"sample {sample.sample_id} has no teacher_log_probs for its {sample.response_length} response tokens: "
+            "set --opd-teacher-url, or sample.teacher_log_probs in the generate function"
+        )
+    return torch.from_numpy(column.astype("float32"))
+
+
+class OptimizerSteps:
+    """Trains on prepared steps; in the first `critic_only_steps` rollout steps the policy stays as it is."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: Optimizer,
+        stopwatch: Stopwatch,
+        *,
+        critic: Critic | None,
+        critic_only_steps: int,
+        before_train_step: BeforeTrainStep | None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._stopwatch = stopwatch
+        self._critic = critic
+        self._critic_only_steps = critic_only_steps
+        self._before_train_step = before_train_step
+
+    def __call__(self, step: int, plans: Sequence[StepPlan], prepared: Sequence[PreparedStep]) -> dict[str, float]:
+        """The rollout step's metrics, equal on all ranks."""
+        rows = [
+            self._step(step, step_id, one, updates=not plan.is_empty)
+            for step_id, (plan, one) in enumerate(zip(plans, prepared, strict=True))
+        ]
+        return {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
+
+    def _step(self, step: int, step_id: int, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
+        """Computes everything also without `updates`, as ranks wait for each other, but changes no weight then."""
+        metrics = self._train_critic(prepared, updates=updates)
+        if step < self._critic_only_steps:
+            return metrics
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        if self._before_train_step is not None:
+            self._before_train_step(step, step_id, self._chunks, *self._optimizer.megatron)
+        with self._stopwatch.part("forward_backward"):
+            metrics |= self._pipeline.forward_backward(prepared.inputs, prepared.old, prepared.reference)
+        with self._stopwatch.part("optimizer"):
+            return metrics | self._optimizer.step(updates=updates)
+
+    def _train_critic(self, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        with self._stopwatch.part("critic"):
+            return self._critic.train(prepared.inputs, prepared.values, updates=updates)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "log_prob_diff/max": max,
+    "ratio/max": max,
+    "tis_weight/max": max,
+    "tokens": sum,
+}
+"""How a metric of several optimizer steps becomes the rollout step's, where that is not its mean."""

@@ -1,0 +1,111 @@
+"""Weights in FP8 with a factor for each block, as engines take them that serve such a checkpoint; INT4 is read only.
+
+A block's factor is its largest magnitude / 448, the largest float8_e4m3fn, so that the largest becomes 448; quantized
+× factor is the weight again. Blocks at the edges are smaller. DeepSeek-V3, arXiv:2412.19437, section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.models.block_fp8 import SCALE, BlockFp8
+from headrace.wire.tensor_spec import TensorSpec
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST_FACTOR = torch.finfo(torch.float32).tiny  # below it quotients are no longer exact, and may be infinite
+_FACTOR_BYTES = 4
+
+
+def quantized_specs(form: BlockFp8, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Returns the specs of the tensors that `quantized` yields. Raises InvalidArgument for one that cannot be sent."""
+    found: list[TensorSpec] = []
+    for spec in specs:
+        if spec.name not in form.weights:
+            found.append(spec)
+            continue
+        if not can_be_quantized(form, spec.shape):
+            raise InvalidArgument(
+                f"{spec.name} has the shape {list(spec.shape)}: engines take FP8 of two dimensions, with a multiple of "
+                f"{form.block[1]} columns. Leave it in bfloat16 in hf_checkpoint"
+            )
+        grid = [-(-size // side) for size, side in zip(spec.shape, form.block, strict=True)]
+        found.append(TensorSpec(spec.name, spec.shape, "float8_e4m3fn"))
+        found.append(TensorSpec(spec.name + SCALE, grid, "float32"))
+    return found
+
+
+def can_be_quantized(form: BlockFp8, shape: Sequence[int]) -> bool:
+    """SGLang concludes the block from the columns of a weight and of its factors, and views both in one buffer."""
+    return len(shape) == 2 and shape[1] % form.block[1] == 0 and math.prod(shape) % _FACTOR_BYTES == 0
+
+
+def quantized(form: BlockFp8, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the form's weights in FP8, each with its factors behind it, and the others as they are.
+
+    Raises InvalidArgument for a weight that is not finite, after the last tensor was taken: other ranks gather them.
+    """
+    for name, tensor in tensors:
+        if name not in form.weights:
+            yield name, tensor
+            continue
+        weight, factors = quantize(tensor.detach(), form.block)
+        if not bool(torch.isfinite(factors).all()):
+            for _ in tensors:
+                pass
+            raise InvalidArgument(f"{name} has values that are not finite, and FP8 knows none: the training diverged")
+        yield name, weight
+        yield name + SCALE, factors
+
+
+def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Returns float8_e4m3fn [out, in] and float32 [blocks of out, blocks of in].
+
+    A block of zeros has the factor 1. One that has a value that is not finite has a factor that is not, either.
+    """
+    rows, columns = weight.shape
+    high, wide = block
+    padded = pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
+    largest = blocks.abs().amax(dim=(1, 3))
+    factors = torch.where(largest == 0, 1.0, (largest / _LARGEST).clamp(min=_SMALLEST_FACTOR))
+    values = (blocks / factors[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    return values.to(torch.float8_e4m3fn).contiguous(), factors
+
+
+def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32 [out, in] from FP8 [out, in] and one factor a block; blocks at the edges are smaller."""
+    rows, columns = weight.shape
+    factors = scale.float().repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+    if factors.shape != weight.shape:
+        raise ConfigError(
+            f"FP8 weight of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, which blocks of "
+            f"{block[0]} × {block[1]} do not fit: look at weight_block_size in config.json"
+        )
+    return weight.float() * factors
+
+
+_BITS = 4
+_IN_ONE = 32 // _BITS
+
+
+def unpacked_int4(packed: Tensor, scale: Tensor, shape: tuple[int, ...], group: int) -> Tensor:
+    """float32 [out, in] from int32 [out, in / 8] and one factor for each `group` values of a row [out, in / group].
+
+    The lowest four bits are the first value, which is stored plus 8.
+    """
+    rows, columns = shape
+    needs = [rows, -(-columns // _IN_ONE)], [rows, -(-columns // group)]
+    if [list(packed.shape), list(scale.shape)] != [*needs]:
+        raise ConfigError(
+            f"INT4 weight of shape {[rows, columns]} is packed in {list(packed.shape)} with factors of shape "
+            f"{list(scale.shape)}; groups of {group} need {needs[0]} and {needs[1]}: look at group_size in config.json"
+        )
+    places = torch.arange(0, 32, _BITS, dtype=torch.int32)
+    values: Tensor = ((packed[..., None] >> places) & (2**_BITS - 1)).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
+    return values.float() * scale.float().repeat_interleave(group, dim=1)[:, :columns]
