@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
-from headrace.client.port import Buffer
 from headrace.errors import ConfigError
 from headrace.job.schema.services import ServicesSection
 

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of, matches
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 from headrace.errors import DataLoss, NotFound
 
 M = TypeVar("M", bound=Message)

@@ -1,22 +1,22 @@
-"""The folder of a run: job.json and job.toml, services.json, logs/, ledger/ and the trainer's files."""
+"""The folder of a run: job.json and job.toml, services.json, logs/, ledger/, and the trainer's files and metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from headrace import __version__
-from headrace.digits import whole_number
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 from headrace.errors import DataLoss, NotFound
-from headrace.job.load.resolved import read_job
-from headrace.job.load.toml import to_toml
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, read_job, to_toml
 from headrace.job.schema.run import PublishSection
+from headrace.limits import object_of_line, whole_number
 from headrace.process.linux import identity_of
 from headrace.process.shared_memory import memory_folder
 
@@ -245,3 +245,56 @@ def _runs(pid: int, known: Mapping[str, object]) -> bool:
 def _write_whole(file: Path, text: str) -> None:
     with replacing(file) as draft:
         draft.write_text(text)
+
+
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""Every line begins so: a reader that looks for some steps need not decode the others."""
+_TAIL_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """The metrics of one step or evaluation, and when they came (seconds since 1970)."""
+
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+    """Sentences for a person."""
+    marks: Sequence[str] = ()
+    """What changed before the step, for the pictures: a restart, options, the scorer."""
+
+    def fields(self) -> dict[str, Any]:
+        """The line's fields, the step first."""
+        texts = {"warnings": self.warnings, "marks": self.marks}
+        return {"step": self.step, "time": self.time, **{k: v for k, v in texts.items() if v}, **self.metrics}
+
+
+def step_of(line: bytes) -> int | None:
+    """Returns the step of a line, which a kill may have torn; None for what is no line of metrics."""
+    found = _STEP.match(line)
+    return int(found[1]) if found else None
+
+
+def row_of(line: bytes) -> MetricsRow | None:
+    """Returns a line's row; None for one that a kill tore."""
+    if (fields := object_of_line(line)) is None:
+        return None
+    warnings, marks = fields.pop("warnings", ()), fields.pop("marks", ())
+    return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=warnings, marks=marks, metrics=fields)
+
+
+def fields_in(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the fields of each whole line; none where there is no file: it may be on the trainer's machine."""
+    if file.is_file():
+        with file.open("rb") as lines:
+            yield from filter(None, map(object_of_line, lines))
+
+
+def last_fields_in(file: Path) -> list[dict[str, Any]]:
+    """The fields of the last lines, as `fields_in`: of a file of any size 64 KiB are read."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        return list(filter(None, map(object_of_line, lines)))

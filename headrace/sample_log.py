@@ -18,10 +18,9 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.disk.whole_file import replacing
-from headrace.trajectory import Sample
-from headrace.turns import Turn, turns_in
-from headrace.wire.json_text import to_json
+from headrace.disk import replacing
+from headrace.limits import to_json
+from headrace.trajectory import Sample, Turn, turns_in
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
 _FAILED = re.compile(r"failed-(?P<number>\d{6,})(-\d+)?\.jsonl\.gz")

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
-from headrace.prompts.label import LABEL_IS_JSON
-from headrace.sample_checks import (
+from headrace.limits import from_json, require_json_object, to_json
+from headrace.prompts import LABEL_IS_JSON
+from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     TOKENS,
@@ -20,10 +21,9 @@ from headrace.sample_checks import (
     check_reward,
     check_row,
     check_token_ids,
+    pack_column,
+    unpack_column,
 )
-from headrace.wire.checks import require_json_object
-from headrace.wire.column import pack_column, unpack_column
-from headrace.wire.json_text import from_json, to_json
 
 CUSTOM_RM_PATH = "custom_rm_path"
 SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)

@@ -1,14 +1,19 @@
-"""One sample: what the policy did, frozen, with invariants checked once, by `headrace.sample_checks`.
+"""One sample: what the policy did, frozen, with the only checks of its values, its columns and its encoding.
 
 Lengths: T = len(tokens) = prompt + response, R = response_length = len(loss_mask) = len(rollout_log_probs).
+Every check takes a name and the value, and raises InvalidArgument with both: engines, hooks, teachers, scorers, the
+ledger and the trainer call the same ones. `Sample` calls them when it is constructed; callers that know the model use
+`ModelBounds` as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -17,38 +22,258 @@ from numpy.typing import NDArray
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of, matches
 from headrace.errors import DataLoss, InvalidArgument
-from headrace.policy_range import PolicyRange, check_ranges
-from headrace.sample_checks import (
-    LOSS_MASK,
-    ROLLOUT_LOG_PROBS,
-    ROUTED_EXPERTS,
-    TEACHER_LOG_PROBS,
-    TOKENS,
-    check_experts,
-    check_index,
-    check_log_probs,
-    check_loss_mask,
-    check_reward,
-    check_row,
-    check_text,
-    check_token_ids,
-)
-from headrace.wire.column import pack_column, unpack_column
-from headrace.wire.json_text import from_json, to_json
+from headrace.limits import MAX_COLUMN_BYTES, MAX_COLUMN_RANK, MAX_COUNTER, from_json, to_json
+from headrace.models.architecture import Architecture
 
-__all__ = [
-    "ROUTED_EXPERTS",
-    "Failure",
-    "PolicyRange",
-    "Sample",
-    "Status",
-    "check_payload",
-    "from_json",
-    "pack_column",
-    "parsed_payload",
-    "to_json",
-    "unpack_column",
-]
+
+@dataclass(frozen=True, slots=True)
+class PolicyRange:
+    """Response tokens [start, end) were sampled under `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+    masked: bool = False
+    """None of them is trained: their age does not count."""
+
+
+class Range(Protocol):
+    """The fields that a `PolicyRange` and its message share."""
+
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def check_ranges(name: str, ranges: Iterable[Range], response_length: int) -> int:
+    """Returns the number of tokens that the ranges cover.
+
+    Raises InvalidArgument unless they are in order, do not overlap, and lie in the response.
+    """
+    end = num_covered = 0
+    for number, one in enumerate(ranges):
+        version, start, after, end = one.policy_version, one.start, end, one.end
+        if not (0 <= version <= MAX_COUNTER and after <= start < end <= response_length):
+            raise _misplaced(
+                f"{name}[{number}] is [{start}, {end}) of version {version}", version, after, response_length
+            )
+        num_covered += end - start
+    return num_covered
+
+
+def _misplaced(where: str, version: int, after: int, response_length: int) -> InvalidArgument:
+    if not 0 <= version <= MAX_COUNTER:
+        return InvalidArgument(f"{where}: versions must be 0 to {MAX_COUNTER}")
+    return InvalidArgument(f"{where}, after {after}, of a response of {response_length} tokens: order them by start")
+
+
+def gaps(ranges: Iterable[Range], response_length: int) -> Iterator[tuple[int, int]]:
+    """Yields the response's tokens [start, end) that no range covers. The ranges must have been checked."""
+    at = 0
+    for one in ranges:
+        if one.start > at:
+            yield at, one.start
+        at = one.end
+    if at < response_length:
+        yield at, response_length
+
+
+TOKENS = "tokens"
+LOSS_MASK = "loss_mask"
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
+TEACHER_LOG_PROBS = "teacher_log_probs"
+ROUTED_EXPERTS = "rollout_routed_experts"
+"""Column int16 [T - 1, layers, experts of a token]: where engines sent each token but the last; -1 where unknown."""
+
+COLUMN_DTYPES: Mapping[str, np.dtype[Any]] = {
+    TOKENS: np.dtype("<i4"),
+    LOSS_MASK: np.dtype("<u1"),
+    ROLLOUT_LOG_PROBS: np.dtype("<f4"),
+    TEACHER_LOG_PROBS: np.dtype("<f4"),
+    ROUTED_EXPERTS: np.dtype("<i2"),
+}
+_largest, _smallest = np.maximum.reduce, np.minimum.reduce
+"""The maximum and minimum of a flat array in half the time of `max` and `min`: every sample that is put passes here."""
+
+_NUMBERS = (float, int, np.integer, np.floating)
+MAX_REWARD = 1e6
+LOG_PROB_SLACK = 1e-3
+"""How far above 0 a log-probability may be: float32's x - logsumexp(x) of logits in the thousands rounds by that."""
+MIN_LOG_PROB = -1e4
+"""A token that was sampled has never had less: of float32 logits, probabilities below e^-10000 come of broken numbers,
+and the importance ratio of such a token is infinite."""
+MAX_INDEX = (1 << 32) - 1
+
+
+def check_text(name: str, value: object) -> None:
+    """Requires a str that can be encoded as UTF-8."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} is {_shown(value)}, must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name} cannot be encoded as UTF-8: {error}") from error
+
+
+def check_index(name: str, value: object) -> None:
+    """Requires an integer that fits uint32."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INDEX:
+        raise InvalidArgument(f"{name} is {_shown(value)}, must be an integer of 0 or more")
+
+
+def check_reward(name: str, value: object) -> None:
+    """Requires a finite number of at most MAX_REWARD in size."""
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        raise InvalidArgument(f"{name} is {_shown(value)}, must be a number")
+    if not -MAX_REWARD <= value <= MAX_REWARD:  # nor is NaN
+        raise InvalidArgument(f"{name} is {_shown(value)}, must be finite and at most {MAX_REWARD:g} in size")
+
+
+def check_row(name: str, values: object, length: int | None = None) -> None:
+    """Requires a one-dimensional array of the column's dtype, and of `length` if it is given."""
+    column = name.rpartition(" ")[2]
+    if not isinstance(values, np.ndarray) or values.ndim != 1:
+        shape = list(values.shape) if isinstance(values, np.ndarray) else type(values).__name__
+        raise InvalidArgument(f"{name} is {shape}, must be one row of {COLUMN_DTYPES[column]}")
+    if values.dtype != COLUMN_DTYPES[column]:
+        raise InvalidArgument(f"{name} has dtype {values.dtype}, must have {COLUMN_DTYPES[column]}")
+    if length is not None and len(values) != length:
+        raise InvalidArgument(f"{name} has {len(values)} entries, must have {length}: one for each response token")
+
+
+def check_loss_mask(name: str, mask: NDArray[Any]) -> None:
+    """Requires 0 or 1 everywhere."""
+    if len(mask) and _largest(mask) > 1:
+        raise InvalidArgument(f"{name}{_place(mask > 1)} is {mask.max()}, must be 0 or 1")
+
+
+def check_log_probs(name: str, values: NDArray[Any]) -> None:
+    """Requires natural logarithms of probabilities: not above 0, and not below MIN_LOG_PROB."""
+    if not len(values):
+        return
+    largest = _largest(values)  # NaN where there is one
+    if largest <= LOG_PROB_SLACK and _smallest(values) >= MIN_LOG_PROB:
+        return
+    wrong = ~((values >= MIN_LOG_PROB) & (values <= LOG_PROB_SLACK))
+    raise InvalidArgument(f"{name}{_place(wrong)} is {values[wrong][0]}, must be {MIN_LOG_PROB:g} to 0")
+
+
+def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = None) -> None:
+    """Requires ids of a vocabulary; of `vocab_size` if it is known."""
+    if not len(tokens):
+        return
+    end = vocab_size if vocab_size is not None else 1 << 31
+    if _smallest(tokens) >= 0 and _largest(tokens) < end:
+        return
+    wrong = (tokens < 0) | (tokens >= end)
+    raise InvalidArgument(f"{name}{_place(wrong)} is {tokens[wrong][0]}, not an id of a vocabulary of {end}")
+
+
+def check_experts(name: str, experts: object, num_tokens: int) -> None:
+    """Requires int16 [num_tokens - 1, layers, experts of a token], -1 where unknown."""
+    dtype = COLUMN_DTYPES[ROUTED_EXPERTS]
+    if not isinstance(experts, np.ndarray) or experts.dtype != dtype or experts.ndim != 3:
+        raise InvalidArgument(f"{name} is {_shown_array(experts)}, must be {dtype} [tokens - 1, layers, top-k]")
+    if len(experts) != max(num_tokens - 1, 0):
+        raise InvalidArgument(f"{name} has {len(experts)} tokens, must have {num_tokens - 1}: all but the last")
+    if experts.size and experts.min() < -1:
+        raise InvalidArgument(f"{name} has {experts.min()}, must be an expert's number, or -1 for unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """Limits that a model sets for token ids and routed experts."""
+
+    vocab_size: int
+    num_layers: int
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> ModelBounds:
+        experts = architecture.experts
+        return cls(
+            architecture.vocab_size,
+            architecture.num_layers,
+            experts.count if experts else None,
+            experts.topk if experts else None,
+        )
+
+    def check(self, sample_id: str, tokens: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> None:
+        """Raises InvalidArgument for token ids and experts that the model does not have."""
+        check_token_ids(f"sample {sample_id}: {TOKENS}", tokens, self.vocab_size)
+        experts = columns.get(ROUTED_EXPERTS)
+        if experts is None or self.num_experts is None:
+            return
+        name = f"sample {sample_id}: {ROUTED_EXPERTS}"
+        if experts.shape[1:] != (self.num_layers, self.experts_per_token):
+            raise InvalidArgument(
+                f"{name} is {list(experts.shape)}, must be {[len(tokens) - 1, self.num_layers, self.experts_per_token]}"
+            )
+        if experts.size and experts.max() >= self.num_experts:
+            raise InvalidArgument(f"{name} has expert {experts.max()}, the model has {self.num_experts} experts")
+
+
+def _place(wrong: NDArray[Any]) -> str:
+    return f"[{int(np.flatnonzero(wrong)[0])}]"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+    return text[:80]
+
+
+def _shown_array(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
+DTYPES: Mapping[int, np.dtype[Any]] = {
+    pb.DTYPE_UINT8: np.dtype("<u1"),
+    pb.DTYPE_INT16: np.dtype("<i2"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_FLOAT64: np.dtype("<f8"),
+}
+_NUMBER_OF_DTYPE: Mapping[np.dtype[Any], pb.Dtype.ValueType] = {
+    dtype: pb.Dtype.ValueType(number) for number, dtype in DTYPES.items()
+}
+
+
+def pack_column(name: str, array: NDArray[Any]) -> pb.Column:
+    """An array as raw little-endian bytes. Raises InvalidArgument for a dtype off the whitelist."""
+    number = _NUMBER_OF_DTYPE.get(array.dtype.newbyteorder("<"))
+    if number is None:
+        allowed = ", ".join(str(d) for d in _NUMBER_OF_DTYPE)
+        raise InvalidArgument(f"column {name}: dtype {array.dtype} cannot travel; use one of {allowed}")
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return pb.Column(name=name, dtype=number, shape=array.shape, data=little.tobytes())
+
+
+def unpack_column(column: pb.Column) -> NDArray[Any]:
+    """The array of a column (read-only, no copy). Raises InvalidArgument when shape, dtype and bytes disagree."""
+    dtype, shape = DTYPES.get(column.dtype), tuple(column.shape)
+    if dtype is None:
+        raise InvalidArgument(f"column {column.name}: dtype {column.dtype} is not known here")
+    check_shape(column.name, dtype, shape, len(column.data))
+    return np.frombuffer(column.data, dtype=dtype).reshape(shape)
+
+
+def check_shape(name: str, dtype: np.dtype[Any], shape: Sequence[int], num_bytes: int) -> None:
+    """Raises InvalidArgument unless an array of this shape has exactly these bytes. No product overflows."""
+    if len(shape) == 1 and shape[0] * dtype.itemsize == num_bytes:
+        return
+    if len(shape) <= MAX_COLUMN_RANK and min(shape, default=0) >= 0:
+        elements = prod(shape)
+        if elements * dtype.itemsize == num_bytes and (elements or prod(n or 1 for n in shape) <= MAX_COLUMN_BYTES):
+            return  # numpy refuses shapes of no elements by their other dimensions
+    raise InvalidArgument(
+        f"column {name}: shape {[str(n)[:20] for n in shape[:MAX_COLUMN_RANK]]} of {dtype} is no array of {num_bytes} "
+        f"bytes; {MAX_COLUMN_RANK} dimensions at most"
+    )
 
 
 class Status(StrEnum):
@@ -283,3 +508,50 @@ def _arrays(sample_id: str, payload: pb.SamplePayload) -> dict[str, NDArray[Any]
             raise InvalidArgument(f"sample {sample_id}: payload lacks the column {name}")
         check_row(f"sample {sample_id}: {name}", arrays[name])
     return arrays
+
+
+TURNS = "turns"
+"""The key of a sample's hook_fields that holds them."""
+_MAX_CHARACTERS = 200_000
+_MAX_TURNS = 1_000
+_CUT = " … "
+
+Turn = dict[str, str]
+
+
+def turn_of(message: Mapping[str, Any]) -> Turn:
+    """A message with its content as text; calls of tools stand behind it as JSON."""
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    said = [_text(content)] if content else []
+    said += [_text(call.get("function", call)) if isinstance(call, Mapping) else str(call) for call in calls]
+    return {"role": str(message.get("role", "")), "content": "\n".join(said)}
+
+
+def bounded_turns(turns: Iterable[Mapping[str, Any]]) -> list[Turn]:
+    """Turns of at most 200,000 characters together: longer texts lose their middle, and the oldest turns go first."""
+    kept = [turn_of(turn) for turn in turns][-_MAX_TURNS:]
+    room = _MAX_CHARACTERS // max(1, len(kept))
+    if sum(len(turn["content"]) for turn in kept) <= _MAX_CHARACTERS:
+        return kept
+    return [{**turn, "content": _shortened(turn["content"], room)} for turn in kept]
+
+
+def turns_in(hook_fields: Mapping[str, Any]) -> Sequence[Turn]:
+    """The turns of a sample; none where another producer has written something else there."""
+    found = hook_fields.get(TURNS)
+    if not isinstance(found, list) or not all(isinstance(turn, Mapping) for turn in found):
+        return ()
+    return [turn_of(turn) for turn in found]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return str(content)
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        return "".join(str(part["text"]) if "text" in part else f"<{part.get('type')}>" for part in content)
+    return json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str, room: int) -> str:
+    half = max(1, (room - len(_CUT)) // 2)
+    return text if len(text) <= room else f"{text[:half]}{_CUT}{text[-half:]}"

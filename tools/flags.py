@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headrace.job.megatron.arguments import DESCRIBED
 from headrace.job.option import ALIASES, Arity, Option, options
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig", "TransformerConfig"),

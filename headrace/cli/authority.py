@@ -22,12 +22,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace.disk.one_at_a_time import one_at_a_time
-from headrace.disk.whole_file import replacing
+from headrace.disk import one_at_a_time, replacing
 from headrace.errors import ConfigError
 from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 
 _AUTHORITY_DAYS = 3650

@@ -22,7 +22,7 @@ from headrace.errors import FailedPrecondition, Unavailable
 from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher
 from headrace.process.one_shot import OneShot
-from headrace.rpc.channel import connect
+from headrace.rpc.client import connect
 from headrace.sample_log import Answer, as_row
 from headrace.trajectory import Sample
 

@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.disk.whole_file import FULL_DISK
+from headrace.disk import FULL_DISK
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
+from headrace.limits import did_you_mean
 from headrace.process.exit_codes import NOTHING_TO_LEARN
-from headrace.suggest import did_you_mean
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384

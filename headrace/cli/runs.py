@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
-from headrace.rpc.channel import connect
+from headrace.rpc.client import connect
 from headrace.rpc.tls import OPERATOR, VARIABLE, speaks_tls, tls_of, use_tls
 from headrace.run_folder import ROLLOUT, RunFolder, living_runs, newest_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.rpc.access import tokens_file
-from headrace.rpc.access.role import Role, role_named
+from headrace.rpc.access.roles import Role, role_named
 
 
 def tokens(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from headrace.digits import whole_number
+from headrace.limits import whole_number
 
 _MAX_COUNT = (1 << 31) - 1
 

@@ -2,27 +2,334 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import Message
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.columns import LargeColumn, download, put_back, slim_put, slim_release, upload
-from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
-from headrace.client.resumed.watch import resumed
-from headrace.client.shared_waits import SharedWaits
-from headrace.errors import FailedPrecondition, Fenced, NotFound
-from headrace.rpc import call as rpc
-from headrace.rpc.channel import connect
+from headrace.digest import digest_of
+from headrace.errors import DataLoss, DeadlineExceeded, FailedPrecondition, Fenced, NotFound
+from headrace.rpc import client as rpc
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, connect, resumed
 from headrace.rpc.retry import retry_until
+from headrace.trajectory import check_payload, parsed_payload
+
+# Moves large columns separately: they are taken out of a sample before a put and put back when it is fetched.
+#
+# Callers that put or fetch samples through a client never see it. A sample comes back byte for byte as it was packed.
+
+LARGE_COLUMN_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LargeColumn:
+    """The bytes of a column, by their SHA-256."""
+
+    sha256: bytes
+    data: bytes
+
+
+def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[LargeColumn]]:
+    """The sample without its large columns, and these; the sample itself when it has none."""
+    if sample.envelope.payload_bytes < LARGE_COLUMN_BYTES:
+        return sample, ()
+    payload = sample_pb2.SamplePayload.FromString(sample.payload)
+    envelope = sample_pb2.SampleEnvelope()
+    envelope.CopyFrom(sample.envelope)
+    large: list[LargeColumn] = []
+    for column in payload.columns:
+        if len(column.data) >= LARGE_COLUMN_BYTES:
+            large.append(LargeColumn(hashlib.sha256(column.data).digest(), column.data))
+            envelope.out_of_line.add(name=column.name, sha256=large[-1].sha256, num_bytes=len(column.data))
+            column.ClearField("data")
+    return (_sealed(envelope, payload), large) if large else (sample, ())
+
+
+Upload = Callable[[LargeColumn], Awaitable[None]]
+
+
+async def slim_put(put: pb.GroupPut, upload_column: Upload) -> pb.GroupPut:
+    """Uploads the put's large columns and returns it without them; itself when it has none."""
+    samples = [await _slim(sample, upload_column) for sample in put.samples]
+    if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
+        return put
+    slim_one = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
+    if put.HasField("failure"):
+        slim_one.failure.CopyFrom(put.failure)
+    return slim_one
+
+
+async def slim_release(release: pb.LeaseRelease, upload_column: Upload) -> pb.LeaseRelease:
+    """Uploads the release's large columns and returns it without them."""
+    samples = [await _slim(sample, upload_column) for sample in release.partial_samples]
+    return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
+
+
+async def _slim(sample: sample_pb2.Sample, upload_column: Upload) -> sample_pb2.Sample:
+    slim, columns = taken_out(sample)
+    for column in columns:
+        await upload_column(column)
+    return slim
+
+
+def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
+    """The sample as it was packed. Raises as `Sample.unpack`.
+
+    `data` maps the SHA-256 of an out-of-line column to its bytes.
+    """
+    envelope = sample.envelope
+    check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, sample.payload)
+    payload = parsed_payload(envelope.sample_id, sample.payload)
+    sha256_of = {column.name: column.sha256 for column in sample.envelope.out_of_line}
+    for column in payload.columns:
+        if column.name in sha256_of:
+            column.data = data[sha256_of[column.name]]
+    envelope = sample_pb2.SampleEnvelope()
+    envelope.CopyFrom(sample.envelope)
+    envelope.ClearField("out_of_line")
+    return _sealed(envelope, payload)
+
+
+def _sealed(envelope: sample_pb2.SampleEnvelope, payload: sample_pb2.SamplePayload) -> sample_pb2.Sample:
+    data = payload.SerializeToString(deterministic=True)
+    envelope.digest, envelope.payload_bytes = digest_of(data), len(data)
+    return sample_pb2.Sample(envelope=envelope, payload=data)
+
+
+async def upload(
+    send: Callable[[pb.UploadColumnRequest], Awaitable[pb.UploadColumnResponse]], large: LargeColumn
+) -> None:
+    """Sends the column in pieces, from the offset that the buffer already has; returns when the column is durable."""
+    view, offset, data = memoryview(large.data), 0, b""
+    while True:
+        request = pb.UploadColumnRequest(sha256=large.sha256, num_bytes=len(view), offset=offset, data=data)
+        answer = await send(request)
+        if answer.complete:
+            return
+        offset = answer.next_offset
+        data = bytes(view[offset : offset + _PIECE_BYTES])
+
+
+async def download(
+    receive: Callable[[pb.FetchColumnRequest, float], AsyncIterator[pb.FetchColumnResponse]],
+    column: sample_pb2.OutOfLineColumn,
+    end: float,
+) -> bytes:
+    """Resumes after a broken connection until `time.monotonic()` reaches `end`. Raises DataLoss for another SHA-256."""
+    data = bytearray()
+
+    async def receive_rest(left_seconds: float) -> None:
+        while len(data) < column.num_bytes:
+            request = pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))
+            async for piece in receive(request, left_seconds):
+                data.extend(piece.data)
+
+    await retry_until(end, receive_rest)
+    if hashlib.sha256(data).digest() != column.sha256:
+        raise DataLoss(f"column {column.name} does not match its SHA-256: its bytes were changed on disk")
+    return bytes(data)
+
+
+PROGRESS_SECONDS = 2.0
+
+
+class Buffer(Closing):
+    """`BufferClient` says what each method does; both implementations keep the same contract tests.
+
+    Close it, or use it as a context.
+    """
+
+    @abstractmethod
+    async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...
+
+    @abstractmethod
+    async def delete_stream(self, stream: str, *, force: bool = False) -> bool: ...
+
+    @abstractmethod
+    async def list_streams(self) -> Sequence[pb.StreamConfig]: ...
+
+    @abstractmethod
+    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]: ...
+
+    @abstractmethod
+    async def lease_groups(
+        self,
+        stream: str,
+        producer_id: str,
+        max_groups: int,
+        *,
+        wait_seconds: float = 0.0,
+        request_id: str | None = None,
+        oldest_version: int | None = None,
+    ) -> pb.LeaseGroupsResponse: ...
+
+    @abstractmethod
+    async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse: ...
+
+    @abstractmethod
+    async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None: ...
+
+    @abstractmethod
+    async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]: ...
+
+    @abstractmethod
+    async def retry_groups(
+        self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
+    ) -> pb.RetryGroupsResponse: ...
+
+    @abstractmethod
+    async def drop_groups(
+        self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
+    ) -> pb.DropGroupsResponse: ...
+
+    @abstractmethod
+    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
+
+    @abstractmethod
+    async def try_lease_batch(
+        self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
+    ) -> pb.LeaseBatchResponse: ...
+
+    @abstractmethod
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]: ...
+
+    @abstractmethod
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int: ...
+
+    @abstractmethod
+    async def commit(self, stream: str, epoch: int, step: int) -> int: ...
+
+    @abstractmethod
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int: ...
+
+    @abstractmethod
+    def watch(
+        self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
+    ) -> AsyncIterator[pb.LedgerEvent]: ...
+
+    @abstractmethod
+    async def list_groups(
+        self,
+        stream: str,
+        states: Sequence[pb.GroupState.ValueType] = (),
+        *,
+        page_size: int = 0,
+        page_token: str = "",
+        group_ids: Sequence[str] = (),
+    ) -> pb.ListGroupsResponse: ...
+
+    @abstractmethod
+    async def stats(self, stream: str) -> pb.StreamStats: ...
+
+    @abstractmethod
+    async def damage(self) -> Sequence[pb.Damage]: ...
+
+    async def lease_batch(
+        self,
+        stream: str,
+        epoch: int,
+        step: int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> pb.LeaseBatchResponse:
+        """Waits until the batch is full. `on_progress` gets the number of READY groups every `progress_seconds`."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout_seconds is None else loop.time() + timeout_seconds
+        while True:
+            left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
+            reply = await self.try_lease_batch(stream, epoch, step, wait_seconds=left)
+            if reply.ready:
+                return reply
+            if on_progress:
+                on_progress(reply.groups_ready)
+            if end is not None and loop.time() >= end:
+                raise DeadlineExceeded(
+                    f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
+                    "too few for a batch: check that producers run"
+                )
+
+
+# Many local waiters, few calls that wait at the server.
+#
+# A call that waits costs the server some 24 KB. Callers that wait for the same thing therefore queue here, in the order
+# in which they came: the first few each have a call that waits at the server, and who is answered lets the next one
+# ask. Nothing is missed, because there is nothing for anybody in the queue as long as the calls at its head wait.
+
+_Answer = TypeVar("_Answer")
+
+WAITING_AT_ONCE = 8
+"""The number of calls that wait for one thing: when much arrives at once, a round trip serves that many."""
+LOOKING_AT_ONCE = 64
+"""Calls that do not wait, of those whose time ended in the queue."""
+
+Ask = Callable[[float, float], Awaitable[_Answer]]
+"""(seconds to wait at the server, seconds until the call's deadline)."""
+
+
+class SharedWaits:
+    """The queues of one client. Each caller asks by itself, with its own request, and gets its own answer or error."""
+
+    def __init__(self) -> None:
+        self._queues: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
+        self._looks = asyncio.Semaphore(LOOKING_AT_ONCE)
+
+    async def ask(self, awaited: Hashable, ask: Ask[_Answer], wait_seconds: float, deadline_seconds: float) -> _Answer:
+        """Asks when it is this caller's turn, at the latest after `wait_seconds`, and then without a wait.
+
+        Callers of equal `awaited` must be such that the server lets one of them go on exactly when it would let any.
+        """
+        if not 0 < wait_seconds < math.inf:
+            return await ask(wait_seconds, deadline_seconds)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait_seconds
+        queue = self._queues.setdefault(awaited, asyncio.Semaphore(WAITING_AT_ONCE))
+        if not await _acquired(queue, end):
+            return await self._look(ask, end + deadline_seconds)
+        try:
+            return await ask(max(end - loop.time(), 0.0), deadline_seconds)
+        finally:
+            queue.release()
+
+    async def _look(self, ask: Ask[_Answer], end: float) -> _Answer:
+        """Asks without a wait; many waits may end in the same moment."""
+        if not await _acquired(self._looks, end):
+            raise DeadlineExceeded(
+                f"{LOOKING_AT_ONCE} calls of this client before this one got no answer until its deadline: "
+                "check that the server runs"
+            )
+        try:
+            return await ask(0.0, max(end - asyncio.get_running_loop().time(), 0.0))
+        finally:
+            self._looks.release()
+
+
+async def _acquired(semaphore: asyncio.Semaphore, end: float) -> bool:
+    """Returns False when it was not this caller's turn before the loop's time `end`."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await semaphore.acquire()
+    except TimeoutError:
+        return False
+
 
 _OfStream = (
     pb.SubmitPromptsRequest

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.client.buffer import BufferClient
-from headrace.client.port import Buffer
-from headrace.client.rollout import Rollout, RolloutClient
-from headrace.client.rollouts import RolloutClients
+from headrace.client.buffer import Buffer, BufferClient
+from headrace.client.rollout import Rollout, RolloutClient, RolloutClients
 from headrace.client.shards import ShardedBuffer
-from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS
 
 
 def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Buffer:

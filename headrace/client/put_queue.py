@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.wire.put_request import put_request
+from headrace.protobuf import put_request
 
 _CALLS_AT_ONCE = 2
 """One that the buffer works on, and one on its way."""

@@ -14,13 +14,11 @@ from functools import partial
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
-from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
-from headrace.rpc.call import DEFAULT_DEADLINE_SECONDS, call, call_once
-from headrace.rpc.channel import connect
+from headrace.limits import MAX_SCORE_ITEMS_PER_CALL
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, call_once, connect
 from headrace.rpc.retry import retry_until
 from headrace.score import ScoreError, ScoreItem, ScoreResult, unpack_result
-from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.suggest import nearest
+from headrace.limits import nearest
 
 if TYPE_CHECKING:  # the processes of user code do without: a job's schema is most of what they would import
     from headrace.job.schema.job import Job

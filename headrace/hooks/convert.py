@@ -11,13 +11,23 @@ from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample, SamplePrefixCacheInfo, SampleSpecInfo
-from headrace.images.columns import processed_columns, processed_of, raw_columns, raw_of
-from headrace.prompts.label import label_for_hooks, label_mark, label_text
-from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
-from headrace.trajectory import Failure, PolicyRange, Status
+from headrace.images import processed_columns, processed_of, raw_columns, raw_of
+from headrace.limits import to_json
+from headrace.prompts import label_for_hooks, label_mark, label_text
+from headrace.trajectory import (
+    LOSS_MASK,
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TEACHER_LOG_PROBS,
+    TOKENS,
+    TURNS,
+    Failure,
+    PolicyRange,
+    Status,
+    bounded_turns,
+    check_text,
+)
 from headrace.trajectory import Sample as WireSample
-from headrace.turns import TURNS, bounded_turns
-from headrace.wire.json_text import to_json
 
 
 def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:

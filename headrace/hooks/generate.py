@@ -17,7 +17,7 @@ from headrace.hooks.plain import plain
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
-from headrace.images.file import open_image
+from headrace.images import open_image
 
 ACCEPTED = (
     "async def f(args, samples, evaluation=False) -> list[Sample]",

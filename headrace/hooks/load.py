@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.slime_names import SLIME_IMPORTS, provide_slimes_names
-from headrace.suggest import nearest
+from headrace.limits import nearest
 
 _SLIMES = (
     "pass --slime-imports (or set HEADRACE_SLIME_IMPORTS=true), and `slime.…` is headrace's own where it has the name; "

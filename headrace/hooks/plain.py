@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.hooks.sample import Sample
-from headrace.prompts.label import label_as_given
+from headrace.prompts import label_as_given
 
 
 def plain(sample: Sample) -> Sample:

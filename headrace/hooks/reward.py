@@ -15,9 +15,8 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
-from headrace.sample_checks import MAX_REWARD, check_text
-from headrace.wire.checks import require_at_most, require_name
-from headrace.wire.limits import MAX_TAGS
+from headrace.limits import MAX_TAGS, require_at_most, require_name
+from headrace.trajectory import MAX_REWARD, check_text
 
 ACCEPTED = (
     "async def f(args, sample, **kw) -> float | dict",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.job.schema.job import Job
-from headrace.job.schema.secrets import without_secrets
+from headrace.job.schema.run import without_secrets
 
 _UNTOLD = ("services", "run", "tracking", "placement")
 """Sections that change nothing of what is trained."""

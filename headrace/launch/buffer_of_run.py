@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.client.buffer import BufferClient
-from headrace.disk.lock import lock
+from headrace.disk import lock
 from headrace.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceProcess

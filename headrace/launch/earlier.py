@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.digits import whole_number
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.job.changes import changed_options, changes
 from headrace.job.schema.job import Job
-from headrace.models.exported import is_whole
+from headrace.limits import MAX_COUNTER, whole_number
+from headrace.models.folders import is_whole
 from headrace.run_folder import RunFolder
-from headrace.wire.limits import MAX_COUNTER
 
 _CHECKPOINT = "step-"
 _OF_THE_LEDGER: Mapping[str, Any] = {

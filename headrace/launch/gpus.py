@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from headrace.devices.inventory import ORDER
-from headrace.devices.plan import DeviceShare
-from headrace.devices.ranks import RANK_DEVICES
+from headrace.devices import ORDER, RANK_DEVICES, DeviceShare
 from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.metrics_row import last_fields_in
+from headrace.run_folder import last_fields_in
 
 GRACE_SECONDS = 20.0
 """At least."""

@@ -11,7 +11,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.rpc.channel import connect
+from headrace.rpc.client import connect
 
 _ASK_SECONDS = 2.0
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from headrace.disk.lock import lock
-from headrace.disk.one_at_a_time import one_at_a_time
-from headrace.disk.whole_file import FULL_DISK
+from headrace.disk import FULL_DISK, lock, one_at_a_time
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.earlier import EarlierStart, differences, earlier_start

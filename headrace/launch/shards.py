@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import ConfigError
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.launch.earlier import earlier_start, has_files
 from headrace.run_folder import RunFolder
 

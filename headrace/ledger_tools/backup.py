@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 from headrace.errors import AlreadyExists, DataLoss, NotFound
 
 _MANIFEST = "backup.json"

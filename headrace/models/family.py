@@ -1,14 +1,214 @@
-"""The interface of a model family; headrace.models.registry lists the families."""
+"""A model family as data: how to read it, its presets, and the table of Hugging Face's tensors and Megatron's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.models.architecture import Architecture
-from headrace.models.blocks import decoder
-from headrace.models.rows import Table
+from headrace.models.architecture import Architecture, Experts, LatentAttention
+
+# The rows of a table: for each Megatron parameter its Hugging Face tensors, and how tensor parallelism divides it.
+#
+# Shapes are out × in for weights; a bias has no `in`.
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The same on every tensor rank: norms, routers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Cut along one dimension: 0 for column-parallel layers and embeddings, 1 for row-parallel layers."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """gate and up, each cut along its rows; a rank holds its gate rows, then its up rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGateUp:
+    """Divided like GateUp; one tensor has all gate rows and then all up rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryKeyValue:
+    """q, k and v interleaved by query group: each group's query heads, its key head, its value head."""
+
+    num_query_groups: int
+    heads_per_group: int
+    head_size: int
+
+
+Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """A tensor of the Hugging Face checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`megatron` is made of `hf`, in this order. In a layer's rows `megatron` begins below the layer."""
+
+    megatron: str
+    hf: tuple[HfTensor, ...]
+    sharding: Sharding
+    expert: int | None = None
+    """The expert that it is a part of; its Megatron name then has {expert}, counted within the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rows of a model, in the order in which tensors travel."""
+
+    first: Sequence[Row]
+    """The first stage's rows: the embedding."""
+    layer: Callable[[int], Sequence[Row]]
+    """A layer's rows; layers are counted from 0 over the whole model."""
+    last: Sequence[Row]
+    """The last stage's rows: final norm and output layer."""
+    num_layers: int
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows of the first stage, of each layer, and of the last stage."""
+        yield from self.first
+        for layer in range(self.num_layers):
+            yield from self.layer(layer)
+        yield from self.last
+
+    def tensors(self) -> Iterator[HfTensor]:
+        """The tensors of the Hugging Face checkpoint."""
+        for row in self.rows():
+            yield from row.hf
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors())
+
+
+def one(megatron: str, hf: str, shape: tuple[int, ...], sharding: Sharding) -> Row:
+    """A row of a single tensor."""
+    return Row(megatron, (HfTensor(hf, shape),), sharding)
+
+
+def norm(megatron: str, hf: str, size: int) -> Row:
+    """The row of a norm's weight."""
+    return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
+
+
+def embedding(a: Architecture) -> list[Row]:
+    """The rows before the layers."""
+    shape = (a.vocab_size, a.hidden_size)
+    return [one("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, Split(0))]
+
+
+def head(a: Architecture) -> list[Row]:
+    """The rows behind the layers."""
+    rows = [norm("decoder.final_layernorm", "model.norm", a.hidden_size)]
+    if a.untie_embeddings_and_output_weights:
+        rows.append(one("output_layer.weight", "lm_head.weight", (a.vocab_size, a.hidden_size), Split(0)))
+    return rows
+
+
+def attention(a: Architecture, hf: str) -> list[Row]:
+    """Grouped-query attention, with biases and norms where the architecture has them."""
+    qkv = QueryKeyValue(a.num_query_groups, a.num_attention_heads // a.num_query_groups, a.kv_channels)
+    sizes = [heads * a.kv_channels for heads in (a.num_attention_heads, a.num_query_groups, a.num_query_groups)]
+    names = [f"{hf}.self_attn.{part}_proj" for part in "qkv"]
+    weights = tuple(HfTensor(f"{n}.weight", (size, a.hidden_size)) for n, size in zip(names, sizes, strict=True))
+    rows = [Row("self_attention.linear_qkv.weight", weights, qkv)]
+    if a.add_qkv_bias:
+        biases = tuple(HfTensor(f"{n}.bias", (size,)) for n, size in zip(names, sizes, strict=True))
+        rows.append(Row("self_attention.linear_qkv.bias", biases, qkv))
+    if a.qk_layernorm:
+        rows += [norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", a.kv_channels) for p in "qk"]
+    output = (a.hidden_size, a.num_attention_heads * a.kv_channels)
+    rows.append(one("self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", output, Split(1)))
+    return rows
+
+
+def latent_attention(a: Architecture, mla: LatentAttention, hf: str) -> list[Row]:
+    """Multi-head latent attention: down to a latent, a norm, up to the heads."""
+    mega, hf = "self_attention", f"{hf}.self_attn"
+    heads, q_head = a.num_attention_heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    latent, rank = mla.kv_lora_rank, mla.q_lora_rank
+    down = (latent + mla.qk_pos_emb_head_dim, a.hidden_size)
+    up = (heads * (mla.qk_head_dim + mla.v_head_dim), latent)
+    output = (a.hidden_size, heads * mla.v_head_dim)
+    key_value_down = one(f"{mega}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", down, Split(0))
+    if rank is None:
+        whole = (heads * q_head, a.hidden_size)
+        query = [one(f"{mega}.linear_q_proj.weight", f"{hf}.q_proj.weight", whole, Split(0)), key_value_down]
+    else:
+        query = [
+            one(f"{mega}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight", (rank, a.hidden_size), Split(0)),
+            key_value_down,  # engines fuse the two
+            norm(f"{mega}.q_layernorm", f"{hf}.q_a_layernorm", rank),
+            one(f"{mega}.linear_q_up_proj.weight", f"{hf}.q_b_proj.weight", (heads * q_head, rank), Split(0)),
+        ]
+    return [
+        *query,
+        norm(f"{mega}.kv_layernorm", f"{hf}.kv_a_layernorm", latent),
+        one(f"{mega}.linear_kv_up_proj.weight", f"{hf}.kv_b_proj.weight", up, Split(0)),
+        one(f"{mega}.linear_proj.weight", f"{hf}.o_proj.weight", output, Split(1)),
+    ]
+
+
+def mlp(a: Architecture, megatron: str, hf: str, width: int, expert: int | None = None) -> list[Row]:
+    """A gated MLP of `width`."""
+    halves = tuple(HfTensor(f"{hf}.{part}_proj.weight", (width, a.hidden_size)) for part in ("gate", "up"))
+    down = (HfTensor(f"{hf}.down_proj.weight", (a.hidden_size, width)),)
+    return [
+        Row(f"{megatron}.linear_fc1.weight", halves, GateUp(), expert),
+        Row(f"{megatron}.linear_fc2.weight", down, Split(1), expert),
+    ]
+
+
+def mixture(a: Architecture, experts: Experts, hf: str) -> list[Row]:
+    """Router, shared experts and experts, in the order of the experts."""
+    gate = (experts.count, a.hidden_size)
+    rows = [one("mlp.router.weight", f"{hf}.mlp.gate.weight", gate, Replicated())]
+    if experts.has_router_bias:
+        name = f"{hf}.mlp.gate.e_score_correction_bias"
+        rows.append(one("mlp.router.expert_bias", name, (experts.count,), Replicated()))
+    if experts.shared_ffn_hidden_size is not None:
+        name = f"{hf}.mlp.shared_expert" + ("" if experts.has_shared_gate else "s")
+        rows += mlp(a, "mlp.shared_experts", name, experts.shared_ffn_hidden_size)
+    if experts.has_shared_gate:
+        gate = (1, a.hidden_size)
+        rows.append(one("mlp.shared_experts.gate_weight", f"{hf}.mlp.shared_expert_gate.weight", gate, Replicated()))
+    for expert in range(experts.count):
+        name = f"{hf}.mlp.experts.{expert}"
+        rows += mlp(a, "mlp.experts.local_experts.{expert}", name, experts.ffn_hidden_size, expert)
+    return rows
+
+
+def decoder(a: Architecture) -> Table:
+    """Pre-norm layers of attention and MLP, each of the kind that the architecture says."""
+
+    def layer(number: int) -> Sequence[Row]:
+        hf = f"model.layers.{number}"
+        mixed = a.experts is not None and a.experts.in_layer(number)
+        return [
+            norm("input_layernorm", f"{hf}.input_layernorm", a.hidden_size),
+            *(latent_attention(a, a.latent_attention, hf) if a.latent_attention else attention(a, hf)),
+            norm("pre_mlp_layernorm", f"{hf}.post_attention_layernorm", a.hidden_size),
+            *(mixture(a, a.experts, hf) if a.experts and mixed else mlp(a, "mlp", f"{hf}.mlp", a.ffn_hidden_size)),
+        ]
+
+    return Table(embedding(a), layer, head(a), a.num_layers)
+
 
 SHARED_OPTIMIZER: Mapping[str, int] = {"use_distributed_optimizer": True}
 """What is not an expert is on every expert rank, its optimizer states then only once."""

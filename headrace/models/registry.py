@@ -1,13 +1,16 @@
-"""All families. A new family is a file of its own and a line here."""
+"""All families and their presets. A new family is a file of its own and a line here."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.limits import did_you_mean
 from headrace.models.architecture import Architecture
 from headrace.models.families import (
     deepseek_v3,
@@ -23,9 +26,62 @@ from headrace.models.families import (
     qwen3_moe,
     smollm3,
 )
-from headrace.models.family import Family
-from headrace.models.rows import Table
-from headrace.models.unsupported import unsupported
+from headrace.models.family import Family, Preset, Table
+
+_LINEAR = (
+    "its gated delta net is computed by Megatron-core through flash-linear-attention, whose kernels need a GPU, so "
+    "no CPU could check it"
+)
+_SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
+_IMAGES = "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL"
+_DEEPSTACK = (
+    "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
+)
+_WINDOWS = "it attends within windows, and headrace trains full attention only"
+
+WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qwen3_next": (_LINEAR, ("qwen3_moe", "qwen2_moe")),
+    "qwen3_5": (_LINEAR, ("qwen3",)),
+    "qwen3_5_text": (_LINEAR, ("qwen3",)),
+    "qwen3_5_moe": (_LINEAR, ("qwen3_moe",)),
+    "qwen3_5_moe_text": (_LINEAR, ("qwen3_moe",)),
+    "kimi_linear": (_LINEAR, ("kimi_k2", "deepseek_v3")),
+    "deepseek_v32": (_SPARSE, ("deepseek_v3",)),
+    "glm_moe_dsa": (_SPARSE, ("glm4_moe", "glm4_moe_lite")),
+    "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
+    "kimi_k25": (_IMAGES, ("kimi_k2",)),
+    "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
+    "qwen3_vl": (_DEEPSTACK, ("qwen2_5_vl", "qwen3")),
+    "qwen3_vl_moe": (_DEEPSTACK, ("qwen2_5_vl", "qwen3_moe")),
+    "glm4v": (_IMAGES, ("glm4",)),
+    "glm4v_moe": (_IMAGES, ("glm4_moe",)),
+    "mistral3": (_IMAGES, ("mistral",)),
+    "mixtral": ("its experts have other names and no shared expert", ("qwen3_moe", "mistral")),
+    "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
+    "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
+    "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
+    "gpt_oss": (f"{_WINDOWS}, and its attention has sinks", ("qwen3_moe",)),
+    "gemma2": (_WINDOWS, ("llama",)),
+    "gemma3": (_WINDOWS, ("llama",)),
+    "gemma3_text": (_WINDOWS, ("llama",)),
+    "olmo3": (_WINDOWS, ("llama",)),
+}
+_NEAREST = 3
+_LIKE = 0.4
+
+
+def unsupported(model_type: object, known: Collection[str]) -> str:
+    """A sentence that names the type, the reason if it is known, the nearest supported types, and what to do."""
+    if not isinstance(model_type, str):
+        return f"it has no model_type (found {model_type!r:.40}): name the folder of a Hugging Face model"
+    why, near = WHY.get(model_type, ("headrace has no family for it", ()))
+    near = near or tuple(difflib.get_close_matches(model_type[:128], sorted(known), n=_NEAREST, cutoff=_LIKE))
+    nearest = f"; the nearest that it trains: {', '.join(near)}" if near else ""
+    return (
+        f"model_type {model_type!r:.80} is not supported: {why}{nearest}. Supported: {', '.join(known)}. `headrace "
+        "models` lists sizes; docs/models.md says what a new family needs"
+    )
+
 
 FAMILIES: Sequence[Family] = (
     llama.FAMILY,
@@ -68,3 +124,28 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
 def table(a: Architecture) -> Table:
     """The table between the architecture's Hugging Face names and Megatron's."""
     return _BY_MODEL_TYPE[a.family].table(a)
+
+
+PRESETS: Mapping[str, Preset] = {preset.name: preset for family in FAMILIES for preset in family.presets}
+
+# Versions of a model differ in these; what its weights are does not depend on them.
+_FREE = frozenset({"max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling", "num_mtp_layers"})
+
+
+def find(name: str) -> Preset:
+    """Raises ConfigError for a name that is not listed."""
+    if name not in PRESETS:
+        raise ConfigError(
+            f"model {name!r} is not known{did_you_mean(name, PRESETS)}: `headrace models` lists them", field="model"
+        )
+    return PRESETS[name]
+
+
+def differences(preset: Preset, found: Architecture) -> Sequence[str]:
+    """`num_layers 28, not 36` for everything in which the architecture is not the preset's."""
+    mine, theirs = asdict(architecture(preset.config)), asdict(found)
+    return [
+        f"{name} {theirs[name]}, not {value}"
+        for name, value in mine.items()
+        if name not in _FREE and value != theirs[name]
+    ]

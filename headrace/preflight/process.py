@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import Internal
-from headrace.job.load.resolved import read_job
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, read_job
 from headrace.preflight.report import Prompts
 from headrace.process.one_shot import OneShot
 from headrace.process.openmp import openmp

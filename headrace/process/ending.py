@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from headrace.wire.json_text import object_of_line
+from headrace.limits import object_of_line
 
 MAX_BYTES = 64 << 20
 _TAIL_BYTES = 65_536

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import BuiltinMethodType
 from typing import Any
 
@@ -16,19 +18,87 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
+from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.limits import MAX_FIELDS, MAX_RECEIVE_SECONDS, MAX_REQUEST_BYTES
+from headrace.protobuf import layout_of, require_few_fields
 from headrace.rpc.access.access import Access
 from headrace.rpc.access.caller import Caller
-from headrace.rpc.calls_in_progress import CallsInProgress
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers.calls import OneCall, PeerCalls, key_of
 from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.peers.leavers import Leavers
-from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.status import DETAILS_KEY, code_of, to_status
-from headrace.wire.field_count import layout_of, require_few_fields
-from headrace.wire.limits import MAX_RECEIVE_SECONDS
+
+# The calls that a server is answering, so that those it cannot finish get an answer when it ends.
+#
+# gRPC would cancel them, and a client that sees CANCELLED does not know that it may ask again.
+
+_RETRY_SECONDS = 0.1
+
+
+class CallsInProgress:
+    """Each call is a task of gRPC's."""
+
+    def __init__(self) -> None:
+        self._methods: dict[asyncio.Task[object], str] = {}
+        self._ended: set[asyncio.Task[object]] = set()
+        self._ending: Collection[str] | None = ()
+
+    @contextmanager
+    def one(self, method: str) -> Iterator[None]:
+        """Raises Unavailable inside of the block once `end` was called for the method."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._is_ending(method):
+            raise _ending(method)
+        self._methods[task] = method
+        try:
+            yield
+        except asyncio.CancelledError as cancelled:
+            if task not in self._ended:
+                raise
+            task.uncancel()
+            raise _ending(method) from cancelled
+        finally:
+            del self._methods[task]
+            self._ended.discard(task)
+
+    def end(self, methods: Collection[str] | None = None) -> None:
+        """Ends the calls of these methods, or all, and those that come from now on."""
+        self._ending = methods
+        for task, method in self._methods.items():
+            if self._is_ending(method):
+                self._ended.add(task)
+                task.cancel()
+
+    def _is_ending(self, method: str) -> bool:
+        return self._ending is None or method in self._ending
+
+
+def _ending(method: str) -> Unavailable:
+    return Unavailable(
+        f"the server ends, and {method} with it: ask again, which waits until it is back",
+        retry_after_seconds=_RETRY_SECONDS,
+        reason="SERVER_ENDS",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Methods that are not named have MAX_REQUEST_BYTES and MAX_FIELDS."""
+
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_fields: Mapping[str, int] = field(default_factory=dict)
+
+    def most_bytes(self, method: str) -> int:
+        """The limit of a request's bytes."""
+        return self.num_bytes.get(method, MAX_REQUEST_BYTES)
+
+    def most_fields(self, method: str) -> int:
+        """The limit of a request's fields, those of nested messages included."""
+        return self.num_fields.get(method, MAX_FIELDS)
+
 
 MAX_CALL_SECONDS = 600.0
 """No call with one answer takes longer, also not one of a caller that sets no deadline, as curl-like tools do."""

@@ -1,15 +1,20 @@
-"""JSON logs on stderr, one object a line, with the ids that are bound around the call (run, step, sample, lease)."""
+"""JSON logs on stderr, one object a line, with the ids bound around the call; background work whose end is logged."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict
+
+from headrace.rpc.retry import Backoff
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -70,3 +75,27 @@ def _drop(logger: object, method: str, event: EventDict) -> NoReturn:
 def _concerns_the_server(record: logging.LogRecord) -> bool:
     """False for gRPC's traceback of a caller that left before our answer was out, where no interceptor reaches."""
     return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
+
+
+_LONGEST_PAUSE_SECONDS = 30.0
+_GOOD_SECONDS = 60.0
+"""Work that went on for so long is started again without a long pause."""
+
+
+async def kept_running(name: str, work: Callable[[], Awaitable[None]], ended: Callable[[str], None]) -> None:
+    """Runs `work()` until it returns.
+
+    After an exception `ended(name)` is called, and `work()` begins again after a pause that grows.
+    """
+    backoff = Backoff(longest_seconds=_LONGEST_PAUSE_SECONDS)
+    while True:
+        started = time.monotonic()
+        try:
+            return await work()
+        except Exception as error:  # whatever it is: the service depends on this work and cannot tell that it is gone
+            if time.monotonic() - started > _GOOD_SECONDS:
+                backoff.reset()
+            pause_seconds = backoff.next_seconds()
+            log.error("background_work_ended", work=name, again_in_seconds=round(pause_seconds, 2), exc_info=error)
+            ended(name)
+        await asyncio.sleep(pause_seconds)

@@ -1,22 +1,21 @@
-"""Addresses: parsing, free ports, and which of them strangers can reach."""
+"""Addresses: parsing, free ports, which ones strangers reach; keepalive; which engine takes a request."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.digits import whole_number
 from headrace.errors import ConfigError, Unavailable
-from headrace.wire.checks import shown
-from headrace.wire.limits import LAST_PORT
+from headrace.limits import LAST_PORT, shown, whole_number
 
 _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
@@ -208,3 +207,42 @@ def require_free(address: Address) -> None:
         raise Unavailable(
             f"cannot listen on {address}: {error.strerror or error}: choose another --address, or port 0 for any"
         ) from error
+
+
+# The times after which a silent connection is asked whether its other side is there, and given up without an answer.
+#
+# A peer that vanished (its cable was cut, its machine lost power) sends no FIN: only silence tells. Both sides ask,
+# also while no call is open, so a call without an end, as a watch, hears of it too.
+
+ASK_SECONDS = 30.0
+ACKNOWLEDGED_SECONDS = 10.0
+"""A connection ends when the other side's kernel has acknowledged nothing for this long."""
+
+ANSWER_SECONDS = 20.0
+"""The same where the kernel acknowledges but no answer comes. Answers queue behind data, for seconds on a slow line."""
+
+CONNECT_SECONDS = 5.0
+"""A connection that is not up by then is begun again: five round trips of a far line, and a lost packet or two."""
+
+
+def keepalive_options() -> Sequence[tuple[str, int]]:
+    """The options that both sides of a gRPC connection have in common."""
+    return [
+        ("grpc.keepalive_time_ms", _ms(ASK_SECONDS)),
+        ("grpc.keepalive_timeout_ms", _ms(ACKNOWLEDGED_SECONDS)),
+        ("grpc.http2.ping_timeout_ms", _ms(ANSWER_SECONDS)),  # a minute otherwise
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # gRPC would ask twice, and then once a minute
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+_HEADER = "X-SMG-Routing-Key"
+
+
+def routed_by(key: str | None) -> Mapping[str, str]:
+    """The headers of a request. A digest, because a key may be long, secret, or nothing that a header can hold."""
+    return {} if key is None else {_HEADER: hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}

@@ -6,10 +6,17 @@ that only wait are told at once to ask again) → stopped.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import ctypes
+import mmap
+import os
 import signal
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,20 +25,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.rpc.access.access import Access
-from headrace.rpc.access.tokens import Tokens
-from headrace.rpc.calls_in_progress import CallsInProgress
-from headrace.rpc.interceptor import CallInterceptor
-from headrace.rpc.keepalive import keepalive_options
-from headrace.rpc.log import log
-from headrace.rpc.metrics import RpcMetrics
-from headrace.rpc.net import Address, require_free, require_reachable
-from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
-from headrace.rpc.peers.connections import ConnectionGuard
-from headrace.rpc.request_limits import RequestLimits
-from headrace.rpc.spare_memory import SpareMemory
-from headrace.rpc.tls import TlsFolder, server_credentials
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_CONNECTIONS,
     MAX_HANDSHAKE_SECONDS,
     MAX_IDLE_SECONDS,
@@ -39,6 +33,101 @@ from headrace.wire.limits import (
     MAX_METADATA_BYTES,
     MAX_STREAMS_PER_CONNECTION,
 )
+from headrace.rpc.access.access import Access, Tokens
+from headrace.rpc.interceptor import CallInterceptor, CallsInProgress, RequestLimits
+from headrace.rpc.log import log
+from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.net import Address, keepalive_options, require_free, require_reachable
+from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
+from headrace.rpc.peers.connections import ConnectionGuard
+from headrace.rpc.tls import VARIABLE, TlsFolder, server_credentials, use_tls
+
+# Gives memory that a flood of calls took back to the machine, once it is over.
+#
+# glibc keeps what is freed for the next time, and one small block in use holds all that lies below it. `malloc_trim`
+# gives back the whole pages in between. Memory that is taken and freed again all the while is left alone.
+
+_LOOK_SECONDS = 2.0
+_NUM_LOOKS = 5
+_WORTH_BYTES = 16 << 20
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's struct mallinfo2, of all arenas together; `fordblks` is what is free, trimmed pages included."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    """The C heap of this process, and what of the whole process is in memory."""
+
+    free_bytes: Callable[[], int]
+    resident_bytes: Callable[[], int]
+    trim: Callable[[], None]
+
+
+def glibc_heap() -> Heap | None:
+    """None where the C library is another one, or older than 2.33."""
+    library = ctypes.CDLL(None)
+    try:
+        mallinfo2, malloc_trim = library.mallinfo2, library.malloc_trim
+    except AttributeError:
+        return None
+    mallinfo2.restype = _MallInfo2
+    malloc_trim.argtypes = [ctypes.c_size_t]
+
+    def trim() -> None:
+        malloc_trim(0)
+
+    return Heap(lambda: int(mallinfo2().fordblks), _resident_bytes, trim)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+class SpareMemory:
+    """Looks at the heap from a thread of its own. States: built → started → stopped."""
+
+    def __init__(self, heap: Heap | None = None) -> None:
+        self._heap = heap or glibc_heap()
+        self._kept = 0
+        """What was free after the last trim, or less: those pages are the machine's."""
+        self._resident = 0
+        """After the last trim. What has come since may be pages that were taken again and freed between two looks."""
+        self._looks = deque[tuple[int, int]](maxlen=_NUM_LOOKS)
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Does nothing where there is no such heap."""
+        if self._heap is not None:
+            threading.Thread(target=self._run, args=(self._heap,), name="spare-memory", daemon=True).start()
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self._stopped.set()
+
+    def _run(self, heap: Heap) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS):
+            self.look(heap)
+
+    def look(self, heap: Heap) -> None:
+        """Trims where much has been free for several looks, and was not when it was trimmed last."""
+        self._looks.append((heap.free_bytes(), heap.resident_bytes()))
+        free, resident = map(min, zip(*self._looks, strict=True))
+        self._kept = min(self._kept, free)
+        unused = max(free - self._kept, min(free, resident - self._resident))
+        if len(self._looks) < _NUM_LOOKS or unused < _WORTH_BYTES:
+            return
+        heap.trim()
+        log.debug("memory_trimmed", free_bytes=unused)  # a start shows its last event of a higher level
+        self._kept, self._resident = heap.free_bytes(), heap.resident_bytes()
+        self._looks.clear()
+
 
 DRAIN_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
@@ -203,3 +292,41 @@ class RpcServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", *(s.full_name for s in self._services)):
             await self._health.set(name, status)
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Addresses are `host:port`. `insecure`: without `tls`, too, they may be ones that other machines reach.
+
+    With `tls` or `tokens` callers have roles.
+    """
+
+    address: str
+    metrics_address: str | None = None
+    insecure: bool = False
+    tls: TlsFolder | None = None
+    tokens: Tokens | None = None
+
+
+def add_listen_arguments(parser: argparse.ArgumentParser, *, address: str | None = None) -> None:
+    """`address` is where the service listens when the argument is absent."""
+    parser.add_argument("--address", default=address, required=address is None, help="host:port to listen on")
+    parser.add_argument("--metrics-address", help="host:port of Prometheus' /metrics")
+    parser.add_argument(
+        "--tls-dir",
+        type=Path,
+        default=os.environ.get(VARIABLE),
+        help=f"folder of ca.pem, cert.pem and key.pem (default: ${VARIABLE})",
+    )
+    parser.add_argument("--tokens-file", type=Path, help="tokens of callers, and their roles (`headrace tokens`)")
+    parser.add_argument("--insecure", action="store_true", help="listen where other machines can reach, unencrypted")
+
+
+def listen_of(given: Mapping[str, Any]) -> Listen:
+    """The parsed arguments. This process's own calls use the same certificate from now on.
+
+    Raises ConfigError for a tokens file that cannot be used.
+    """
+    folder = use_tls(given["tls_dir"])
+    tokens = Tokens(given["tokens_file"]) if given["tokens_file"] else None
+    return Listen(given["address"], given["metrics_address"], given["insecure"], folder, tokens)

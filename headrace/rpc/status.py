@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from headrace.errors import HeadraceError, InvalidArgument, RetryableError, error_classes
-from headrace.wire.limits import MAX_ERROR_BYTES
+from headrace.limits import MAX_ERROR_BYTES
 
 M = TypeVar("M", bound=Message)
 

@@ -12,12 +12,10 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DataLoss, Unavailable
-from headrace.job.load.resolved import read_job
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, read_job
 from headrace.process.service_main import run_service
-from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
-from headrace.rpc.server import RpcServer, Service
+from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
 from services.buffer.allocator import keep_large_blocks
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.conversion.wire import add_to_server

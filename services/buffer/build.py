@@ -6,12 +6,12 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import DataSection
+from headrace.job.schema.section import PromptPath
+from headrace.job.schema.services import BufferSection
+from headrace.limits import share_of_count, share_of_least, share_of_limit
 from headrace.models.registry import read_architecture
-from headrace.wire.shares import share_of_count, share_of_least, share_of_limit
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig

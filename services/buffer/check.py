@@ -13,11 +13,11 @@ from headrace.errors import HeadraceError, InvalidArgument
 from headrace.hooks import hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import Given, try_data_source
+from headrace.limits import from_json
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
-from headrace.prompts.row import rows_of
-from headrace.wire.json_text import from_json
+from headrace.prompts import rows_of
 from services.buffer.build import of_shard, train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names

@@ -11,19 +11,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, NotFound
-from headrace.rpc.interceptor import seconds_left
-from headrace.rpc.log import log
-from headrace.rpc.request_limits import RequestLimits
-from headrace.wire.checks import (
-    cut_text,
-    require_at_most,
-    require_bytes,
-    require_counter,
-    require_finite,
-    require_id,
-    require_some,
-)
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_BATCH_ANSWER_BYTES,
     MAX_COLUMN_BYTES,
     MAX_COUNTER,
@@ -43,8 +31,17 @@ from headrace.wire.limits import (
     MAX_SUBMIT_REQUEST_BYTES,
     MAX_UPLOAD_BYTES,
     MAX_WAIT_SECONDS,
+    cut_text,
+    require_at_most,
+    require_bytes,
+    require_counter,
+    require_finite,
+    require_id,
+    require_some,
 )
-from headrace.wire.put_request import RawPut
+from headrace.protobuf import RawPut
+from headrace.rpc.interceptor import RequestLimits, seconds_left
+from headrace.rpc.log import log
 from services.buffer.conversion import wire, wire_stream
 from services.buffer.conversion.wire import batch_group_bytes, require_sha256, sample_bytes
 from services.buffer.ledger.chunks import cut, first_within

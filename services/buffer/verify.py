@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, HeadraceError
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.rpc.log import configure_logging
 from services.buffer.ledger.group import SampleRecord
 from services.buffer.store.base import Damage, Store

@@ -12,11 +12,11 @@ from typing import Any
 from headrace.hooks import HookArgs, hook_args, section_args
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox
 from headrace.job.eval_sets import eval_sets, own_rewards
-from headrace.job.load.resolved import read_job
-from headrace.job.schema.reward import RewardSection
+from headrace.job.schema.job import read_job
+from headrace.job.schema.services import RewardSection
 from headrace.process.service_main import run_service
-from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
+from headrace.rpc.server import add_listen_arguments, listen_of
 from services.reward.server import RewardServer
 
 

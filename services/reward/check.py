@@ -14,15 +14,14 @@ from headrace.hooks.kit.sandbox import allow_insecure_sandbox, require_sandbox, 
 from headrace.hooks.trial.rendered import plain_conversation, rendered_prompts
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.prompt_path import PromptPath
+from headrace.job.schema.section import PromptPath
+from headrace.limits import MAX_EVAL_FILE_BYTES, from_json
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers, count_scorer, scorer_name
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.prompts.row import parse_row, rows_of, value_at
+from headrace.prompts import parse_row, rows_of, value_at
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
-from headrace.wire.json_text import from_json
-from headrace.wire.limits import MAX_EVAL_FILE_BYTES
 from services.reward.registry import BOXED, CUSTOM, Registry
 from services.reward.scorers.answers import example
 from services.reward.scoring import BatchScorer, RewardMetrics

@@ -21,20 +21,22 @@ from typing import Any
 
 from headrace.errors import ConfigError, InvalidArgument, NotFound
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook, Sample, run_reward
-from headrace.prompts.label import label_for_hooks
-from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
-from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
-from headrace.suggest import nearest
-from headrace.wire.checks import require_bytes, shown
-from headrace.wire.json_text import from_json, to_json
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_CODE_SECONDS,
     MAX_JSON_BYTES,
     MAX_MATH_CPU_SECONDS,
     MAX_REGEX_SECONDS,
     MAX_REMOTE_SECONDS,
     MAX_SCORER_SECONDS,
+    from_json,
+    nearest,
+    require_bytes,
+    shown,
+    to_json,
 )
+from headrace.prompts import label_for_hooks
+from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
+from headrace.trajectory import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 
 # Limits the processor time of a call, which a busy machine does not use up.
 # Python code is ended by an exception; a process that is busy in C (a power of huge integers) is killed by the kernel a

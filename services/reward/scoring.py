@@ -20,14 +20,12 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook, reward_hook
+from headrace.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
-from headrace.sample_checks import check_reward
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
-from headrace.wire.checks import shown
-from headrace.wire.json_text import to_json
-from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
+from headrace.trajectory import check_reward
 from services.reward.registry import (
     KILLED_BY,
     Builtin,

@@ -13,15 +13,19 @@ from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceServicer, add_Re
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
 from headrace.hooks.kit.sandbox import require_sandbox
-from headrace.job.schema.reward import RewardSection
+from headrace.job.schema.services import RewardSection
+from headrace.limits import (
+    MAX_SCORE_ITEMS,
+    MAX_SCORE_ITEMS_PER_CALL,
+    MAX_SCORE_REQUEST_BYTES,
+    require_json_object,
+    shown,
+)
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.rpc.listen import Listen
-from headrace.rpc.request_limits import RequestLimits
-from headrace.rpc.server import RpcServer, Service
+from headrace.rpc.interceptor import RequestLimits
+from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.score import ScoreError, ScoreItem, pack_result
 from headrace.trajectory import Status
-from headrace.wire.checks import require_json_object, shown
-from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALL, MAX_SCORE_REQUEST_BYTES
 from services.reward.registry import BOXED, Registry, prepare_builtin, prepare_slow
 from services.reward.scoring import BatchScorer, RewardMetrics
 

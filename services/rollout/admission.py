@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
-from headrace.background import kept_running
 from headrace.errors import DeadlineExceeded, HeadraceError, ResourceExhausted
-from headrace.rpc.log import log
+from headrace.rpc.log import kept_running, log
 from services.rollout.engine.answers.load import EngineLoad
 from services.rollout.engine.fleet import Engine, EngineState
 

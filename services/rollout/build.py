@@ -10,20 +10,19 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.eval_sets import eval_sets
-from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
-from headrace.job.schema.production import EvalSection, RolloutSection
+from headrace.job.schema.production import ContextLimit, EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
+from headrace.limits import MAX_COUNTER
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.rpc.listen import Listen
+from headrace.rpc.server import Listen
 from headrace.run_folder import RunFolder
-from headrace.sample_checks import ModelBounds
-from headrace.wire.limits import MAX_COUNTER
+from headrace.trajectory import ModelBounds
 from services.rollout.admission import EngineSlots, GroupsLimit, Kind, LoadWatch, Shares
 from services.rollout.agents.build import OpenaiParts, openai_parts
 from services.rollout.agents.hosts import AgentHosts

@@ -16,16 +16,15 @@ from headrace.hooks import hook_args
 from headrace.hooks.all_samples import load_all_samples
 from headrace.hooks.filter import load_filter
 from headrace.hooks.sample_hook import load_sample_hook
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import eval_sets
-from headrace.job.model.context_limit import ContextLimit
+from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
-from headrace.models.end_tokens import end_tokens
+from headrace.job.schema.production import ContextLimit
+from headrace.limits import from_json
+from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
-from headrace.wire.json_text import from_json
 from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.eval_plan import read_plan

@@ -17,8 +17,7 @@ from pathlib import Path
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError
-from headrace.job.load.resolved import read_job
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, read_job
 from headrace.rpc.log import configure_logging
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.http import Http

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.job.schema.placement import EngineGroup
+from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers

@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.background import kept_running
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout import messages
 from headrace.hooks.rollout.function import Desk, RolloutReport, load_rollout, run_rollout
+from headrace.limits import MAX_HOOK_ANSWER_BYTES, cut_text
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.process.workers.codec import Unreadable
-from headrace.rpc.log import log
+from headrace.rpc.log import kept_running, log
 from headrace.trajectory import Failure, Sample
-from headrace.wire.checks import cut_text
-from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from headrace.client.reward import RewardClient, score_until
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
+from headrace.limits import MAX_SCORE_REQUEST_BYTES
 from headrace.rpc.log import log
-from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import SCORED_FIELDS, Score, ScoreItem, ScoreResult
-from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.limits import MAX_SCORE_REQUEST_BYTES
+from headrace.trajectory import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS, Failure, Sample, Status
 
 _MOST_COLUMN_BYTES = MAX_SCORE_REQUEST_BYTES // 2
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.

@@ -16,13 +16,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.probe import Probe
-from headrace.rpc.net import Address
-from headrace.rpc.request_limits import RequestLimits
-from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, check_row, check_token_ids
-from headrace.trajectory import Status, pack_column, unpack_column
-from headrace.wire.checks import cut_text, optional_name, require_at_most, require_finite, require_id, require_name
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_DRAIN_SECONDS,
     MAX_ENGINES,
     MAX_LEASES_PER_CALL,
@@ -33,6 +27,25 @@ from headrace.wire.limits import (
     MAX_PUBLISH_FIELDS,
     MAX_RESPONSES,
     MAX_TENSORS,
+    cut_text,
+    optional_name,
+    require_at_most,
+    require_finite,
+    require_id,
+    require_name,
+)
+from headrace.publication import Probe
+from headrace.rpc.interceptor import RequestLimits
+from headrace.rpc.net import Address
+from headrace.trajectory import (
+    ROLLOUT_LOG_PROBS,
+    TOKENS,
+    Status,
+    check_log_probs,
+    check_row,
+    check_token_ids,
+    pack_column,
+    unpack_column,
 )
 from services.rollout.admission import Kind, Shares
 from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.rpc.log import log
 from services.rollout.admission import EngineSlots, Kind, LoadWatch

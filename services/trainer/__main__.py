@@ -18,14 +18,13 @@ from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.errors import DeadlineExceeded, DiskFull, NothingToLearn, Unavailable
-from headrace.job.load.resolved import read_job
+from headrace.job.schema.job import read_job
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.rank_signals import ENDING
 from headrace.process.service_main import run_service
-from headrace.rpc.listen import Listen, add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
-from headrace.rpc.server import RpcServer, Service
+from headrace.rpc.server import Listen, RpcServer, Service, add_listen_arguments, listen_of
 from headrace.run_folder import RunFolder
 from services.trainer import loop as training
 from services.trainer.control.build import TrainerBuild

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from headrace.devices import inventory
+from headrace import devices
 from headrace.errors import ConfigError
 from headrace.hooks.trainer import TrainerKind, load_trainer_hook
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool, refused_in
@@ -54,7 +54,7 @@ def _adapters(options: CheckOptions, report: Report) -> None:
         return
     if options.elsewhere:
         report.unchecked.append(f"{_NO_ADAPTERS}: with lora_rank {rank} it must not be installed there")
-    elif inventory.num_gpus() and find_spec("transformer_engine") is not None:
+    elif devices.num_gpus() and find_spec("transformer_engine") is not None:
         report.refuse(
             ConfigError(
                 f"lora_rank {rank}: {_NO_ADAPTERS}, and it is installed in the trainer's environment, {sys.prefix}: "

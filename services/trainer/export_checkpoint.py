@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import FailedPrecondition, HeadraceError
-from headrace.job.load.resolved import read_job
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model.lora_targets import lora_targets
-from headrace.job.schema.job import Job
-from headrace.models.exported import HUGGING_FACE, PEFT
+from headrace.job.model import lora_targets
+from headrace.job.schema.job import Job, read_job
+from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.registry import read_architecture
-from headrace.models.torch_dist.folder import FORMAT
+from headrace.models.torch_dist import FORMAT
 from headrace.rpc.log import configure_logging
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.reader import opened

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.hooks.filter import ALL_REWARDS_ARE
 from headrace.job.schema.production import RolloutSection
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 
 def grown_from(stats: pb.StreamStats, before: pb.Production | None) -> pb.Production:

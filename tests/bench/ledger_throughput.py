@@ -26,8 +26,8 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
-from headrace.job.schema.buffer import BufferSection
-from headrace.wire.column import pack_column
+from headrace.job.schema.services import BufferSection
+from headrace.trajectory import pack_column
 from tests.bench.baselines.raw_stream import raw_samples_per_second
 from tests.bench.cpu import cpu_seconds
 from tests.support.ledgers.buffer_samples import text_prompts

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import BufferProcess
 

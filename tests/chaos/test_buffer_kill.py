@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from tests.chaos.workload import working
 from tests.support.processes.buffer_server import BufferProcess
 

@@ -23,8 +23,8 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.client.buffer import BufferClient
-from headrace.job.schema.buffer import BufferSection
-from headrace.rpc.channel import connect
+from headrace.job.schema.services import BufferSection
+from headrace.rpc.client import connect
 from headrace.rpc.net import free_port
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import ROOT, BufferProcess

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headrace.cli.main import main
 from headrace.errors import PublicationAborted
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver

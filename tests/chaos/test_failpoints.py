@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from tests.chaos.workload import working
 from tests.support.faults.faulty_database import DATABASE_FAILPOINTS
 from tests.support.faults.faulty_files import ACTIONS, POINTS

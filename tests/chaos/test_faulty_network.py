@@ -20,8 +20,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1.sample_pb2 import OutOfLineColumn
-from headrace.client.buffer import BufferClient
-from headrace.client.columns import LargeColumn
+from headrace.client.buffer import BufferClient, LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy

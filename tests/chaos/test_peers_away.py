@@ -19,7 +19,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.rpc.net import free_port
 from tests.chaos.workload import working
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts

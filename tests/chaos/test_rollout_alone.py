@@ -16,8 +16,8 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.production import DataSection
+from headrace.job.schema.services import BufferSection
 from tests.chaos.test_peers_away import AWAY_SECONDS, stopped
 from tests.hostile.servers.servers import ServerProcess, reward_process, rollout_process
 from tests.support.processes.buffer_server import BufferProcess

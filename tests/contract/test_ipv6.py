@@ -8,10 +8,10 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
+from headrace.job.schema.services import RewardSection
 from headrace.launch.health import is_serving
-from headrace.rpc.listen import Listen
 from headrace.rpc.net import Address
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreItem
 from services.buffer.store.memory import MemoryStore
 from services.reward.server import RewardServer

@@ -13,8 +13,8 @@ import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc.listen import Listen
+from headrace.job.schema.services import RewardSection
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreItem
 from services.reward import scoring
 from services.reward.server import RewardServer

@@ -18,8 +18,8 @@ from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError
 from headrace.launch.health import is_serving
 from headrace.rpc import server as rpc_server
-from headrace.rpc.access.role import Role
-from headrace.rpc.channel import connect
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import connect
 from headrace.rpc.http.certificates import server_context
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder, listening_context

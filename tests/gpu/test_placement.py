@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from headrace.devices import inventory
-from headrace.devices.inventory import ORDER
+from headrace import devices
+from headrace.devices import ORDER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 
@@ -18,9 +18,9 @@ SEEN = "import torch; print([str(torch.cuda.get_device_properties(n).uuid) for n
 
 
 def test_a_process_sees_the_devices_that_it_was_given_and_no_other() -> None:
-    host = inventory.this_machine()
+    host = devices.this_machine()
     assert len(host.devices) == torch.cuda.device_count()
-    uuids = inventory._uuids(inventory._rows())
+    uuids = devices._uuids(devices._rows())
     for device in host.devices:
         given = os.environ | ORDER | {"CUDA_VISIBLE_DEVICES": device.name}
         seen = subprocess.run([sys.executable, "-c", SEEN], env=given, capture_output=True, text=True, timeout=120)

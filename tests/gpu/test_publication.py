@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.control.senders import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy

@@ -17,11 +17,11 @@ from headrace.hooks import HookArgs, Sample, from_hook, run_generate, section_ar
 from headrace.hooks.buffer_filter import run_buffer_filter
 from headrace.hooks.data_source.worker import read_data_source
 from headrace.hooks.filter import run_filter
-from headrace.job.schema.reward import RewardSection
+from headrace.job.schema.services import RewardSection
 from headrace.process.linux import descendants
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.rpc.call import call
-from headrace.rpc.listen import Listen
+from headrace.rpc.client import call
+from headrace.rpc.server import Listen
 from headrace.score import ScoreItem
 from headrace.trajectory import Status
 from services.reward.server import RewardServer

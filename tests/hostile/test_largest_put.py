@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.trajectory import PolicyRange
-from headrace.wire import limits
 from services.buffer.store.memory import MemoryStore
 from tests.hostile import test_loop_is_free
 from tests.hostile.test_loop_is_free import Calls, Watchdog, prompts, put_of

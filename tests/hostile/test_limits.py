@@ -12,14 +12,14 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
+from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from headrace.rpc.channel import connect
-from headrace.wire import limits
+from headrace.rpc.client import connect
 from services.buffer import servicer
 from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
 from services.buffer.store.sqlite.store import SqliteStore

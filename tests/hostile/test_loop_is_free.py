@@ -27,12 +27,12 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
+from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.hooks import HookArgs
+from headrace.protobuf import length_delimited
 from headrace.rpc.server import OPTIONS
-from headrace.wire import limits
-from headrace.wire.protobuf import length_delimited
 from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode

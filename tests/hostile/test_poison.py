@@ -22,8 +22,8 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of
 from headrace.errors import DataLoss
-from headrace.wire.column import pack_column
-from headrace.wire.protobuf import Payload
+from headrace.protobuf import Payload
+from headrace.trajectory import pack_column
 from services.buffer.ledger.group import SampleRecord
 from services.buffer.store.memory import MemoryStore
 from tests.support.models.tiny_families import make_tiny

@@ -18,8 +18,8 @@ import pytest
 
 from headrace.client.buffer import BufferClient
 from headrace.errors import Fenced, Unavailable
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.run import RunSection
+from headrace.job.schema.services import BufferSection
 from headrace.launch.health import is_serving
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.run_folder import RunFolder, ServiceEntry

@@ -14,7 +14,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, InvalidArgument
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import BufferProcess, served_buffer

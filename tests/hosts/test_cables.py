@@ -26,7 +26,7 @@ long_form = pytest.mark.skipif("HEADRACE_HOSTS" not in os.environ, reason="long:
 
 CLEAN = "lost, doubled, unaccounted: 0 0 0"
 DETECTED_SECONDS = 45.0
-"""Longer than `headrace.rpc.keepalive` needs."""
+"""Longer than `headrace.rpc.net` needs."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from headrace.job.option import options
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 from tests.mutants import flags
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 from tests.mutants.run import TreeUnderTest, explained, tree_under_test

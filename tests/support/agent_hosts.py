@@ -13,8 +13,7 @@ from typing import Any
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.rollout import RolloutClient
-from headrace.rpc.listen import Listen
-from headrace.rpc.server import RpcServer, Service
+from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from services.rollout.server import REQUEST_LIMITS, RolloutServicer
 from tests.support.agents import AGENT, Producing, producing

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
-from headrace.rpc.listen import Listen
+from headrace.rpc.server import Listen
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
 from services.rollout.agents.sampler import AgentSampler

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
-from headrace.probe import Probe
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import Probe, TensorSpec
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import Engine, Fleet
 from services.rollout.engine.process import SglangProcess

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.job.option import options
 from headrace.job.schema.job import Job
 from headrace.job.schema.section import Section
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 from tools.flags import described
 
 Readers = Mapping[str, Sequence[Callable[[Any], object]]]

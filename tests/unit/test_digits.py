@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.client.shard_routing import shard_of_group
-from headrace.digits import whole_number
+from headrace.client.shards import shard_of_group
 from headrace.errors import HeadraceError
 from headrace.job.rules.machines.nodes import meeting_of
-from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.placement import PlacementSection
+from headrace.job.schema.section import PromptPath
+from headrace.limits import whole_number
 from headrace.rpc.net import Address
 from services.buffer.conversion.wire import page_token_from_proto
 

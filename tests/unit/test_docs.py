@@ -169,7 +169,7 @@ def own_flags(name: str) -> frozenset[str]:
 @cache
 def of_services() -> frozenset[str]:
     """Of `python -m services.X`, which starts what `headrace up X` starts."""
-    files = [*(ROOT / "services").glob("*/__main__.py"), ROOT / "headrace/rpc/listen.py"]
+    files = [*(ROOT / "services").glob("*/__main__.py"), ROOT / "headrace/rpc/server.py"]
     flags = r'add_argument\(\s*"(--[a-z-]+)"'
     return frozenset(flag for path in files for flag in re.findall(flags, path.read_text()))
 

@@ -16,14 +16,22 @@ from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample as HookSample
 from headrace.hooks import from_hook
-from headrace.policy_range import PolicyRange, check_ranges, gaps
-from headrace.sample_checks import ModelBounds, check_experts, check_loss_mask, check_row
+from headrace.limits import MAX_JSON_DEPTH, from_json, require_json_object, to_json
 from headrace.score import ScoreError, unpack_result
-from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.checks import require_json_object
-from headrace.wire.column import pack_column, unpack_column
-from headrace.wire.json_text import from_json, to_json
-from headrace.wire.limits import MAX_JSON_DEPTH
+from headrace.trajectory import (
+    Failure,
+    ModelBounds,
+    PolicyRange,
+    Sample,
+    Status,
+    check_experts,
+    check_loss_mask,
+    check_ranges,
+    check_row,
+    gaps,
+    pack_column,
+    unpack_column,
+)
 
 NESTED: dict[str, Any] = {}
 for _ in range(MAX_JSON_DEPTH - 1):

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 LINES = 3000
 TEXT = "\n".join(f"x{i} = [1, (2, {i})]" for i in range(LINES))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 TESTS = Path(__file__).parents[1]
 CLOCKS = frozenset({"monotonic", "perf_counter", "process_time", "thread_time", "time"})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 ROOT = Path(__file__).parents[2]
 _CALLS = frozenset(
@@ -28,7 +28,7 @@ ALLOWED = {
     "headrace/hooks/trial/stand_in_engine.py": "`created` of a completion, as OpenAI's protocol has it",
     "headrace/process/log_file.py": "a log says when its process was started",
     "headrace/rpc/access/tokens_file.py": "a token's comment says when it was made",
-    "headrace/rpc/access/watched_file.py": "a file whose time differs was changed; which is later does not matter",
+    "headrace/disk.py": "a file whose time differs was changed; which is later does not matter",
     "headrace/run_folder.py": "which run was started last: a guess that names a run, and `RUN` overrides it",
     "headrace/sample_log.py": "of two files of one step the one written last is read first",
     "services/buffer/runtime/clock.py": "events say when they were; leases go by the monotonic time beside it",

@@ -99,7 +99,7 @@ class ReleaseBuffer:
 _JOB = """
 from pathlib import Path
 from headrace.job.schema.job import Job
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.run import ModelSection
 print(Job(

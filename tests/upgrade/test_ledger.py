@@ -15,7 +15,7 @@ import pytest
 
 from headrace.cli.commands.audit import audit_ledger
 from headrace.errors import ConfigError
-from headrace.job.load.resolved import read_job
+from headrace.job.schema.job import read_job
 from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
 from services.buffer.store.sqlite.store import SqliteStore

@@ -7,7 +7,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from headrace.agent_host.host import AgentHost
+from headrace.agent_host import AgentHost
 from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.cli.words import count
 from headrace.client.rollout import RolloutClient

@@ -22,9 +22,9 @@ from headrace.errors import DataLoss, InvalidArgument
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.backup import Backup, require_new, restore_backup, write_backup
 from headrace.ledger_tools.export import export_parquet
+from headrace.limits import did_you_mean
 from headrace.process.one_shot import run_once
 from headrace.sample_log import SampleLog
-from headrace.suggest import did_you_mean
 
 _MAX_LISTED = 20
 

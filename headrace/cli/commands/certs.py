@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.rpc.access.role import OF_CLIENTS, Role, role_named
+from headrace.rpc.access.roles import OF_CLIENTS, Role, role_named
 from headrace.rpc.tls import OPERATOR
 
 _DAYS = 365

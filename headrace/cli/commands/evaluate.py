@@ -18,13 +18,12 @@ from headrace.cli.unfolded import print_unfolded
 from headrace.cli.view.eval_history import history
 from headrace.cli.words import count, count_from_zero
 from headrace.errors import InvalidArgument, NotFound
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import EvalSet, eval_sets
+from headrace.job.eval_sets import EvalSet, eval_dataset, eval_sets
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.earlier import has_ended
+from headrace.limits import shown
 from headrace.run_folder import RunFolder
-from headrace.wire.checks import shown
 
 _FOLDER, _URL = "--hf-checkpoint", "--url"
 _SIZES = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--num-steps-per-rollout", "1")

@@ -17,8 +17,8 @@ from headrace.cli.words import count
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.earlier import checkpoints_of, has_ended
-from headrace.models.exported import HUGGING_FACE, PEFT
-from headrace.models.torch_dist.folder import FORMAT
+from headrace.models.folders import HUGGING_FACE, PEFT
+from headrace.models.torch_dist import FORMAT
 from headrace.process.one_shot import run_once
 from headrace.run_folder import RunFolder
 

@@ -11,7 +11,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.cli.words import count, temperature, text
 from headrace.client.open import open_rollout
-from headrace.wire.limits import MAX_SCHEMA_BYTES
+from headrace.limits import MAX_SCHEMA_BYTES
 
 
 def generate(argv: Sequence[str]) -> int:

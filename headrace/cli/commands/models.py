@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.unfolded import print_unfolded
-from headrace.models.presets import PRESETS
-from headrace.models.registry import architecture, table
+from headrace.models.registry import PRESETS, architecture, table
 
 _SHORT = {
     "tensor_model_parallel_size": "tensor",

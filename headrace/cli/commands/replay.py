@@ -19,8 +19,8 @@ from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.debug import DebugSection
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import DebugSection
 from headrace.launch.earlier import checkpoints_of
 from headrace.recorded_steps import RecordedSteps
 from headrace.run_folder import RunFolder

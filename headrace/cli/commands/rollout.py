@@ -14,8 +14,7 @@ from headrace.cli.view.coming import Coming
 from headrace.cli.words import count
 from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
-from headrace.suggest import did_you_mean
-from headrace.wire.limits import MAX_DRAIN_SECONDS
+from headrace.limits import MAX_DRAIN_SECONDS, did_you_mean
 
 _POLL_SECONDS = 0.5
 _WAIT_SECONDS = 900.0

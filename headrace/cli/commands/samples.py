@@ -16,8 +16,8 @@ from rich.markup import escape
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.cli.runs import add_run_argument, find_run, require_answer
 from headrace.cli.words import count, count_from_zero, printable, text
+from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
-from headrace.client.port import Buffer
 from headrace.errors import NotFound, Unavailable
 from headrace.launch.buffer_of_run import living_buffer
 from headrace.run_folder import RunFolder

@@ -24,10 +24,10 @@ from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
+from headrace.limits import one_line
 from headrace.process.ending import Ending
 from headrace.process.log_file import doing
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of
-from headrace.wire.checks import one_line
 
 _PATIENCE_SECONDS = 3.0
 _MAX_DAMAGES_SHOWN = 20

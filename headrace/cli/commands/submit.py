@@ -15,10 +15,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
-from headrace.prompts.label import set_label
-from headrace.prompts.row import chat_message, content_of, parse_row, rows_of
-from headrace.trajectory import to_json
-from headrace.wire.json_text import canonical
+from headrace.limits import canonical, to_json
+from headrace.prompts import chat_message, content_of, parse_row, rows_of, set_label
 
 _AT_ONCE = 500
 

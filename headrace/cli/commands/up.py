@@ -12,9 +12,9 @@ from headrace.job.rules.scope import Scope
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.leftovers import outlast_leftovers
 from headrace.launch.specs import SERVICES, folder_here
+from headrace.limits import did_you_mean
 from headrace.preflight.preflight import require_startable
 from headrace.process.exit_codes import INTERRUPTED
-from headrace.suggest import did_you_mean
 
 _USAGE = """usage: headrace up SERVICE --config JOB.toml [flags]
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.ledger.of_buffer import add_stream_arguments, run_on_buffer
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

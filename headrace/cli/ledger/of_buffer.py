@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from headrace.cli.runs import add_run_argument, find_run
+from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
-from headrace.client.port import Buffer
 from headrace.launch.buffer_of_run import buffer_of_run
 
 Command = Callable[[Buffer, argparse.Namespace], Awaitable[int]]

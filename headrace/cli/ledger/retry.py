@@ -7,7 +7,7 @@ from collections import Counter
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.ledger.of_buffer import add_stream_arguments, run_on_buffer
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 
 _PAGE = 1_000
 

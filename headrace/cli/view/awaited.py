@@ -13,7 +13,7 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.view.engines import engines_line
 from headrace.cli.view.failures import failures_line
 from headrace.cli.view.step_line import duration
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 _TIMES_AS_LONG = 10
 _WAITS_REMEMBERED = 20

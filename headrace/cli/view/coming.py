@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 _SENTENCES: Mapping[int, str] = {
     pb.ENGINE_STATE_STARTING: "starts and loads the model",

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from headrace.metrics_row import fields_in
+from headrace.run_folder import fields_in
 
 _LOSSES = ("loss/policy", "loss/sft", "loss/custom")
 _SHOWN = ("grad_norm", "entropy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 
 def engines_line(engines: Sequence[rollout_pb2.Engine]) -> str:

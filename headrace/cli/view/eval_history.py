@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.cli.words import printable
-from headrace.metrics_row import fields_in
+from headrace.run_folder import fields_in
 
 _MEAN = "eval/"
 

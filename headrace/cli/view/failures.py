@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.limits import one_line
 from headrace.trajectory import FILTERED
-from headrace.wire.checks import one_line
 
 _REASONS_SHOWN = 3
 

@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.devices.inventory import gpu_memory_bytes, num_gpus
+from headrace.devices import gpu_memory_bytes, num_gpus
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.models.block_fp8 import SCALE, BlockFp8
+from headrace.models.folders import SCALE, BlockFp8
 from headrace.models.registry import table
 from headrace.process.memory import free_bytes
 

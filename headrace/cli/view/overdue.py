@@ -11,8 +11,7 @@ from headrace.cli.view.awaited import Patience, awaited
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
-from headrace.metrics_row import fields_in
-from headrace.run_folder import RunFolder
+from headrace.run_folder import RunFolder, fields_in
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace.cli.view.memory import gigabytes, memory, num_parameters, version_bytes
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
@@ -17,13 +17,13 @@ from headrace.job.rules.remote_code import where_code_runs
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.job.schema.placement import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
-from headrace.models.block_fp8 import BlockFp8
+from headrace.limits import share_of_count
+from headrace.models.folders import BlockFp8
 from headrace.process.memory import free_bytes
 from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
-from headrace.wire.shares import share_of_count
 
 _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")
 

@@ -23,7 +23,7 @@ from headrace.cli.view.long_phase import LongPhase
 from headrace.cli.view.silence import Silence
 from headrace.cli.view.step_line import duration, evaluation_line, evaluations, skipped_line, step_line
 from headrace.job.schema.run import RunSection
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOTES_SHOWN = 4

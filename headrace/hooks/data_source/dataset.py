@@ -11,9 +11,8 @@ from typing import Any
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
-from headrace.images.prompts import with_images
-from headrace.prompts.label import label_as_given
-from headrace.prompts.row import content_of, parse_row, required, table, value_at
+from headrace.images import with_images
+from headrace.prompts import content_of, label_as_given, parse_row, required, table, value_at
 
 
 class Dataset:
@@ -76,7 +75,7 @@ def _copy(sample: Sample) -> Sample:
 
 def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
     # Imports the job's schema, which other hooks do without.
-    from headrace.job.schema.parts.prompt_path import PromptPath
+    from headrace.job.schema.section import PromptPath
 
     part = PromptPath.parse(text)
     for number, row in enumerate(_rows(str(part.path))):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.hooks.kit.call import Call
 from headrace.hooks.kit.completion import Completion, plain_text
 from headrace.hooks.sample import Sample
-from headrace.turns import bounded_turns
+from headrace.trajectory import bounded_turns
 
 
 def adopted(sample: Sample, call: Call) -> Sample:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidArgument, Unavailable
+from headrace.rpc.net import routed_by
 from headrace.rpc.retry import Backoff
-from headrace.wire.routing_key import routed_by
 
 if TYPE_CHECKING:
     import aiohttp

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.kit.argument import json_at
-from headrace.suggest import did_you_mean
+from headrace.limits import did_you_mean
 
 _AUTO = "auto"
 _NEEDS_A_TOKENIZER = "response_template"

@@ -14,7 +14,7 @@ import msgspec
 from headrace.errors import AlreadyExists, InvalidArgument
 from headrace.hooks.kit.chat import AssistantMessage
 from headrace.hooks.kit.tool_call import ToolCall, divided_response
-from headrace.suggest import did_you_mean
+from headrace.limits import did_you_mean
 
 _SECONDS = 10.0
 _MAX_CHARACTERS = 4_000

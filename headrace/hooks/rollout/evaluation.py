@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
-from headrace.prompts.label import label_text
+from headrace.prompts import label_text
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.hooks.args import HookArgs
+from headrace.limits import from_json
 from headrace.models.tokenizer.tokenizer import load_tokenizer
-from headrace.wire.json_text import from_json
 
 
 def rendered_prompts(args: HookArgs, prompts: Sequence[bytes]) -> list[str]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal  # noqa: F401  # the t
 
 from pydantic import Field, create_model
 
-from headrace.job.schema.parts.literal import FromJson  # noqa: F401  # so is this
-from headrace.job.schema.section import Section
+from headrace.job.schema.section import (
+    FromJson,  # noqa: F401  # so is this
+    Section,
+)
 
 _TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
 _FIELDS: Mapping[str, Mapping[str, Any]] = _TABLE["fields"]

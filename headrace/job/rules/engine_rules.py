@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model.context_limit import ContextLimit
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
+from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
 from headrace.rpc.net import Address
 

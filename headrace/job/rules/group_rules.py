@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import check_argument
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.job.schema.placement import EngineGroup
 
 _FIELD = "engine_groups"
 _COMMON = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headrace.errors import ConfigError
-from headrace.job.model.lora_targets import lora_targets
+from headrace.job.model import lora_targets
 from headrace.job.schema.job import Job
-from headrace.job.schema.lora import ALL_LINEAR
+from headrace.job.schema.training import ALL_LINEAR
 from headrace.models.architecture import Architecture
 
 NEEDS_RANK = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_init", "lora_load")

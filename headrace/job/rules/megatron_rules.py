@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs, megatron
+from headrace.job.megatron.arguments import OTHER_STATES, MegatronArgs, megatron
 from headrace.job.megatron.fields import ONLY_IN
-from headrace.job.megatron.owned import OTHER_STATES
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 

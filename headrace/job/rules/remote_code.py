@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.models.tokenizer.remote_code import RemoteCode
+from headrace.models.tokenizer.tokenizer import RemoteCode
 
 
 def check_remote_code(job: Job, scope: Scope) -> None:

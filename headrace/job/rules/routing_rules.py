@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.old_log_probs import trains_on_old_log_probs
+from headrace.job.schema.training import trains_on_old_log_probs
 from headrace.models.architecture import Architecture
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model.layout import check_layout
-from headrace.job.model.transformer_config import contradictions
-from headrace.job.model.virtual_stages import virtual_stages
+from headrace.job.model import check_layout, contradictions, virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
 from headrace.job.rules.debug_rules import check_debug
@@ -36,13 +34,11 @@ from headrace.job.rules.service_rules import (
     check_services,
 )
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.old_log_probs import trains_on_old_log_probs
-from headrace.job.schema.secrets import passwords
+from headrace.job.schema.run import passwords
+from headrace.job.schema.training import trains_on_old_log_probs
 from headrace.models.architecture import Architecture
-from headrace.models.block_fp8 import BlockFp8
-from headrace.models.exported import is_torn
-from headrace.models.presets import differences, find
-from headrace.models.registry import architecture, read_architecture
+from headrace.models.folders import BlockFp8, is_torn
+from headrace.models.registry import architecture, differences, find, read_architecture
 
 
 def check(job: Job, scope: Scope) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.devices.inventory import num_gpus
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job

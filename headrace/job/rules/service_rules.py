@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
+from headrace.limits import LAST_PORT
 from headrace.rpc.net import Address, is_ours
-from headrace.wire.limits import LAST_PORT
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104  # refused
 

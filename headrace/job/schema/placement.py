@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from headrace.job.schema.parts.engine_group import EngineGroup
-from headrace.job.schema.parts.literal import FromJson
-from headrace.job.schema.parts.nodes import NodeOptions
-from headrace.job.schema.section import NonNegative, Positive, Seconds
+from headrace.job.schema.section import FromJson, NonNegative, Port, Positive, Seconds, Section, plain
+
+
+class EngineGroup(Section):
+    """A job says either `num_engines` or `num_gpus`; once it is resolved, both and all else is there."""
+
+    name: str = Field("", max_length=64)
+    worker_type: Literal["regular", "prefill", "decode", "placeholder"] = "regular"
+    num_engines: Positive | None = None
+    num_gpus: Positive | None = None
+    num_gpus_per_engine: Positive | None = None
+    overrides: Annotated[dict[str, Any], AfterValidator(plain)] = Field({})
+    """Arguments of SGLang's, by its names, over those of the job."""
+
+    @property
+    def count(self) -> int:
+        """The engines of a resolved group."""
+        assert self.num_engines is not None, "the group is not resolved"
+        return self.num_engines
+
+    @property
+    def size(self) -> int:
+        """The tensor-parallel size of a resolved group's engines."""
+        assert self.num_gpus_per_engine is not None, "the group is not resolved"
+        return self.num_gpus_per_engine
+
+
+class NodeOptions(Section):
+    node_rank: NonNegative | None = Field(
+        None,
+        description="Which of actor_num_nodes machines this one is, where each starts its own ranks with `headrace up "
+        "trainer`; 0 serves and runs the training loop. Absent: NODE_RANK, or 0.",
+    )
+    master_addr: str | None = Field(
+        None, description="Host or address of machine 0, where ranks of several machines meet. Absent: MASTER_ADDR."
+    )
+    master_port: Port | None = Field(
+        None, description="Port at which they meet; free on machine 0. Absent: MASTER_PORT, or 29500."
+    )
 
 
 class PlacementSection(NodeOptions):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.errors import ConfigError
-from headrace.job.schema.parts.literal import FromJson
+from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.section import (
     Above,
+    FromJson,
     NonNegative,
     Port,
     Positive,
@@ -20,9 +23,10 @@ from headrace.job.schema.section import (
     Seed,
     Share,
     Temperature,
+    plain,
 )
-from headrace.job.schema.sound import plain
-from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
+from headrace.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
+from headrace.models.architecture import Architecture
 
 
 def _several(value: Any) -> Any:
@@ -296,3 +300,49 @@ class EvalSection(Section):
     def is_asked_for(self) -> bool:
         """True for a job that names data to evaluate on."""
         return bool(self.eval_prompt_data) or self.eval_config is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """`name` is the option that sets the limit, or a description of it."""
+
+    tokens: int
+    name: str
+
+    @classmethod
+    def of(
+        cls,
+        rollout: RolloutSection,
+        sglang: Mapping[str, Any],
+        architecture: Architecture,
+        groups: Sequence[EngineGroup] = (),
+    ) -> ContextLimit:
+        """The job's own limit if it has one, else that of its engines."""
+        if rollout.rollout_max_context_len is not None:
+            return cls(rollout.rollout_max_context_len, "rollout_max_context_len")
+        return cls.of_engines(sglang, architecture, groups)
+
+    @classmethod
+    def of_engines(
+        cls, sglang: Mapping[str, Any], architecture: Architecture, groups: Sequence[EngineGroup] = ()
+    ) -> ContextLimit:
+        """The length beyond which an engine refuses a request: of groups the shortest, as the router chooses any."""
+        own = [
+            cls(group.overrides["context_length"], f"context_length of engine group {group.name}")
+            for group in groups
+            if "context_length" in group.overrides
+        ]
+        others = [cls._of_all(sglang, architecture)] if len(own) < len(groups) or not groups else []
+        return min(others + own, key=lambda limit: limit.tokens)
+
+    @classmethod
+    def _of_all(cls, sglang: Mapping[str, Any], architecture: Architecture) -> ContextLimit:
+        given = sglang.get("context_length")
+        if given is not None:
+            return cls(given, "--sglang-context-length")
+        return cls(architecture.max_position_embeddings, "the model's max_position_embeddings")
+
+    def too_long(self, num_tokens: int) -> str:
+        """A message for a prompt that leaves no room for a response."""
+        length = f"the prompt has {num_tokens:,} tokens, which leaves no room for a response"
+        return f"{length}: {self.name} is {self.tokens:,}"

@@ -1,10 +1,11 @@
-"""Sections of the run itself: its name, model, publications, checkpoints and tracking."""
+"""The sections of the run itself: its name, model, publications, checkpoints, tracking, recorded steps; its secrets."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -135,3 +136,78 @@ class TrackingSection(Section):
     peak_tflops: Above | None = Field(
         None, description="Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."
     )
+
+
+_NUMBER = "{rollout_id}"
+
+
+def _numbered(path: str) -> str:
+    if _NUMBER not in path:
+        raise ValueError(f"each rollout step has a file of its own: write {_NUMBER} where its number belongs")
+    return path
+
+
+StepFiles = Annotated[str, AfterValidator(_numbered)]
+"""Files by rollout step: `{rollout_id}` in it is the step's number, from 0."""
+
+
+class DebugSection(Section):
+    save_debug_rollout_data: StepFiles | None = Field(
+        None, description="Keep what each rollout step is trained on, as files: recorded/{rollout_id}.samples, say."
+    )
+    load_debug_rollout_data: StepFiles | None = Field(
+        None, description="Train on the rollout steps kept in these files, without engines, rewards and a buffer."
+    )
+    debug_train_only: bool = Field(
+        False, description="Train without engines, on load_debug_rollout_data, which says so by itself."
+    )
+    debug_rollout_only: bool = Field(
+        False, description="Generate and score num_rollout steps with the weights of hf_checkpoint, and train nothing."
+    )
+
+    @property
+    def trains_alone(self) -> bool:
+        """The trainer is the only service."""
+        return self.load_debug_rollout_data is not None
+
+
+STEP_FILES = ("save_debug_rollout_data", "load_debug_rollout_data")
+"""Options that name files by step."""
+
+
+HIDDEN = "***"
+_PASSWORD = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
+_SECRET_NAME = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_NOT_SECRET = frozenset({"input_key", "label_key", "metadata_key", "tool_key", "reward_key", "priority_key"})
+"""Leaves that name a key of a JSON object."""
+
+
+def without_secrets(tree: Any, name: str = "") -> Any:
+    """A copy of a tree of plain values without secrets, for a tracker or a bug report."""
+    if isinstance(tree, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_secrets(value, name) for value in tree]
+    if isinstance(tree, str):
+        return HIDDEN if _is_secret(name) else _PASSWORD.sub(HIDDEN, tree)
+    return tree
+
+
+def passwords(tree: Any, name: str = "") -> list[str]:
+    """Names of values that are URLs with a password."""
+    return list(_passwords(tree, name))
+
+
+def _passwords(tree: Any, name: str) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _passwords(value, str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _passwords(value, name)
+    elif isinstance(tree, str) and _PASSWORD.search(tree):
+        yield name
+
+
+def _is_secret(name: str) -> bool:
+    return name not in _NOT_SECRET and _SECRET_NAME.search(name) is not None

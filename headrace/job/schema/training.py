@@ -1,4 +1,4 @@
-"""The sections of a job about training: the loss, the models beside the policy, and user functions."""
+"""The sections of a job about training: the loss, LoRA, the models beside the policy, and user functions."""
 
 from __future__ import annotations
 
@@ -226,4 +226,38 @@ class HooksSection(Section):
     )
     custom_megatron_before_train_step_hook_path: str | None = Field(
         None, description="f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)."
+    )
+
+
+def trains_on_old_log_probs(train: TrainSection) -> bool:
+    """True also for a custom loss, because its batch contains them."""
+    return train.loss_type != "sft_loss" and not train.use_rollout_logprobs
+
+
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the output layer."""
+_HIGHEST_RANK = 1 << 14
+
+
+class LoraSection(Section):
+    """Low-rank adaptation (https://arxiv.org/abs/2106.09685), with the meanings of the package peft."""
+
+    lora_rank: Annotated[int, Field(gt=0, le=_HIGHEST_RANK)] | None = Field(
+        None, description="Rank of the adapters B·A that are trained while the model's weights stay; absent: no LoRA."
+    )
+    lora_alpha: Above = Field(8.0, description="Adapters are multiplied by lora_alpha / lora_rank.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of an adapter's input that is dropped in a training pass."
+    )
+    lora_target_modules: tuple[Annotated[str, Field(max_length=100)], ...] = Field(
+        (ALL_LINEAR,),
+        description="Layers that get an adapter, by their Hugging Face names: q_proj v_proj …; all-linear: every "
+        "linear layer but the output layer.",
+    )
+    lora_init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming",
+        description="How A begins: kaiming is peft's default, gaussian has the deviation 1 / lora_rank. B begins at 0.",
+    )
+    lora_load: Path | None = Field(
+        None, description="Folder that peft or `headrace export --format peft` wrote: adapters to begin with."
     )

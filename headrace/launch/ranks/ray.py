@@ -22,7 +22,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headrace.devices.ranks import rank_devices
+from headrace.devices import rank_devices
 from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
 from headrace.process.ended import meaning
 from headrace.process.exit_codes import PEER_LOST

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from headrace.devices.ranks import rank_devices
+from headrace.devices import rank_devices
 
 
 def main(argv: list[str]) -> None:

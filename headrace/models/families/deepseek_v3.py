@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture, LatentAttention
+from headrace.models.architecture import Architecture, LatentAttention, read_decoder, read_sigmoid_experts, yarn_rope
 from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
-from headrace.models.reading import read_decoder, yarn_rope
-from headrace.models.routing import read_sigmoid_experts
 
 _DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",

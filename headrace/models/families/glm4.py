@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.models.architecture import Architecture
-from headrace.models.blocks import attention, embedding, head, norm, one
-from headrace.models.family import Family, Preset
-from headrace.models.reading import read_decoder, rotary_percent
-from headrace.models.rows import FusedGateUp, Row, Split, Table
+from headrace.models.architecture import Architecture, read_decoder, rotary_percent
+from headrace.models.family import Family, FusedGateUp, Preset, Row, Split, Table, attention, embedding, head, norm, one
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.models.architecture import Architecture
+from headrace.models.architecture import Architecture, read_decoder, read_sigmoid_experts, rotary_percent
 from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
-from headrace.models.reading import read_decoder, rotary_percent
-from headrace.models.routing import read_sigmoid_experts
 
 _AIR = {
     "model_type": "glm4_moe",

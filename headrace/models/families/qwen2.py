@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.models.architecture import Architecture
+from headrace.models.architecture import Architecture, read_decoder
 from headrace.models.family import Family, Preset
-from headrace.models.reading import read_decoder
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:

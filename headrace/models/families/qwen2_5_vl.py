@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture, Vision
+from headrace.models.architecture import Architecture, Vision, read_decoder, rope_parameters, rope_type
 from headrace.models.family import Family, Preset
-from headrace.models.reading import read_decoder, rope_parameters, rope_type
 
 _CHANNELS = 3
 

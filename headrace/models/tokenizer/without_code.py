@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import AlreadyExists, ConfigError
-from headrace.models.rewriting import main_of
-from headrace.models.tokenizer.remote_code import TOKENIZER_CONFIG, TOKENIZER_JSON, RemoteCode, parsed, read_json
+from headrace.models.folders import main_of
+from headrace.models.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, RemoteCode, parsed, read_json
 
 VOCABULARY = "tiktoken.model"
 _PATTERN = "pat_str"

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import HeadraceError
+from headrace.limits import MAX_HOOK_ANSWER_BYTES
 from headrace.process.linux import children, wants_a_core
 from headrace.process.workers import codec, frame
 from headrace.process.workers.state import ProcessState
-from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
 
 _MESSAGE_CHARACTERS = 2_000
 """The limit for a report of an exception: its class, its message and where it was raised."""

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
+from headrace.limits import MAX_HOOK_ANSWER_BYTES
 
 SECRET_BYTES = 16
 

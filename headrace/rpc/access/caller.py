@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.rpc.access.role import OF_CLIENTS, Role
+from headrace.rpc.access.roles import OF_CLIENTS, Role
 from headrace.rpc.tls import SERVICE_NAME
 
 _URN = "urn:headrace:role:"

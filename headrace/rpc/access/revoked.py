@@ -14,12 +14,10 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.disk.one_at_a_time import one_at_a_time
-from headrace.disk.whole_file import replacing
+from headrace.disk import WatchedFile, one_at_a_time, replacing
 from headrace.errors import ConfigError
 from headrace.rpc.access.caller import Peer
 from headrace.rpc.access.certificate import valid_from
-from headrace.rpc.access.watched_file import WatchedFile
 from headrace.rpc.log import log
 
 FILE = "revoked.json"

@@ -17,10 +17,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.disk.one_at_a_time import one_at_a_time
-from headrace.disk.whole_file import replacing
+from headrace.disk import one_at_a_time, replacing
 from headrace.errors import ConfigError
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 
 _PREFIX = "headrace_"
 """Scanners for leaked secrets find a token by it."""

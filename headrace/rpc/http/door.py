@@ -13,9 +13,9 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from headrace.limits import MAX_HANDSHAKE_SECONDS, MAX_HTTP_HEADER_SECONDS
 from headrace.rpc.http.visits import Visits
 from headrace.rpc.log import log
-from headrace.wire.limits import MAX_HANDSHAKE_SECONDS, MAX_HTTP_HEADER_SECONDS
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.2

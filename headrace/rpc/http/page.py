@@ -17,12 +17,12 @@ from urllib.parse import unquote
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from headrace.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_STALL_SECONDS
 from headrace.rpc.access.revoked import Revoked
 from headrace.rpc.http.certificates import peer_of, server_context
 from headrace.rpc.http.door import Door, Guest
 from headrace.rpc.net import Address, listener
 from headrace.rpc.tls import TlsFolder
-from headrace.wire.limits import MAX_HTTP_HEADER_BYTES, MAX_HTTP_STALL_SECONDS
 
 _START_SECONDS = 30.0
 _END = b"\r\n\r\n"

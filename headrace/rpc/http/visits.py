@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Protocol
 
-from headrace.wire.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_SILENT_CONNECTIONS_PER_PEER
+from headrace.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER, MAX_SILENT_CONNECTIONS_PER_PEER
 
 
 class Visit(Protocol):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.errors import ResourceExhausted
+from headrace.limits import MAX_BYTES_PER_PEER, MAX_RECEIVING_PER_PEER
 from headrace.rpc.access.caller import Caller
-from headrace.rpc.access.role import Role
-from headrace.wire.limits import MAX_BYTES_PER_PEER, MAX_RECEIVING_PER_PEER
+from headrace.rpc.access.roles import Role
 
 DEFAULT_MAX_CALLS = 40_000
 _RETRY_SECONDS = 1.0

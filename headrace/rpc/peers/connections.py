@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from headrace.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER
 from headrace.rpc.log import log
 from headrace.rpc.peers import sockets
 from headrace.rpc.peers.sockets import Connection
-from headrace.wire.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_PEER
 
 _CHECK_SECONDS = 0.25
 _MOST_SECONDS_BETWEEN_LOOKS = 5.0

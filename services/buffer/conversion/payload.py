@@ -1,4 +1,4 @@
-"""A put's payload: its columns, and the checks that let a trainer read it. `headrace.sample_checks` has the rules."""
+"""A put's payload: its columns, and the checks that let a trainer read it. `headrace.trajectory` has the rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.policy_range import check_ranges, gaps
-from headrace.sample_checks import (
+from headrace.limits import from_json
+from headrace.protobuf import Payload, read_varint, varint
+from headrace.trajectory import (
     COLUMN_DTYPES,
+    DTYPES,
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     ROUTED_EXPERTS,
@@ -25,14 +27,15 @@ from headrace.sample_checks import (
     check_experts,
     check_log_probs,
     check_loss_mask,
+    check_ranges,
     check_reward,
     check_row,
+    check_shape,
     check_token_ids,
+    gaps,
+    pack_column,
+    parsed_payload,
 )
-from headrace.trajectory import parsed_payload
-from headrace.wire.column import DTYPES, check_shape, pack_column
-from headrace.wire.json_text import from_json
-from headrace.wire.protobuf import Payload, read_varint, varint
 
 # The columns of a payload, without copies where it is large: they are slices of it.
 # A payload is walked by the headers of its fields; those of `rows`, which a producer writes first, are compared with
@@ -147,7 +150,7 @@ def _data(header: bytes, at: int) -> tuple[int, int]:
     return read_varint(header, at + 1)
 
 
-# A put's payload is checked here, so that a trainer can read it; `headrace.sample_checks` has the rules.
+# A put's payload is checked here, so that a trainer can read it; `headrace.trajectory` has the rules.
 # The values of small columns are checked many samples at a time, because a call of numpy costs more than a short row
 # does; when a check fails, each sample is checked alone, so that the answer names the wrong one.
 

@@ -14,23 +14,8 @@ from google.protobuf.message import DecodeError
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
-from headrace.prompts.label import LABEL_IS_JSON
-from headrace.sample_checks import check_reward
-from headrace.trajectory import Failure
-from headrace.wire.checks import (
-    cut_text,
-    require_at_most,
-    require_between,
-    require_bytes,
-    require_id,
-    require_name,
-    require_some,
-    shown,
-)
-from headrace.wire.json_text import from_json
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_COLUMN_BYTES,
     MAX_COLUMNS,
     MAX_COUNTER,
@@ -50,9 +35,20 @@ from headrace.wire.limits import (
     MAX_STATES,
     MAX_TAG_CHARACTERS,
     MAX_TAGS,
+    cut_text,
+    from_json,
+    require_at_most,
+    require_between,
+    require_bytes,
+    require_id,
+    require_name,
+    require_some,
+    shown,
+    whole_number,
 )
-from headrace.wire.protobuf import Payload, length_delimited, varint
-from headrace.wire.put_request import RawPut, RawSample, parse_puts
+from headrace.prompts import LABEL_IS_JSON
+from headrace.protobuf import Payload, RawPut, RawSample, length_delimited, parse_puts, varint
+from headrace.trajectory import Failure, check_reward
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key

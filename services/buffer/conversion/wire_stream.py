@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import require_bytes
-from headrace.wire.limits import MAX_STREAM_CONFIG_BYTES
+from headrace.limits import MAX_STREAM_CONFIG_BYTES, require_bytes
 from services.buffer.ledger.group import GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.limiter import Limiter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from headrace.wire.limits import MAX_ANSWER_BYTES
+from headrace.limits import MAX_ANSWER_BYTES
 from services.buffer.ledger.group import SampleRecord
 
 _Item = TypeVar("_Item")

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, Fenced, InvalidArgument, NotFound
-from headrace.wire.checks import shown
+from headrace.limits import shown
 from services.buffer.ledger.commands import producing, prompting, training
 from services.buffer.ledger.commands.dropping import Dropped, drop
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from headrace.sample_checks import MAX_REWARD
-from headrace.trajectory import FILTERED, Failure
+from headrace.trajectory import FILTERED, MAX_REWARD, Failure
 
 OTHER = "OTHER"
 _MAX_REASONS = 31

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import shown
+from headrace.limits import shown
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import Cursor, FileSource
 

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import (
-    optional_name,
-    require_at_most,
-    require_between,
-    require_finite,
-    require_name,
-    require_path,
-)
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_ATTEMPTS,
     MAX_COUNTER,
     MAX_FILE_WEIGHT,
@@ -24,6 +16,12 @@ from headrace.wire.limits import (
     MAX_SAMPLES_PER_STEP,
     MAX_SHARDS,
     MAX_STALENESS,
+    optional_name,
+    require_at_most,
+    require_between,
+    require_finite,
+    require_name,
+    require_path,
 )
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.wire.protobuf import Payload
+from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.stream import StreamState
 

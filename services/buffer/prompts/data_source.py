@@ -21,11 +21,11 @@ from headrace.hooks.data_source.worker import (
     read_data_source,
     wind_data_source,
 )
-from headrace.images.prompts import with_images
+from headrace.images import with_images
+from headrace.limits import to_json
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.prompts.label import set_label
+from headrace.prompts import set_label
 from headrace.rpc.log import log
-from headrace.trajectory import to_json
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.reader import PromptEntry, Reading

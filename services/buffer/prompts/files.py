@@ -16,12 +16,10 @@ import numpy as np
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.images.prompts import with_images
+from headrace.images import with_images
+from headrace.limits import MAX_PROMPT_BYTES, shown
 from headrace.process.workers import WorkerPool, WorkerRaised
-from headrace.prompts.label import set_label
-from headrace.prompts.row import chat_message, content_of, ordered_json, parse_row, required, value_at
-from headrace.wire.checks import shown
-from headrace.wire.limits import MAX_PROMPT_BYTES
+from headrace.prompts import chat_message, content_of, ordered_json, parse_row, required, set_label, value_at
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor, FileSource

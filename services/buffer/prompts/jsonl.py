@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.errors import InvalidArgument
-from headrace.prompts.row import is_table, table
-from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
+from headrace.limits import MAX_PROMPT_LINE_BYTES
+from headrace.prompts import is_table, table
 from services.buffer.ledger.group import Prompt
 from services.buffer.prompts.files import Block, BlockPlace, RowReader, edges_digest, open_regular, open_same
 from services.buffer.prompts.reader import check_num_rows, unreadable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import InvalidArgument
-from headrace.wire.limits import MAX_FILE_ROWS
+from headrace.limits import MAX_FILE_ROWS
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
 from headrace.errors import ResourceExhausted, RetryableError
 from headrace.hooks.buffer_filter import pack_groups
+from headrace.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
+from headrace.protobuf import Payload
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
-from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
-from headrace.wire.protobuf import Payload
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.payload import check_samples

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.data_source.generated import Generated, WantedAgain
+from headrace.protobuf import RawSample
 from headrace.rpc.log import log
-from headrace.wire.put_request import RawSample
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.wire import distinct, to_finished

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.errors import RetryableError
-from headrace.wire.protobuf import Payload
+from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent, Transaction

@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from headrace.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from headrace.rpc.log import log
-from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, SampleRecord

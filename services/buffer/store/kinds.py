@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import FILE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from headrace.errors import FailedPrecondition, RetryableError
-from headrace.wire.protobuf import Payload
+from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent, Transaction

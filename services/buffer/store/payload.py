@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.digest import matches
 from headrace.errors import DataLoss, NotFound
-from headrace.wire.protobuf import Payload
+from headrace.protobuf import Payload
 from services.buffer.ledger.group import SampleRecord
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import InvalidArgument
-from headrace.wire.json_text import canonical
+from headrace.limits import canonical
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

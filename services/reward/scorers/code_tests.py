@@ -30,8 +30,8 @@ from types import ModuleType
 from typing import Any
 
 from headrace.errors import InvalidArgument
+from headrace.limits import syntax_tree
 from headrace.score import ScoreItem
-from headrace.syntax import syntax_tree
 from services.reward.scorers.answers import after_thinking
 
 # The program in a response, and the names that it may use without an import.

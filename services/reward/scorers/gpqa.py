@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headrace.digits import whole_number
 from headrace.errors import InvalidArgument
+from headrace.limits import whole_number
 from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
 

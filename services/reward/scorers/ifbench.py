@@ -14,8 +14,8 @@ from typing import Any
 import nltk
 
 from headrace.errors import InvalidArgument
+from headrace.limits import nearest
 from headrace.score import ScoreItem
-from headrace.suggest import nearest
 from services.reward.scorers.answers import after_thinking
 
 _DATA = {

@@ -15,9 +15,8 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
+from headrace.limits import from_json, shown
 from headrace.score import ScoreItem
-from headrace.wire.checks import shown
-from headrace.wire.json_text import from_json
 from services.reward.scorers.answers import boxed, last_line
 from services.reward.scorers.remote_rm import post
 

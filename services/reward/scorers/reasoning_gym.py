@@ -14,8 +14,8 @@ from typing import Any
 import reasoning_gym
 
 from headrace.errors import InvalidArgument
+from headrace.limits import from_json
 from headrace.score import ScoreItem
-from headrace.trajectory import from_json
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
 
 _ScoreAnswer = Callable[[str | None, dict[str, Any]], float]

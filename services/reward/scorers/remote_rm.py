@@ -17,10 +17,9 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, Reward
 from headrace.hooks.reward import checked_reward
+from headrace.limits import MAX_JSON_BYTES, shown
 from headrace.rpc.proxies import is_here
 from headrace.score import ScoreItem
-from headrace.wire.checks import shown
-from headrace.wire.limits import MAX_JSON_BYTES
 
 # Asks another server for a score, over HTTP. Runs in a worker.
 # A server that is away, too busy or too slow raises an exception of Python's own, which the service reports as a

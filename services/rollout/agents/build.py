@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from headrace.hooks import HookArgs
 from headrace.hooks.kit.sglang_parser import tool_call_parser
-from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
+from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
 from headrace.rpc.access.access import Access
-from headrace.rpc.listen import Listen
+from headrace.rpc.server import Listen
 from services.rollout.admission import EngineSlots
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.hosts import AgentHosts

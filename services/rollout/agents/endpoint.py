@@ -31,7 +31,7 @@ from headrace.errors import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.rpc.calls_in_progress import CallsInProgress
+from headrace.rpc.interceptor import CallsInProgress
 from headrace.rpc.log import log
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.protocol import (

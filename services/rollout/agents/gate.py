@@ -13,12 +13,11 @@ from starlette.requests import Request
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
-from headrace.rpc.access.access import Access
+from headrace.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS, MAX_HTTP_HEADER_BYTES
+from headrace.rpc.access.access import AUTHORIZATION, Access
 from headrace.rpc.access.caller import Caller
-from headrace.rpc.access.tokens import AUTHORIZATION
 from headrace.rpc.log import log
 from headrace.rpc.peers.calls import Held, PeerBytes, key_of
-from headrace.wire.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS, MAX_HTTP_HEADER_BYTES
 
 PEER = "peer"
 """The key of what the connection's certificate says, in the state of a request."""

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.background import kept_running
 from headrace.errors import Aborted, HeadraceError, Unavailable
 from headrace.hooks import HookArgs
 from headrace.hooks.agent import Task
 from headrace.hooks.reward import Reward
-from headrace.rpc.log import log
-from headrace.wire.limits import MAX_ANSWER_BYTES
+from headrace.limits import MAX_ANSWER_BYTES
+from headrace.rpc.log import kept_running, log
 from services.rollout.agents.lending import Lending, TaskLease, TaskOffer
 from services.rollout.agents.players import Played
 from services.rollout.agents.session import Session

@@ -13,14 +13,14 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headrace.rpc.http.certificates import peer_of
-from headrace.rpc.http.door import Guest
-from headrace.wire.limits import (
+from headrace.limits import (
     MAX_HTTP_HEADER_BYTES,
     MAX_HTTP_STALL_SECONDS,
     MAX_SMALL_HTTP_CHUNKS,
     SMALL_HTTP_CHUNK_BYTES,
 )
+from headrace.rpc.http.certificates import peer_of
+from headrace.rpc.http.door import Guest
 from services.rollout.agents.gate import PEER
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import require_between
-from headrace.wire.limits import MAX_MESSAGES, MAX_TOOLS
+from headrace.limits import MAX_MESSAGES, MAX_TOOLS, require_between
 
 
 class Function(msgspec.Struct):

@@ -16,8 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import require_between, require_finite
-from headrace.wire.limits import MAX_NEW_TOKENS, MAX_SAMPLES_PER_GROUP, MAX_STOPS, MAX_TEMPERATURE
+from headrace.limits import (
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES_PER_GROUP,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    require_between,
+    require_finite,
+)
 from services.rollout.agents.messages import Message, require_few
 from services.rollout.agents.record import RecordedAnswer
 from services.rollout.engine.answers.response import Finish

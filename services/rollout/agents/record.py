@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from headrace.errors import InvalidArgument
-from headrace.policy_range import PolicyRange
+from headrace.trajectory import PolicyRange
 from services.rollout.agents.messages import Message, prefix_keys
 from services.rollout.engine.answers.response import Finish
 

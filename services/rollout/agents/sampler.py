@@ -13,12 +13,11 @@ from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.agent import Task
 from headrace.hooks.failure import call_failure
+from headrace.limits import MAX_ID_CHARACTERS
 from headrace.process.workers import WorkerError
-from headrace.prompts.label import label_for_hooks
+from headrace.prompts import label_for_hooks
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, Sample, Status
-from headrace.turns import TURNS, bounded_turns
-from headrace.wire.limits import MAX_ID_CHARACTERS
+from headrace.trajectory import TURNS, Failure, Sample, Status, bounded_turns
 from services.rollout.agents.messages import Message
 from services.rollout.agents.players import Played, Player
 from services.rollout.agents.record import Branch

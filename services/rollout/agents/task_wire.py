@@ -6,11 +6,18 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.reward import Reward, checked_reward
-from headrace.job.schema.secrets import without_secrets
-from headrace.prompts.label import label_mark, label_text
-from headrace.prompts.row import chat_message, ordered_json
-from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name, require_path
-from headrace.wire.limits import MAX_TASK_WAIT_SECONDS, MAX_TASKS_PER_CALL
+from headrace.job.schema.run import without_secrets
+from headrace.limits import (
+    MAX_TASK_WAIT_SECONDS,
+    MAX_TASKS_PER_CALL,
+    cut_text,
+    require_finite,
+    require_id,
+    require_json_object,
+    require_name,
+    require_path,
+)
+from headrace.prompts import chat_message, label_mark, label_text, ordered_json
 from services.rollout.agents.hosts import AgentHosts, LentTask
 
 

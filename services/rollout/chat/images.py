@@ -21,16 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.images.columns import IMAGE_GRIDS, MAX_IMAGE_BYTES, MAX_IMAGES, PIXEL_VALUES, Columns, raw_columns
-from headrace.images.file import bad_image, open_image
-from headrace.images.prompts import reference
+from headrace.images import (
+    IMAGE_GRIDS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
+    PIXEL_VALUES,
+    Columns,
+    bad_image,
+    open_image,
+    raw_columns,
+    reference,
+)
 from headrace.job.eval_sets import eval_sets
-from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import DataSection, EvalSection
+from headrace.job.schema.section import PromptPath
+from headrace.limits import MAX_PROMPT_TOKENS, require_at_most, shown
 from headrace.models.architecture import Vision
 from headrace.models.registry import read_architecture
-from headrace.wire.checks import require_at_most, shown
-from headrace.wire.limits import MAX_PROMPT_TOKENS
 
 _SHOWN_CHARACTERS = 200
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")

@@ -12,7 +12,7 @@ from typing import Any, cast
 from jinja2 import Environment, Template, meta, nodes
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.suggest import did_you_mean
+from headrace.limits import did_you_mean
 
 # A chat template that says which of its text each message became.
 # Every loop of the template over messages is given marks: one in front of each message, one behind the loop. A mark

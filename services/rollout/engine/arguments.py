@@ -13,13 +13,13 @@ from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.engine_rules import OURS
+from headrace.limits import nearest
 from headrace.process.gloo import gloo_at
 from headrace.process.one_shot import run_once
 from headrace.process.openmp import openmp
 from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address
 from headrace.rpc.proxies import direct_to
-from headrace.suggest import nearest
 from services.rollout.engine.weights import INITIAL_VERSION
 
 _SECONDS = 120.0

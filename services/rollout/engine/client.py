@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
-from headrace.wire.routing_key import routed_by
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
+from headrace.rpc.net import routed_by
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
 from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name

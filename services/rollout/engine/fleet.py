@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from headrace.background import kept_running
 from headrace.errors import HeadraceError, Unavailable
-from headrace.rpc.log import log
+from headrace.rpc.log import kept_running, log
 from headrace.rpc.retry import Backoff
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.engine import Engine, EngineState, FleetObserver, FleetTiming, SlotOf, Watch, alike, drain

@@ -17,7 +17,7 @@ from ray.util import get_node_ip_address
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.process.guard import UNDER_RAY
-from headrace.rpc.access.bearer import VARIABLES as TOKENS
+from headrace.rpc.client import VARIABLES as TOKENS
 from headrace.rpc.log import log
 from services.rollout.engine.process import EngineProcess
 

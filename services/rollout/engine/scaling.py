@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.background import kept_running
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.process.memory import free_bytes
+from headrace.rpc.log import kept_running
 from services.rollout.engine.engine import Engine, EngineState, FleetObserver
 from services.rollout.engine.fleet import Fleet
 

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.images.prompts import with_images
+from headrace.images import with_images
 from headrace.job.eval_sets import eval_sets
-from headrace.job.schema.parts.prompt_path import PromptPath
 from headrace.job.schema.production import EvalSection
-from headrace.prompts.label import label_mark, label_text
-from headrace.prompts.row import content_of, ordered_json, parse_row, table, value_at
-from headrace.sample_checks import check_text
-from headrace.wire.checks import shown
-from headrace.wire.json_text import to_json
-from headrace.wire.limits import MAX_EVAL_FILE_BYTES, MAX_EVAL_PROMPTS, MAX_PROMPT_LINE_BYTES
+from headrace.job.schema.section import PromptPath
+from headrace.limits import MAX_EVAL_FILE_BYTES, MAX_EVAL_PROMPTS, MAX_PROMPT_LINE_BYTES, shown, to_json
+from headrace.prompts import content_of, label_mark, label_text, ordered_json, parse_row, table, value_at
+from headrace.trajectory import check_text
 
 _FIELD = "datasets.path"
 

@@ -10,17 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.digits import whole_number
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout.evaluation import EvalData, EvalDataset, EvalSample
 from headrace.hooks.rollout.function import ACCEPTED, EvalReport, load_rollout, run_eval_rollout
+from headrace.limits import MAX_COUNTER, MAX_ID_CHARACTERS, require_name, whole_number
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
-from headrace.wire.checks import require_name
-from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_plan import EvalPlan

@@ -8,8 +8,9 @@ from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
-from headrace.sample_checks import MAX_REWARD
-from headrace.wire.checks import (
+from headrace.limits import (
+    MAX_SAMPLES_PER_GROUP,
+    from_json,
     optional_name,
     require_between,
     require_finite,
@@ -17,8 +18,7 @@ from headrace.wire.checks import (
     require_path,
     shown,
 )
-from headrace.wire.json_text import from_json
-from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
+from headrace.trajectory import MAX_REWARD
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys, EvalRow
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder

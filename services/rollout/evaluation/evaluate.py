@@ -15,10 +15,9 @@ from types import MappingProxyType
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
+from headrace.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, require_at_most
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.checks import require_at_most
-from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalRow

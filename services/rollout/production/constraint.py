@@ -7,9 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.wire.checks import require_bytes, shown
-from headrace.wire.json_text import read_json
-from headrace.wire.limits import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from headrace.limits import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, read_json, require_bytes, shown
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
-from headrace.job.model.context_limit import ContextLimit
-from headrace.models.end_tokens import end_tokens
+from headrace.job.schema.production import ContextLimit
+from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.rpc.log import log
 from headrace.rpc.retry import Backoff
 from services.rollout.engine.answers.bad_answer import BadAnswer

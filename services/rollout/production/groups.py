@@ -15,15 +15,15 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError
-from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.production import ContextLimit
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import DistillationSection
+from headrace.limits import from_json
 from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
 from headrace.rpc.retry import retry_until
-from headrace.sample_checks import ModelBounds
 from headrace.sample_log import Answer, SampleLog
-from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
+from headrace.trajectory import Failure, ModelBounds, PolicyRange, Sample, Status
 from services.rollout.admission import EngineSlots
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from headrace.background import kept_running
-from headrace.digits import whole_number
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
@@ -19,14 +17,14 @@ from headrace.hooks.filter import ALL_REWARDS_ARE, load_filter, run_filter
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
 from headrace.hooks.sample_hook import load_sample_hook, run_sample_hooks
-from headrace.images.columns import processed_of, raw_of
+from headrace.images import processed_of, raw_of
 from headrace.job.schema.production import RolloutSection
+from headrace.limits import MAX_COUNTER, MAX_ID_CHARACTERS, whole_number
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.prompts.label import label_for_hooks
-from headrace.rpc.log import log
+from headrace.prompts import label_for_hooks
+from headrace.rpc.log import kept_running, log
 from headrace.sample_log import ASKED
 from headrace.trajectory import FILTERED, Failure, Sample, Status
-from headrace.wire.limits import MAX_COUNTER, MAX_ID_CHARACTERS
 from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics

@@ -18,8 +18,7 @@ from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.background import kept_running
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 from headrace.errors import (
     Aborted,
     DeadlineExceeded,
@@ -29,9 +28,9 @@ from headrace.errors import (
     RetryableError,
     Unavailable,
 )
-from headrace.rpc.log import log
+from headrace.limits import cut_text
+from headrace.rpc.log import kept_running, log
 from headrace.rpc.retry import retry_until
-from headrace.wire.checks import cut_text
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.groups import GroupResult, GroupSampler
 

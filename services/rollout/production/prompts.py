@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.images.file import BAD_IMAGE
+from headrace.images import BAD_IMAGE
+from headrace.limits import MAX_PROMPT_BYTES, require_bytes, require_json_array, require_json_object
 from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
-from headrace.sample_checks import check_text
-from headrace.wire.checks import require_bytes, require_json_array, require_json_object
-from headrace.wire.limits import MAX_PROMPT_BYTES
+from headrace.trajectory import check_text
 from services.rollout.chat.images import EncodedImages, ImageReader, references_of
 from services.rollout.chat.template import Segment, readable, require_read
 from services.rollout.engine.api import PromptImages

@@ -14,10 +14,18 @@ from numpy.typing import NDArray
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.job.schema.production import RolloutSection
+from headrace.limits import (
+    MAX_COUNTER,
+    MAX_NEW_TOKENS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TEXT_CHARACTERS,
+    require_at_most,
+    require_between,
+    require_finite,
+)
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
-from headrace.wire.checks import require_at_most, require_between, require_finite
-from headrace.wire.limits import MAX_COUNTER, MAX_NEW_TOKENS, MAX_STOPS, MAX_TEMPERATURE, MAX_TEXT_CHARACTERS
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
-from headrace.wire.checks import (
+from headrace.limits import (
+    LAST_PORT,
+    MAX_BUCKETS,
+    MAX_COLUMN_BYTES,
+    MAX_COLUMN_RANK,
+    MAX_ENGINES,
+    MAX_PUBLISH_GROUPS,
+    MAX_PUBLISH_SECONDS,
+    MAX_TENSORS,
     require_at_most,
     require_between,
     require_counter,
@@ -18,17 +26,7 @@ from headrace.wire.checks import (
     require_path,
     shown,
 )
-from headrace.wire.limits import (
-    LAST_PORT,
-    MAX_BUCKETS,
-    MAX_COLUMN_BYTES,
-    MAX_COLUMN_RANK,
-    MAX_ENGINES,
-    MAX_PUBLISH_GROUPS,
-    MAX_PUBLISH_SECONDS,
-    MAX_TENSORS,
-)
-from headrace.wire.tensor_spec import ITEM_BYTES, TensorSpec
+from headrace.publication import ITEM_BYTES, TensorSpec
 from services.rollout.publication.state import GroupPlan, Plan
 
 _PAUSE_MODES: Mapping[int, str] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import Aborted, ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
-from headrace.probe import Probe
+from headrace.publication import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet

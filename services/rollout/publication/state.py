@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, PublicationAborted
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

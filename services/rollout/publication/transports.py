@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, GroupGone, InvalidArgument
-from headrace.models.exported import is_whole
+from headrace.models.folders import is_whole
 from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.publication.publication import Publication

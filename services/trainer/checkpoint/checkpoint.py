@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
 from headrace.job.schema.run import CheckpointSection
-from headrace.models.torch_dist.folder import is_torch_dist
+from headrace.models.torch_dist import is_torch_dist
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import FileFacts, Manifest, versions
 from services.trainer.checkpoint.ownership import FolderOwner

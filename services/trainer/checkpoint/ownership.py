@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headrace.disk.lock import NoLocks, lock
+from headrace.disk import NoLocks, lock
 from headrace.errors import FailedPrecondition, Fenced
 from headrace.rpc.log import log
 from services.trainer.files.durable import make_folder, write_file

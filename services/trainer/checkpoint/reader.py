@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import DataLoss
-from headrace.models.rows import Sharding
+from headrace.models.family import Sharding
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import Manifest
 from services.trainer.checkpoint.shard_chunk import Place

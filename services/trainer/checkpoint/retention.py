@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.job.schema.run import CheckpointSection
-from headrace.metrics_row import step_of
-from headrace.wire.json_text import object_of_line
+from headrace.limits import object_of_line
+from headrace.run_folder import step_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from headrace.job.changes import changed_options
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
-from headrace.models.block_fp8 import BlockFp8
+from headrace.models.folders import BlockFp8
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
 from headrace.rpc.net import Address, host_towards

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.plan.batch import SampleFacts
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
 from headrace.job.schema.run import PublishSection
-from headrace.probe import Probe
+from headrace.publication import Probe
 from headrace.rpc.log import log
 from services.trainer.control.messages import Probed
 from services.trainer.control.rank_group import RankGroup

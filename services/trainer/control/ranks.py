@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.models.exported import is_whole
+from headrace.models.folders import is_whole
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.buffer import TrainingRecord

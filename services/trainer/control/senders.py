@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import HeadraceError, PublicationAborted
-from headrace.models.block_fp8 import BlockFp8
+from headrace.models.folders import BlockFp8
+from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights, part_of
 from services.trainer.hugging_face.export import Look, Write
 from services.trainer.megatron.parallel import Layout

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.disk.whole_file import FULL_DISK
+from headrace.disk import FULL_DISK
 from headrace.errors import (
     FailedPrecondition,
     HeadraceError,

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from headrace.disk.whole_file import FULL_DISK
+from headrace.disk import FULL_DISK
 from headrace.errors import DiskFull
 from headrace.rpc.log import log
 

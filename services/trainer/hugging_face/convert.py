@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.models.architecture import Architecture
+from headrace.models.family import Replicated, Row, Sharding
 from headrace.models.registry import table
-from headrace.models.rows import Replicated, Row, Sharding
-from headrace.models.torch_dist.folder import is_torch_dist
-from headrace.models.torch_dist.keys import FUSED_NORMS
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.models.torch_dist import FUSED_NORMS, is_torch_dist
+from headrace.publication import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.shards import ModelShard, cut, merge, weights_of
 from services.trainer.hugging_face.torch_dist import TorchDistFolder

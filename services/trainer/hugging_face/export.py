@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
-from headrace.models.exported import is_torn
+from headrace.models.folders import is_torn
 from headrace.models.registry import read_architecture
+from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.files.agreement import FileWork, write_tensors
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
 from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, kept_names

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture
+from headrace.models.family import Row
 from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
 from headrace.models.registry import table
-from headrace.models.rows import Row
 from services.trainer.weights.quantization import dequantized, unpacked_int4
 
 INDEX = "model.safetensors.index.json"

@@ -1,6 +1,6 @@
 """This rank's parameters as shards of a whole model: cutting whole tensors, and putting shards together again.
 
-Both directions of every kind of sharding that a table names (headrace.models.rows).
+Both directions of every kind of sharding that a table names (headrace.models.family).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headrace.models.rows import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sharding, Split
+from headrace.models.family import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sharding, Split
 
 
 def split_dim(sharding: Sharding) -> int:

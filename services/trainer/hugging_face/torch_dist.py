@@ -35,12 +35,24 @@ from torch.distributed.checkpoint.metadata import (
 
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.models.architecture import Architecture
-from headrace.models.rows import Row
-from headrace.models.torch_dist.common import facts
-from headrace.models.torch_dist.folder import COMMON, CONFIG, FORMAT, METADATA, RELEASE, TRACKER
-from headrace.models.torch_dist.keys import EXPERTS, LAYERS, Name, own_names, rows_of, whole_shape
-from headrace.models.torch_dist.match import matched
-from headrace.models.torch_dist.tensors import StoredChunk
+from headrace.models.family import Row
+from headrace.models.torch_dist import (
+    COMMON,
+    CONFIG,
+    EXPERTS,
+    FORMAT,
+    LAYERS,
+    METADATA,
+    RELEASE,
+    TRACKER,
+    Name,
+    StoredChunk,
+    facts,
+    matched,
+    own_names,
+    rows_of,
+    whole_shape,
+)
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
 from services.trainer.hugging_face.shards import merge
 

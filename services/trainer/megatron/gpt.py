@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model.layout import check_layout
-from headrace.job.model.transformer_config import megatron_fields
+from headrace.job.model import check_layout, megatron_fields
 from headrace.models.architecture import Architecture, Llama3Rope, Vision
 from services.trainer.megatron.configs import made
 from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model.virtual_stages import virtual_stages
+from headrace.job.model import virtual_stages
 from headrace.models.architecture import Architecture
 from services.trainer.megatron import cpu_adapter, rendezvous
 from services.trainer.plan.rows import Rows, RowSegment, Share

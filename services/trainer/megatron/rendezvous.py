@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.gloo import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.wire.checks import one_line
+from headrace.limits import one_line
 
 _MIXED_BATCHES = 4
 """A swap mixes old and new samples in a few batches; a data set with several scorers mixes them in more."""

@@ -23,18 +23,17 @@ from torch import nn
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
-from headrace.images.columns import image_starts
+from headrace.images import image_starts
 from headrace.job.megatron.arguments import MegatronArgs, megatron
-from headrace.job.model.transformer_config import contradictions
+from headrace.job.model import contradictions
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.routing_rules import replays_routing
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.models.torch_dist.folder import is_torch_dist
-from headrace.sample_checks import ModelBounds
-from headrace.trajectory import Sample
+from headrace.models.torch_dist import is_torch_dist
+from headrace.trajectory import ModelBounds, Sample
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened

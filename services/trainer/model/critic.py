@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.models.rows import Replicated
+from headrace.models.family import Replicated
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import ModelShard, weights_of

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.job.schema.parts.old_log_probs import trains_on_old_log_probs
-from headrace.job.schema.training import TrainSection
+from headrace.job.schema.training import TrainSection, trains_on_old_log_probs
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.reader import CheckpointReader
 from services.trainer.checkpoint.shard_chunk import ShardChunk

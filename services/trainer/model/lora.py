@@ -34,11 +34,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import AlreadyExists, ConfigError
-from headrace.job.model.lora_targets import last_word, layer_name, lora_targets
-from headrace.job.schema.lora import LoraSection
+from headrace.job.model import last_word, layer_name, lora_targets
+from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
+from headrace.models.family import FusedGateUp, GateUp, HfTensor, QueryKeyValue, Replicated, Sharding, Split
 from headrace.models.registry import table
-from headrace.models.rows import FusedGateUp, GateUp, HfTensor, QueryKeyValue, Replicated, Sharding, Split
 from services.trainer.files.agreement import write_tensors
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync_files
 from services.trainer.hugging_face.convert import Converter, Placed, placed_rows

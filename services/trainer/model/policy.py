@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, DataLoss
 from headrace.models.architecture import Architecture
-from headrace.models.block_fp8 import BlockFp8
+from headrace.models.folders import BlockFp8
+from headrace.publication import TensorSpec
 from headrace.trajectory import Sample, Status
-from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import CheckpointReader

@@ -18,8 +18,7 @@ from torch import Tensor
 from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Vision
-from headrace.sample_checks import TEACHER_LOG_PROBS
-from headrace.trajectory import Sample
+from headrace.trajectory import TEACHER_LOG_PROBS, Sample
 from services.trainer.data.samples import FetchSamples, SampleReader, UnusableSample, all_readable
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.parallel import Layout

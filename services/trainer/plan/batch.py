@@ -10,9 +10,7 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.policy_range import check_ranges
-from headrace.sample_checks import check_reward
-from headrace.trajectory import PolicyRange, Status
+from headrace.trajectory import PolicyRange, Status, check_ranges, check_reward
 
 
 @dataclass(frozen=True, slots=True)

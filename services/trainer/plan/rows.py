@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headrace.errors import InvalidArgument
-from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES, image_starts
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Experts, Vision
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 

@@ -19,9 +19,9 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.hooks.sample import Sample as HookSample
 from headrace.hooks.trainer import trainer_hook
+from headrace.limits import one_line
 from headrace.rpc.log import log
 from headrace.trajectory import Sample
-from headrace.wire.checks import one_line
 
 _TAKEN = ("rewards", "loss_masks", "rollout_log_probs")
 _EQUAL = ("tokens", "response_lengths", "total_lengths")

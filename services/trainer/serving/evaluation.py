@@ -22,15 +22,13 @@ from headrace.client.rollout import Rollout
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.hooks import HookArgs, hook_args, to_hook
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import eval_sets
+from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
-from headrace.metrics_row import MetricsRow
+from headrace.limits import one_line
 from headrace.rpc.log import log
-from headrace.run_folder import RunFolder
+from headrace.run_folder import MetricsRow, RunFolder
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status
-from headrace.wire.checks import one_line
 from services.trainer.rl.train_data import numbers
 from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState

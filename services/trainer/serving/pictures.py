@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 
 MOST_POINTS = 500
 """A picture is some 1,300 pixels wide."""

@@ -21,12 +21,11 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from headrace.disk.whole_file import replacing
+from headrace.disk import replacing
 from headrace.errors import ConfigError
-from headrace.job.schema.run import TrackingSection
-from headrace.job.schema.secrets import without_secrets
-from headrace.metrics_row import MetricsRow, row_of, step_of
+from headrace.job.schema.run import TrackingSection, without_secrets
 from headrace.rpc.log import log
+from headrace.run_folder import MetricsRow, row_of, step_of
 from services.trainer.files.durable import append_rows
 from services.trainer.serving import pictures
 from services.trainer.serving.pictures import Point, Points

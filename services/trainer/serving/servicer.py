@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.wire.checks import require_counter, require_id, require_path, shown
+from headrace.limits import require_counter, require_id, require_path, shown
 from services.trainer.serving.console import Steered, TrainerConsole
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import FailedPrecondition, ResourceExhausted
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.weights.engine_layout import flat_bytes, travel_together
 
 _FEWEST = 16

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from headrace.models.block_fp8 import SCALE
+from headrace.models.folders import SCALE
 from services.trainer.weights.quantization import dequantized
 
 _TILE = 8192

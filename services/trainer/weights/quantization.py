@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.models.block_fp8 import SCALE, BlockFp8
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.models.folders import SCALE, BlockFp8
+from headrace.publication import TensorSpec
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_FACTOR = torch.finfo(torch.float32).tiny  # below it quotients are no longer exact, and may be infinite

@@ -10,7 +10,7 @@ import time
 import grpc
 import uvloop
 
-from headrace.rpc.channel import connect
+from headrace.rpc.client import connect
 from headrace.rpc.net import free_port
 from headrace.rpc.server import OPTIONS
 from tests.bench.cpu import cpu_seconds

@@ -24,9 +24,9 @@ from pathlib import Path
 import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
-from headrace.client.port import Buffer
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from tests.bench.cpu import cpu_seconds_of
 from tests.bench.ledger_throughput import PER_GROUP, put_of, together
 from tests.support.ledgers.buffer_samples import text_prompts

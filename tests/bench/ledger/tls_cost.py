@@ -19,9 +19,10 @@ import uvloop
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.client.buffer import BufferClient
-from headrace.job.schema.buffer import BufferSection
-from headrace.rpc.access import bearer, tokens_file
-from headrace.rpc.access.role import Role
+from headrace.job.schema.services import BufferSection
+from headrace.rpc import client as rpc_client
+from headrace.rpc.access import tokens_file
+from headrace.rpc.access.roles import Role
 from headrace.rpc.tls import VARIABLE
 from tests.bench.cpu import cpu_seconds
 from tests.bench.ledger_throughput import PER_CALL, PER_GROUP, leased, put_of, together
@@ -87,7 +88,7 @@ async def peers(folder: Path) -> AsyncIterator[Mapping[str, Peer]]:
     ways: Sequence[tuple[str, Sequence[str], Mapping[str, str]]] = (
         (CLEAR, (), {}),
         (TLS, encrypted, {VARIABLE: str(client)}),
-        (TOKEN, (*encrypted, "--tokens-file", str(tokens)), {VARIABLE: str(client), bearer.VARIABLE: token}),
+        (TOKEN, (*encrypted, "--tokens-file", str(tokens)), {VARIABLE: str(client), rpc_client.VARIABLE: token}),
     )
     async with AsyncExitStack() as stack:
         buffers = []

@@ -22,7 +22,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.disk.lock import lock
+from headrace.disk import lock
 from headrace.errors import HeadraceError, Unavailable
 from headrace.ledger_tools.audit.ledger import read_ledger
 from headrace.ledger_tools.audit.record import read_record

@@ -14,13 +14,12 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import BufferClient
-from headrace.client.columns import LargeColumn
+from headrace.client.buffer import BufferClient, LargeColumn
 from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, InvalidArgument
-from headrace.rpc.channel import connect
+from headrace.limits import MAX_GROUP_ENVELOPE_BYTES, MAX_PUT_SAMPLES_PER_CALL
+from headrace.rpc.client import connect
 from headrace.trajectory import PolicyRange, Sample, Status
-from headrace.wire.limits import MAX_GROUP_ENVELOPE_BYTES, MAX_PUT_SAMPLES_PER_CALL
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.processes.buffer_server import served_buffer

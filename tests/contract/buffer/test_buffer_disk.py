@@ -16,7 +16,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import DiskFull, ResourceExhausted
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.ledger.group import Group
 from services.buffer.store.files import Buffer, DiskFiles
 from services.buffer.store.sqlite.database import FILE, connect

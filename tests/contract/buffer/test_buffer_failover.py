@@ -12,8 +12,8 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import ConfigError, Fenced
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.run import RunSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.store.kinds import open_store
 from services.buffer.store.postgres.store import PostgresStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts

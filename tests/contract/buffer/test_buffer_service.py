@@ -25,10 +25,10 @@ from headrace.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.production import RolloutSection
+from headrace.job.schema.services import BufferSection
 from headrace.ledger_tools.audit.ledger import read_ledger
-from headrace.rpc import call as rpc
+from headrace.rpc import client as rpc
 from headrace.trajectory import Sample
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import StreamConfig

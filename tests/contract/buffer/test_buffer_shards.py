@@ -14,11 +14,11 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
+from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
-from headrace.client.port import Buffer
 from headrace.client.shards import ShardedBuffer
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts

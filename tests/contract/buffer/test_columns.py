@@ -20,10 +20,9 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import BufferClient
-from headrace.client.columns import LargeColumn, taken_out
+from headrace.client.buffer import BufferClient, LargeColumn, taken_out
 from headrace.errors import DataLoss, FailedPrecondition, HeadraceError, NotFound
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
 from services.buffer.store import column_file

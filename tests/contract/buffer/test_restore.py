@@ -17,7 +17,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, HeadraceError
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch

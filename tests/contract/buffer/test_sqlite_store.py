@@ -17,7 +17,7 @@ from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import ConfigError, DataLoss, NotFound
-from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.ledger.transaction import Transaction
 from services.buffer.store.base import Damage
 from services.buffer.store.files import DiskFiles

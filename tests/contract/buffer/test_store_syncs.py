@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.client.buffer import BufferClient
-from headrace.client.columns import LargeColumn
+from headrace.client.buffer import BufferClient, LargeColumn
 from services.buffer.store.files import DiskFiles
 from services.buffer.store.sqlite.database import connect
 from services.buffer.store.sqlite.store import SqliteStore

@@ -13,7 +13,7 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.buffer import BufferClient
 from headrace.errors import InvalidArgument
 from headrace.job.schema.job import Job
-from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
+from headrace.limits import MAX_SAMPLES_PER_GROUP
 from services.buffer.store.memory import MemoryStore
 from services.trainer.failure_budget import AllRewards, Breaker
 from services.trainer.ledger import StreamLedger

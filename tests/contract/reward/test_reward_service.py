@@ -18,10 +18,11 @@ from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc import interceptor, listen
-from headrace.rpc.call import call
+from headrace.job.schema.services import RewardSection
+from headrace.rpc import interceptor
+from headrace.rpc.client import call
 from headrace.rpc.net import free_port
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward import registry, scoring
 from services.reward.server import RewardServer
@@ -88,7 +89,7 @@ def hooks(tmp_path: Path) -> str:
 @asynccontextmanager
 async def serving(address: str = "127.0.0.1:0", **leaves: object) -> AsyncIterator[RewardClient]:
     section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), listen.Listen(address))
+    server = await RewardServer.start(section, section_args(section), Listen(address))
     try:
         async with RewardClient(server.rpc.address) as client:
             yield client
@@ -336,9 +337,9 @@ def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message
 def test_a_taken_port_is_named() -> None:
     async def take() -> None:
         section = RewardSection(reward_workers=1, rm_type="exact_match")
-        first = await RewardServer.start(section, section_args(section), listen.Listen("127.0.0.1:0"))
+        first = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
         with pytest.raises(Unavailable, match="in use"):
-            await RewardServer.start(section, section_args(section), listen.Listen(first.rpc.address))
+            await RewardServer.start(section, section_args(section), Listen(first.rpc.address))
         await first.stop(0)
 
     asyncio.run(take())

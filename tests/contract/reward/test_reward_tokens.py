@@ -12,8 +12,8 @@ import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc.listen import Listen
+from headrace.job.schema.services import RewardSection
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from headrace.trajectory import PolicyRange, Sample, Status
 from services.reward.server import RewardServer

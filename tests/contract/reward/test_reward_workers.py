@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc.listen import Listen
+from headrace.job.schema.services import RewardSection
+from headrace.rpc.server import Listen
 from services.reward.server import RewardServer
 
 

@@ -10,9 +10,8 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.open import open_buffer
 from headrace.client.reward import RewardClient
-from headrace.policy_range import PolicyRange
 from headrace.score import Score, ScoreItem
-from headrace.trajectory import Sample, Status
+from headrace.trajectory import PolicyRange, Sample, Status
 
 
 async def main(buffer_address: str, reward_address: str) -> None:

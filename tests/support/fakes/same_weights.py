@@ -11,8 +11,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from headrace.models.block_fp8 import BlockFp8
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.models.folders import BlockFp8
+from headrace.publication import TensorSpec
 from services.trainer.hugging_face.export import Look, Write, export
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.quantization import quantized, quantized_specs

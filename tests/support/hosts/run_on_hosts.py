@@ -19,7 +19,7 @@ from typing import Any
 from headrace.cli.authority import issue_client, issue_service
 from headrace.process.linux import descendants
 from headrace.rpc.access import tokens_file
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.net import free_port
 from headrace.rpc.tls import OPERATOR
 from headrace.run_folder import RunFolder

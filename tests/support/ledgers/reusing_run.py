@@ -14,8 +14,8 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
+from headrace.protobuf import raw_put
 from headrace.trajectory import Sample as WireSample
-from headrace.wire.put_request import raw_put
 from services.buffer.conversion import wire
 from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.stream import ExpiryAction, StreamConfig

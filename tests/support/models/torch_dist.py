@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.architecture import Architecture
-from headrace.models.torch_dist.keys import rows_of, whole_shape
+from headrace.models.torch_dist import rows_of, whole_shape
 from services.trainer.hugging_face.torch_dist import write_torch_dist
 
 

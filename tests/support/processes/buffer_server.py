@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.job.schema.run import ModelSection
+from headrace.job.schema.services import BufferSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.conversion.wire import add_to_server

@@ -81,7 +81,7 @@ def _save(case: TorchDistCase, folder: Path) -> None:
 def _started(case: TorchDistCase, folder: Path) -> None:
     from megatron.core import parallel_state
 
-    from headrace.models.torch_dist.folder import FORMAT
+    from headrace.models.torch_dist import FORMAT
     from services.trainer.checkpoint.checkpoint import Checkpoints, step_name
     from services.trainer.export_checkpoint import export_checkpoint
     from services.trainer.model.build import join_ranks, policy_of

@@ -122,7 +122,7 @@ def run_case(case: TrainerCase) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from headrace.rpc.listen import Listen
+    from headrace.rpc.server import Listen
     from services.trainer.__main__ import run_rank
     from services.trainer.control.build import TrainerBuild
 

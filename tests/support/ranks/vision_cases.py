@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.job.schema.job import Job
 from headrace.trajectory import PolicyRange, Sample, Status
 from tests.support.ranks.ranks import entries

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.job.schema.run import ModelSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig

@@ -11,9 +11,7 @@ import pytest
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
-from headrace.sample_checks import COLUMN_DTYPES
-from headrace.trajectory import PolicyRange, Sample, Status
-from headrace.wire.column import pack_column, unpack_column
+from headrace.trajectory import COLUMN_DTYPES, PolicyRange, Sample, Status, pack_column, unpack_column
 from services.buffer.conversion.payload import check_samples, columns_of, row_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.models.presets import find
+from headrace.models.registry import find
 
 SERVICES = [f"--{name}-address=127.0.0.1:70{at}" for at, name in enumerate(("buffer", "reward", "rollout"), 10)]
 """Services that start here are checked by processes of their own, which take seconds."""

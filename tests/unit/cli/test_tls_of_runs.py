@@ -13,7 +13,7 @@ import pytest
 from headrace.cli.authority import issue_client
 from headrace.cli.main import main
 from headrace.launch.health import is_serving
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.net import free_port
 from headrace.rpc.tls import VARIABLE
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headrace.cli.main import main
 from headrace.rpc.access import tokens_file
-from headrace.rpc.access.bearer import FILE_VARIABLE, VARIABLE
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import FILE_VARIABLE, VARIABLE
 from headrace.rpc.net import free_port
 from tests.unit.cli.test_tls_of_runs import START_SECONDS, Up, callers_in, until_serving
 

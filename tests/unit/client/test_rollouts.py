@@ -13,13 +13,13 @@ import pytest
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client import rollouts
+from headrace.client import rollout
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout, RolloutClient
 from headrace.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
-from headrace.wire.column import pack_column
+from headrace.trajectory import pack_column
 
 NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 GONE = f"127.0.0.1:{free_port()}"
@@ -107,7 +107,7 @@ async def test_without_any_service_the_fleet_is_an_error_that_names_an_address()
 async def test_the_newest_version_answers_and_of_equals_the_one_with_less_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollouts, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(rollout, "_ANSWER_SECONDS", 0.5)
     old, busy, idle, starting = (
         OneService(1), OneService(2, in_flight=9), OneService(2), OneService(5, ready=False)
     )  # fmt: skip
@@ -119,7 +119,7 @@ async def test_the_newest_version_answers_and_of_equals_the_one_with_less_to_do(
 async def test_a_response_goes_on_at_another_service_where_its_own_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollouts, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(rollout, "_ANSWER_SECONDS", 0.5)
     gone, well = OneService(2, ends_after=0), OneService(1)
     async with asked_as_one([gone, well]) as client:
         assert await text_of(client) == "012"
@@ -136,7 +136,7 @@ async def test_a_response_goes_on_at_another_service_where_its_own_ends(
 
 
 async def test_a_response_that_no_service_can_give_fails_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(rollout, "_ANSWER_SECONDS", 0.1)
     async with asked_as_one([OneService(ready=False)], GONE) as client:
         with pytest.raises(Unavailable, match="no rollout service has a ready engine"):
             _ = [reply async for reply in client.generate(pb.GenerateRequest(), deadline_seconds=0.3)]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from headrace.client.reward import score_until
 from headrace.errors import HeadraceError, Unavailable
+from headrace.limits import MAX_SCORE_ITEMS_PER_CALL
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
-from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 
 def items(count: int) -> list[ScoreItem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.client.shard_answers import StatsMerger
+from headrace.client.shards import StatsMerger
 from services.trainer.failure_budget import AllRewards
 
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.client.buffer import BufferClient
+from headrace.client.buffer import LOOKING_AT_ONCE, WAITING_AT_ONCE, BufferClient, SharedWaits
 from headrace.client.open import open_buffer
-from headrace.client.shared_waits import LOOKING_AT_ONCE, WAITING_AT_ONCE, SharedWaits
 from headrace.errors import DeadlineExceeded, NotFound
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts

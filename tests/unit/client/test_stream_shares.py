@@ -8,11 +8,11 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.client.shard_answers import merged_config, share_of
-from headrace.job.schema.buffer import BufferSection
+from headrace.client.shards import merged_config, share_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.run import ModelSection
+from headrace.job.schema.services import BufferSection
 from services.buffer.build import of_shard, train_stream
 from services.buffer.conversion.wire_stream import config_to_proto
 

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from headrace.devices.host import Device, Host, machine_of, named
-from headrace.devices.plan import DevicePlan, Wanted, plan_devices
+from headrace.devices import Device, DevicePlan, Host, Wanted, machine_of, named, plan_devices
 from headrace.errors import ConfigError
 
 

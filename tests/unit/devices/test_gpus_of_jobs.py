@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.view.plan import plan
-from headrace.devices.ranks import RANK_DEVICES, rank_devices
+from headrace.devices import RANK_DEVICES, rank_devices
 from headrace.errors import ConfigError
 from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.scope import Scope

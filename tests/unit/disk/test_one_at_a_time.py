@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
-from headrace.disk.one_at_a_time import one_at_a_time
+from headrace.disk import one_at_a_time
 from headrace.errors import ConfigError
 from headrace.rpc.access import revoked, tokens_file
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.tls import TlsFolder
 
 NAMES = [f"client-{number}" for number in range(24)]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample, from_hook, hook_args, run_generate, to_hook
-from headrace.images.columns import MAX_IMAGES
+from headrace.images import MAX_IMAGES
 from headrace.job.schema.job import Job
 from headrace.process.workers import codec
 from tests.support.pictures import png

@@ -13,9 +13,8 @@ import pytest
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.images.prompts import with_images
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import EvalSet
+from headrace.images import with_images
+from headrace.job.eval_sets import EvalSet, eval_dataset
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
 from services.buffer.ledger.source import FileSource

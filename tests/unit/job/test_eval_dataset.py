@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import EvalSet
+from headrace.job.eval_sets import EvalSet, eval_dataset
 from headrace.job.schema.job import Job
 from services.rollout.production.sampling import job_params, merged_params
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import eval_sets, own_rewards
+from headrace.job.eval_sets import eval_dataset, eval_sets, own_rewards
 from headrace.job.schema.job import Job
 
 CONFIG = """

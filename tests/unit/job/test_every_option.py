@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.job.load.load import read
-from headrace.job.load.toml import to_toml
 from headrace.job.option import Arity, Option, options
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, to_toml
 
 LONG = os.environ.get("HEADRACE_OPTION_WORDS") == "all"
 _EVERY = 2

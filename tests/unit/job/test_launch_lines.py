@@ -10,14 +10,13 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.load.foreign import FOREIGN
+from headrace.job.load.flags import FOREIGN
 from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model.transformer_config import contradictions
+from headrace.job.model import contradictions
 from headrace.job.option import ALIASES, OPPOSITES, options
 from headrace.job.rules.warned.warnings import warnings
-from headrace.models.presets import PRESETS
-from headrace.models.registry import architecture
+from headrace.models.registry import PRESETS, architecture
 from tests.support.slime_flags import MODEL_ARGS, REFUSED, TAKEN
 
 

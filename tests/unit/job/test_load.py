@@ -8,9 +8,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.load.load import load
-from headrace.job.load.toml import to_toml
 from headrace.job.option import options
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, to_toml
 
 
 def test_flags_override_variables_and_variables_override_the_file(load_with) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron.arguments import ARCHITECTURAL, GPU_ONLY, OWNED, MegatronArgs
 from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
-from headrace.job.megatron.owned import ARCHITECTURAL, GPU_ONLY, OWNED
 from headrace.job.option import options
 from headrace.job.schema.job import Job
 from tools.megatron_fields import Row, both, rows, taken_as

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model.virtual_stages import virtual_stages
+from headrace.job.model import virtual_stages
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from tests.support.models.tiny_families import make_tiny

@@ -12,7 +12,7 @@ from threading import Barrier
 
 import pytest
 
-from headrace.disk.one_at_a_time import one_at_a_time
+from headrace.disk import one_at_a_time
 from headrace.job.schema.job import Job
 from headrace.launch import launcher as launcher_module
 from headrace.launch.buffer_of_run import living_buffer

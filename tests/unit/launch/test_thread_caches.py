@@ -11,14 +11,14 @@ import pytest
 
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, spec
-from headrace.rpc.spare_memory import glibc_heap
+from headrace.rpc.server import glibc_heap
 from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
 from services.rollout.fleet_build import engine_options
 
 HELD = """
 import ctypes
-from headrace.rpc.spare_memory import glibc_heap
+from headrace.rpc.server import glibc_heap
 heap, library = glibc_heap(), ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 blocks = [library.malloc(1000) for _ in range(7)]

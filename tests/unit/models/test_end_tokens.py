@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.models.end_tokens import end_tokens
+from headrace.models.tokenizer.tokenizer import end_tokens
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import pytest
 from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model.transformer_config import contradictions
+from headrace.job.model import contradictions
 from headrace.job.schema.job import Job
-from headrace.models.presets import PRESETS
-from headrace.models.registry import FAMILIES, architecture, table
-from headrace.models.unsupported import WHY
+from headrace.models.registry import FAMILIES, PRESETS, WHY, architecture, table
 
 DEEPSEEK = dict(PRESETS["deepseek-v3"].config)
 

@@ -23,8 +23,7 @@ from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import architecture as read
-from headrace.models.torch_dist.keys import rows_of
-from headrace.models.torch_dist.match import matched
+from headrace.models.torch_dist import matched, rows_of
 from services.trainer.hugging_face.shards import merge
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_families import make_tiny, tiny_config

@@ -17,7 +17,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import Sample
 from headrace.hooks.args import HookArgs
 from headrace.hooks.plain import plain
-from headrace.prompts.label import label_text
+from headrace.prompts import label_text
 from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.prompts.files import RowReader

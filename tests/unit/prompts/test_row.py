@@ -13,8 +13,8 @@ from headrace.cli.commands.submit import prompts_of
 from headrace.errors import HeadraceError
 from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.data_source.dataset import Dataset
-from headrace.job.schema.parts.prompt_path import PromptPath
-from headrace.prompts.row import chat_message
+from headrace.job.schema.section import PromptPath
+from headrace.prompts import chat_message
 from services.reward.check import scorers_of
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 

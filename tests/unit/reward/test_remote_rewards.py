@@ -16,9 +16,9 @@ import pytest
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
 from headrace.hooks import section_args
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc.listen import Listen
+from headrace.job.schema.services import RewardSection
 from headrace.rpc.net import free_port
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward.server import RewardServer
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.engine_group import EngineGroup
+from headrace.job.schema.placement import EngineGroup
 from services.rollout import __main__ as program
 from services.rollout import evaluate_url
 from services.rollout.admission import Kind

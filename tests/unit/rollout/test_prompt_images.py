@@ -16,11 +16,10 @@ from transformers import AutoProcessor
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.images.columns import IMAGE_GRIDS, MAX_IMAGE_BYTES, PIXEL_VALUES, image_starts, raw_of
-from headrace.images.prompts import with_images
+from headrace.images import IMAGE_GRIDS, MAX_IMAGE_BYTES, PIXEL_VALUES, image_starts, raw_of, with_images
 from headrace.job.schema.production import DataSection, EvalSection
 from headrace.models.registry import read_architecture
-from headrace.prompts.row import chat_message
+from headrace.prompts import chat_message
 from services.rollout.chat.images import image_reader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
@@ -121,7 +120,7 @@ def test_a_bad_image_is_named_by_file_and_line_and_by_itself(
         with pytest.raises(InvalidArgument, match=f"prompt prompts.jsonl:3@0: image 1 .*{shown}.* {said}") as raised:
             encoder.encode(prompt_of([name], folder))
         assert raised.value.reason == "BAD_IMAGE"
-    monkeypatch.setattr("headrace.images.file.MAX_IMAGE_PIXELS", 3599)
+    monkeypatch.setattr("headrace.images.MAX_IMAGE_PIXELS", 3599)
     with pytest.raises(InvalidArgument, match="is 60 x 60, may have 3,599 pixels"):
         encoder.encode(prompt_of(["good.png"], folder))
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.prompts.row import chat_message
+from headrace.prompts import chat_message
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 

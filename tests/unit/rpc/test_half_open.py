@@ -1,6 +1,6 @@
 """Connections whose other end has vanished: no FIN, no RST, nothing. Silence is noticed, in calls without an end, too.
 
-The times of `headrace.rpc.keepalive` are a second here; tests/hosts has the real ones, between hosts.
+The times of `headrace.rpc.net` are a second here; tests/hosts has the real ones, between hosts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.rpc import keepalive
+from headrace.rpc import net
 from headrace.rpc.net import Address
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.buffer_samples import text_prompts
@@ -77,8 +77,8 @@ async def line(target: str) -> AsyncIterator[Line]:
 async def test_a_watch_and_a_wait_for_leases_notice_a_peer_that_vanished_and_so_does_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keepalive, "ASK_SECONDS", 1.0)
-    monkeypatch.setattr(keepalive, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(net, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(net, "ANSWER_SECONDS", 1.0)
     async with (
         served_buffer(MemoryStore()) as (_, server),
         line(server.address) as far,

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.process.gloo import gloo_at
-from headrace.rpc.channel import _target
+from headrace.rpc.client import _target
 from headrace.rpc.net import Address, host_towards, interface_of, own_place
 
 ELSEWHERE = "203.0.113.7"  # of a documentation network (RFC 5737): no machine's

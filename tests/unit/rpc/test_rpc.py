@@ -31,8 +31,7 @@ from headrace.errors import (
     Unavailable,
     error_classes,
 )
-from headrace.rpc.call import call
-from headrace.rpc.channel import connect
+from headrace.rpc.client import call, connect
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from headrace.rpc.status import from_rpc_error

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from headrace.process.memory import resident_bytes
-from headrace.rpc.spare_memory import Heap, SpareMemory, glibc_heap
+from headrace.rpc.server import Heap, SpareMemory, glibc_heap
 from tests.hostile.surfaces import http2
 
 SOON = 60.0
@@ -20,7 +20,7 @@ MIB = 1 << 20
 SERVED = """
 import asyncio
 from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace.rpc import spare_memory
+from headrace.rpc import server as server_module
 from headrace.rpc.server import RpcServer, Service
 
 class Scorers(reward_pb2_grpc.RewardServiceServicer):
@@ -28,7 +28,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ListScorersResponse()
 
 async def serve():
-    spare_memory._LOOK_SECONDS = 0.2
+    server_module._LOOK_SECONDS = 0.2
     name = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
     server = RpcServer(
         "x", "127.0.0.1:0", [Service(Scorers(), reward_pb2_grpc.add_RewardServiceServicer_to_server, name)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.limits import syntax_tree
 from headrace.process.workers import WorkerBroken, WorkerPool, WorkerRaised
-from headrace.syntax import syntax_tree
 
 ROOT = Path(__file__).parents[3]
 MODULES = frozenset(
@@ -63,12 +63,11 @@ ALLOWED = {
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
     ("headrace/hooks/load.py", "import_module"): "the same, of a module",
     ("headrace/hooks/slime_names.py", "import_module"): "headrace's own modules, by a table of slime's names",
-    ("headrace/job/load/engine_groups.py", "import yaml"): "a job's file of engine groups",
+    ("headrace/job/load/resolve.py", "import yaml"): "a job's file of engine groups",
     ("headrace/models/tokenizer/tokenizer.py", "from_pretrained"): "a folder's code runs with trust_remote_code alone",
-    ("headrace/models/torch_dist/common.py", "read_pickle"): "the reader that imports nothing",
-    ("headrace/models/torch_dist/pickled.py", "import pickle"): "that reader: a name is answered with a stand-in",
-    ("headrace/models/torch_dist/pickled.py", "pickle.Unpickler"): "the same: its find_class is replaced",
-    ("headrace/models/torch_dist/tensors.py", "read_pickle"): "the reader that imports nothing",
+    ("headrace/models/torch_dist.py", "import pickle"): "that reader: a name is answered with a stand-in",
+    ("headrace/models/torch_dist.py", "pickle.Unpickler"): "the same: its find_class is replaced",
+    ("headrace/models/torch_dist.py", "read_pickle"): "the reader that imports nothing",
     ("headrace/process/workers/child.py", "import pickle"): "a worker reads what its own service sent it",
     ("headrace/process/workers/child.py", "pickle.loads"): "the same: a function and its arguments, over a socket pair",
     ("headrace/process/workers/process.py", "import pickle"): "the service writes them; it reads MessagePack",
@@ -131,7 +130,7 @@ def test_nothing_reads_objects_or_runs_code_but_what_is_listed_with_its_reason()
 def test_torch_loads_weights_only_and_yaml_safely() -> None:
     text = (ROOT / "services/trainer/hugging_face/torch_dist.py").read_text()
     assert text.count("torch.load(") == text.count("weights_only=True") == 1
-    text = (ROOT / "headrace/job/load/engine_groups.py").read_text()
+    text = (ROOT / "headrace/job/load/resolve.py").read_text()
     assert text.count("yaml.") == text.count("yaml.safe_load(") + text.count("yaml.YAMLError")
 
 

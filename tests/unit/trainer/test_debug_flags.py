@@ -14,7 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
-from headrace.rpc.listen import Listen
+from headrace.rpc.server import Listen
 from services.buffer.store.memory import MemoryStore
 from services.trainer.__main__ import lead
 from services.trainer.control.build import TrainerBuild

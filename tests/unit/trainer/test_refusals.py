@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model.transformer_config import contradictions
+from headrace.job.model import contradictions
 from headrace.models.registry import read_architecture
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.cli.main import main
 from headrace.errors import AlreadyExists, ConfigError
-from headrace.models.block_fp8 import BlockFp8
+from headrace.models.folders import BlockFp8
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.rewrite import to_fp8 as program
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8

@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.models.block_fp8 import BlockFp8
-from headrace.models.exported import is_whole
+from headrace.models.folders import BlockFp8, is_whole
 from headrace.process.shared_memory import memory_folder
 from services.trainer.weights.quantization import quantized
 from tests.long_forms import ALL

@@ -17,8 +17,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.errors import InvalidArgument
-from headrace.wire.field_count import layout_of, require_few_fields
-from headrace.wire.protobuf import varint
+from headrace.protobuf import layout_of, require_few_fields, varint
 
 MOST = 1_000
 REQUESTS = {

@@ -7,10 +7,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace import protobuf as put_request_module
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.wire import put_request as put_request_module
-from headrace.wire.put_request import RawPut, parse_puts, put_request, raw_put
+from headrace.protobuf import RawPut, parse_puts, put_request, raw_put
 
 samples = st.builds(
     lambda sample_id, payload, reward: sample_pb2.Sample(

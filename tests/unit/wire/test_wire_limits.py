@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace import limits
 from headrace.errors import InvalidArgument
-from headrace.wire import checks, limits
 
 LIMITS = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
 
@@ -22,7 +22,7 @@ def test_the_protocols_page_shows_every_limit_with_its_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "most"), [(checks.require_id, 512), (checks.require_name, 128), (checks.require_path, 4_096)]
+    ("check", "most"), [(limits.require_id, 512), (limits.require_name, 128), (limits.require_path, 4_096)]
 )
 def test_a_name_has_a_length_and_no_control_characters(check: Callable[[str, str], str], most: int) -> None:
     assert check("a" * most, "f") == "a" * most
@@ -36,33 +36,33 @@ def test_a_name_has_a_length_and_no_control_characters(check: Callable[[str, str
 
 @pytest.mark.parametrize("number", [-1, 2**53 + 1, 2**63 - 1, -(2**63)])
 def test_a_step_is_a_number_that_every_language_holds_exactly(number: int) -> None:
-    assert checks.require_counter(2**53, "step") == 2**53
+    assert limits.require_counter(2**53, "step") == 2**53
     with pytest.raises(InvalidArgument, match="must be 0 to 9007199254740992"):
-        checks.require_counter(number, "step")
+        limits.require_counter(number, "step")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1e-9, 11.0])
 def test_a_float_is_finite_and_in_its_range(number: float) -> None:
-    assert checks.require_finite(10.0, "seconds", most=10.0) == 10.0
+    assert limits.require_finite(10.0, "seconds", most=10.0) == 10.0
     with pytest.raises(InvalidArgument, match="must be 0 to 10"):
-        checks.require_finite(number, "seconds", most=10.0)
+        limits.require_finite(number, "seconds", most=10.0)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_float_without_an_upper_bound_is_finite_all_the_same(number: float) -> None:
-    assert checks.require_finite(1e300, "seconds") == 1e300
+    assert limits.require_finite(1e300, "seconds") == 1e300
     with pytest.raises(InvalidArgument, match="must be 0 or more"):
-        checks.require_finite(number, "seconds")
+        limits.require_finite(number, "seconds")
 
 
 def test_a_list_has_some_entries_and_not_too_many_and_bytes_have_an_end() -> None:
-    checks.require_some(1, "ids")
-    checks.require_at_most(5, 5, "ids")
-    checks.require_bytes(5, 5, "data")
+    limits.require_some(1, "ids")
+    limits.require_at_most(5, 5, "ids")
+    limits.require_bytes(5, 5, "data")
     for refused in (
-        lambda: checks.require_some(0, "ids"),
-        lambda: checks.require_at_most(6, 5, "ids"),
-        lambda: checks.require_bytes(6, 5, "data"),
+        lambda: limits.require_some(0, "ids"),
+        lambda: limits.require_at_most(6, 5, "ids"),
+        lambda: limits.require_bytes(6, 5, "data"),
     ):
         with pytest.raises(InvalidArgument):
             refused()
@@ -70,8 +70,8 @@ def test_a_list_has_some_entries_and_not_too_many_and_bytes_have_an_end() -> Non
 
 def test_json_is_an_object_of_a_size_and_a_depth() -> None:
     deepest = '{"a":' * 64 + "1" + "}" * 64
-    assert checks.require_json_object("", "f") == {}
-    assert checks.require_json_object(deepest, "f")
+    assert limits.require_json_object("", "f") == {}
+    assert limits.require_json_object(deepest, "f")
     for bad in (
         '{"a":' * 65 + "1" + "}" * 65,
         '{"a":' + "[" * 200_000 + "]" * 200_000 + "}",
@@ -82,20 +82,20 @@ def test_json_is_an_object_of_a_size_and_a_depth() -> None:
         "nothing",
     ):
         with pytest.raises(InvalidArgument) as caught:
-            checks.require_json_object(bad, "f")
+            limits.require_json_object(bad, "f")
         assert len(caught.value.message) < 400
 
 
 @pytest.mark.parametrize("bad", ['{"a":1}', '"text"', "null", "[", "nothing"])
 def test_a_json_array_is_one(bad: str) -> None:
-    assert checks.require_json_array("", "f") == []
-    assert checks.require_json_array('[1, {"a": 2}]', "f") == [1, {"a": 2}]
+    assert limits.require_json_array("", "f") == []
+    assert limits.require_json_array('[1, {"a": 2}]', "f") == [1, {"a": 2}]
     with pytest.raises(InvalidArgument):
-        checks.require_json_array(bad, "f")
+        limits.require_json_array(bad, "f")
 
 
 def test_a_message_for_people_is_cut_and_a_value_in_an_error_is_too() -> None:
-    assert checks.cut_text("a" * 2_048) == "a" * 2_048
-    assert len(checks.cut_text("a" * 100_000)) == 2_048
-    assert len(checks.shown("a\n" * 100_000)) < 100
-    assert len(checks.shown(b"a" * 100_000)) < 100
+    assert limits.cut_text("a" * 2_048) == "a" * 2_048
+    assert len(limits.cut_text("a" * 100_000)) == 2_048
+    assert len(limits.shown("a\n" * 100_000)) < 100
+    assert len(limits.shown(b"a" * 100_000)) < 100

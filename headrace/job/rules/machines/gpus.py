@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.devices.host import Host, machine_of
-from headrace.devices.inventory import this_machine
-from headrace.devices.plan import DevicePlan, Wanted, plan_devices
+from headrace.devices import DevicePlan, Host, Wanted, machine_of, plan_devices, this_machine
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job

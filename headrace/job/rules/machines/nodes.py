@@ -6,15 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.digits import whole_number
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.service_rules import addresses_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
+from headrace.limits import LAST_PORT, MAX_COUNTER, shown, whole_number
 from headrace.rpc.net import Address
-from headrace.wire.checks import shown
-from headrace.wire.limits import LAST_PORT, MAX_COUNTER
 
 _DEFAULT_PORT = 29500  # torchrun's
 _OPTIONS = ("node_rank", "master_addr", "master_port")

@@ -13,8 +13,8 @@ from headrace.job.rules.paths.hook_files import definitions, refuse_slimes
 from headrace.job.rules.paths.weight_folders import check_model, check_starting_weights, check_weights
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.job.schema.parts.prompt_path import PromptPath
-from headrace.prompts.row import parse_row, rows_of, value_at
+from headrace.job.schema.section import PromptPath
+from headrace.prompts import parse_row, rows_of, value_at
 
 _LINES_LOOKED_AT = 1000
 

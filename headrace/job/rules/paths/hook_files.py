@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

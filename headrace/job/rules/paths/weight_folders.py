@@ -8,10 +8,9 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.models.exported import NAMES_OF_WEIGHTS, damage_of
+from headrace.models.folders import NAMES_OF_WEIGHTS, damage_of
 from headrace.models.registry import read_architecture
-from headrace.models.torch_dist.folder import TRACKER, is_torch_dist
-from headrace.models.torch_dist.match import matched
+from headrace.models.torch_dist import TRACKER, is_torch_dist, matched
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.devices.inventory import cpu_has_bfloat16, num_gpus
-from headrace.job.megatron.arguments import megatron
-from headrace.job.megatron.owned import OPTIMIZER_ON_GPU
+from headrace.devices import cpu_has_bfloat16, num_gpus
+from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.rules.algorithm_rules import uses_critic
 from headrace.job.schema.job import Job
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.limits import MAX_GROUPS_PER_STEP
 from headrace.trajectory import Failure
-from headrace.wire.limits import MAX_GROUPS_PER_STEP
 from services.buffer.ledger.commands.work import Work
 from services.buffer.ledger.group import Group, GroupState, Prompt
 from services.buffer.ledger.indexed_stream import IndexedStream

@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from headrace.limits import MAX_SAMPLES_PER_STEP
 from headrace.trajectory import Failure
-from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.chunks import first_within
 from services.buffer.ledger.commands.work import NewSample, Work

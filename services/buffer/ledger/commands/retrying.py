@@ -9,7 +9,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
-from headrace.wire.limits import MAX_RETRIES_PER_CALL
+from headrace.limits import MAX_RETRIES_PER_CALL
 from services.buffer.ledger.commands import prompting
 from services.buffer.ledger.commands.work import Work
 from services.buffer.ledger.group import Group, GroupState

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, Fenced
+from headrace.limits import MAX_STEPS_AHEAD
 from headrace.trajectory import Failure
-from headrace.wire.limits import MAX_STEPS_AHEAD
 from services.buffer.ledger.commands.work import MAX_CHANGES, Work
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from headrace.protobuf import Payload
 from headrace.trajectory import Failure
-from headrace.wire.protobuf import Payload
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.group import EndedLease, Group, GroupState, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream

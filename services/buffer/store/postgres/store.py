@@ -19,8 +19,8 @@ import psycopg
 from psycopg import sql
 
 from headrace.errors import DataLoss, FailedPrecondition, RetryableError, Unavailable
+from headrace.protobuf import Payload
 from headrace.rpc.log import log
-from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import Group, Prompt, SampleRecord
 from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store import rows as codec

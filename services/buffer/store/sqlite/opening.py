@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from headrace.disk.lock import lock
+from headrace.disk import lock
 from headrace.errors import ConfigError
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder

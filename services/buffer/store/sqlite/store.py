@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import DataLoss, RetryableError
+from headrace.protobuf import Payload
 from headrace.rpc.log import log
-from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import SampleRecord
 from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store import rows as codec

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import Unavailable
-from headrace.sample_checks import LOG_PROB_SLACK, MIN_LOG_PROB
+from headrace.trajectory import LOG_PROB_SLACK, MIN_LOG_PROB
 
 LONGEST_NAME = 200
 

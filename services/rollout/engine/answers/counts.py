@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.hooks.convert import cache_and_speculation
+from headrace.limits import MAX_COUNTER
 from headrace.trajectory import Sample
-from headrace.wire.limits import MAX_COUNTER
 from services.rollout.engine.answers.bad_answer import BadAnswer, shown
 
 _COUNTS = {

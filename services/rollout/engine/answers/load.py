@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.wire.limits import MAX_COUNTER, MAX_ENGINES
+from headrace.limits import MAX_COUNTER, MAX_ENGINES
 from services.rollout.engine.answers.bad_answer import BadAnswer, require_object, shown
 
 

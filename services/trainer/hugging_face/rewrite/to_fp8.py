@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.models.block_fp8 import BlockFp8
-from headrace.models.rewriting import main_of
+from headrace.models.folders import BlockFp8, main_of
 from services.trainer.hugging_face.export import FILE_BYTES, rewrite
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.weights.quantization import can_be_quantized, quantized

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.models.rewriting import main_of
+from headrace.models.folders import main_of
 from services.trainer.hugging_face.export import FILE_BYTES, Named, rewrite
 from services.trainer.hugging_face.hf_folder import HfFolder
 

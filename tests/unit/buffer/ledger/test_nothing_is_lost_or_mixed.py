@@ -10,7 +10,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import FailedPrecondition, InvalidArgument
-from headrace.wire.put_request import raw_put
+from headrace.protobuf import raw_put
 from services.buffer.conversion import wire
 from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
 from services.buffer.ledger.group import GroupState

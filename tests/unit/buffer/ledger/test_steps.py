@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
-from headrace.wire.limits import MAX_STEPS_AHEAD
+from headrace.limits import MAX_STEPS_AHEAD
 from services.buffer.ledger.commands import training, work
 from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
 from services.buffer.ledger.commands.work import NewSample

@@ -11,8 +11,8 @@ from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.hooks.args import hook_args
 from headrace.job.load.load import load
-from headrace.job.load.toml import to_toml
-from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.job import to_toml
+from headrace.job.schema.production import ContextLimit
 from headrace.models.registry import read_architecture
 from services.rollout.engine import arguments
 from services.rollout.engine.arguments import Machine

@@ -14,8 +14,7 @@ from headrace.job.rules.image_rules import check_images
 from headrace.job.schema.job import Job
 from headrace.models.families.qwen2 import FAMILY as TEXT
 from headrace.models.families.qwen2_5_vl import FAMILY
-from headrace.models.presets import find
-from headrace.models.registry import architecture, read_architecture, table
+from headrace.models.registry import architecture, find, read_architecture, table
 
 VISION = FAMILY.presets[0].config | {"vision_config": {}}
 IMAGES = {"data": {"multimodal_keys": {"image": "images"}, "prompt_data": ["rows.jsonl"]}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.model.lora_targets import lora_targets
+from headrace.job.model import lora_targets
 from headrace.models.registry import architecture
 from headrace.preflight.process import CheckOptions
 from headrace.preflight.report import Prompts
@@ -114,6 +114,6 @@ def test_lora_is_refused_before_a_start_where_layers_are_transformer_engines(
         (tmp_path / "transformer_engine").mkdir()
         (tmp_path / "transformer_engine" / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("headrace.devices.inventory.num_gpus", lambda: gpus)
+    monkeypatch.setattr("headrace.devices.num_gpus", lambda: gpus)
     report = asyncio.run(check_trainer(CheckOptions(job, elsewhere=False, fast=False), Prompts))
     assert any("Transformer Engine" in refusal for refusal in report.refusals) == bool(gpus and installed)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.agent_host import host as agent_host
-from headrace.agent_host.host import AgentHost
+from headrace import agent_host as agent_host
+from headrace.agent_host import AgentHost
 from headrace.hooks.agent import Task, run_agent
 from headrace.hooks.args import HookArgs
 from headrace.process.workers import WorkerPool, WorkerRaised

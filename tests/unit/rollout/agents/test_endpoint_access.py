@@ -20,10 +20,8 @@ from starlette.responses import Response
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
 from headrace.errors import ConfigError, NotFound
-from headrace.rpc.access.access import Access
-from headrace.rpc.access.role import Role
-from headrace.rpc.access.table import roles_of
-from headrace.rpc.access.tokens import Tokens
+from headrace.rpc.access.access import Access, Tokens
+from headrace.rpc.access.roles import Role, roles_of
 from headrace.rpc.access.tokens_file import add, revoke
 from headrace.rpc.http import door
 from headrace.rpc.tls import TlsFolder

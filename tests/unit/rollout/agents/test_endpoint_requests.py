@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
-from headrace.policy_range import PolicyRange
+from headrace.trajectory import PolicyRange
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from headrace.agent_host.host import task_of
+from headrace.agent_host import task_of
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.authority import issue_client, issue_service
@@ -23,7 +23,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample, Status

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from headrace.wire.limits import MAX_SMALL_HTTP_CHUNKS, SMALL_HTTP_CHUNK_BYTES
+from headrace.limits import MAX_SMALL_HTTP_CHUNKS, SMALL_HTTP_CHUNK_BYTES
 from services.rollout.agents.server import EndpointServer
 
 SOON = 60.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.hooks.kit.tool_call import divided
-from headrace.policy_range import PolicyRange, check_ranges
+from headrace.trajectory import PolicyRange, check_ranges
 from services.rollout.agents.messages import Message, ToolCallMessage
 from services.rollout.agents.record import Ask, Branch, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import in_message

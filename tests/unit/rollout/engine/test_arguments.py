@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
+from headrace.job.schema.services import BufferSection
 from services.rollout.engine import arguments
 from services.rollout.engine.arguments import Machine
 from services.rollout.fleet_build import engine_options

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 from headrace.errors import Unavailable
 from headrace.hooks.kit.engine import ask_engine
 from headrace.job.schema.job import Job
-from headrace.wire.routing_key import routed_by
+from headrace.rpc.net import routed_by
 from services.rollout.build import samples_together
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient

@@ -13,8 +13,8 @@ import pytest
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.job.schema.production import EvalSection
+from headrace.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams

@@ -23,8 +23,8 @@ from headrace.client.reward import RewardClient
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, Sample, hook_args, to_hook
 from headrace.job.schema.job import Job
-from headrace.job.schema.reward import RewardSection
-from headrace.rpc.listen import Listen
+from headrace.job.schema.services import RewardSection
+from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from headrace.trajectory import Sample as WireSample
 from services.buffer.build import train_stream, user_code_of

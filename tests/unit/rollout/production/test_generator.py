@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.production import ContextLimit
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient

@@ -15,9 +15,8 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, hook_args
-from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
-from headrace.job.schema.production import RolloutSection
+from headrace.job.schema.production import ContextLimit, RolloutSection
 from headrace.job.schema.run import ModelSection
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog

@@ -11,7 +11,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
-from headrace.prompts.row import chat_message
+from headrace.prompts import chat_message
 from headrace.trajectory import Sample, Status
 from services.rollout.chat.mask import FAMILIES
 from services.rollout.engine.api import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from tests.support.fake_weights import fake_checksum

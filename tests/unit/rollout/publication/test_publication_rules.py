@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, InvalidArgument
-from headrace.probe import Probe
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import Probe, TensorSpec
 from services.rollout.publication.receiver import ask, differences, slices
 from services.rollout.publication.state import GroupPlan, Phase, Plan, PublicationState
 from services.rollout.publication.transports import WeightGroups

@@ -16,8 +16,7 @@ from headrace.errors import (
     NotFound,
     PublicationAborted,
 )
-from headrace.probe import Probe
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import Probe, TensorSpec
 from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import ChecksumMismatch, PublicationAborted
-from headrace.probe import Probe
+from headrace.publication import Probe
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.production.generator import Generator

@@ -14,11 +14,12 @@ from grpc import StatusCode
 from headrace.cli.authority import issue_client, issue_service
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.rpc.access import bearer, tokens_file
+from headrace.rpc import client
+from headrace.rpc.access import tokens_file
+from headrace.rpc.access.access import Tokens, token_in
 from headrace.rpc.access.caller import Caller, of_certificate
-from headrace.rpc.access.role import Role
-from headrace.rpc.access.tokens import Tokens, token_in
-from headrace.rpc.channel import connect
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import connect
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
@@ -67,7 +68,7 @@ async def test_a_token_narrows_a_certificate_with_a_role_and_replaces_one_withou
     monkeypatch.setenv(VARIABLE, str(own))
     if token is not None:
         sent = tokens_file.add(tokens, "bob", token) if token in set(Role) else token
-        monkeypatch.setenv(bearer.VARIABLE, sent)
+        monkeypatch.setenv(client.VARIABLE, sent)
     async with serving_every_rpc(tls=TlsFolder(folder), tokens=Tokens(tokens)) as (server, _):
         assert await codes(server.address) == answers
 
@@ -75,7 +76,7 @@ async def test_a_token_narrows_a_certificate_with_a_role_and_replaces_one_withou
 async def test_without_a_tokens_file_a_token_beside_a_certificate_is_not_looked_at(tmp_path: Path, monkeypatch) -> None:
     issue_service(tmp_path, (), 30)
     monkeypatch.setenv(VARIABLE, str(issue_client(tmp_path, "alice", Role.VIEWER, 30).folder))
-    monkeypatch.setenv(bearer.VARIABLE, "of-another-job")
+    monkeypatch.setenv(client.VARIABLE, "of-another-job")
     async with serving_every_rpc(tls=TlsFolder(tmp_path)) as (server, _):
         assert await codes(server.address) == [OK, DENIED, DENIED]
 
@@ -112,7 +113,7 @@ async def test_a_revoked_token_and_a_new_one_count_without_a_restart(tmp_path: P
     """Also in the client, whose file is replaced while its channel is open."""
     mine = tmp_path / "mine"
     mine.write_text(tokens_file.add(tokens, "bob", Role.PRODUCER) + "\n")
-    monkeypatch.setenv(bearer.FILE_VARIABLE, str(mine))
+    monkeypatch.setenv(client.FILE_VARIABLE, str(mine))
     async with serving_every_rpc(tokens=Tokens(tokens)) as (server, _), connect(server.address) as channel:
 
         async def until(code: StatusCode) -> None:
@@ -166,7 +167,7 @@ def test_the_file_has_no_token_and_is_its_users_alone(tokens: Path) -> None:
 
 async def test_a_token_is_not_sent_unencrypted_to_another_machine(tokens: Path, monkeypatch) -> None:
     """Nor to 127.0.0.1 under a name that only somebody else's resolver vouches for."""
-    monkeypatch.setenv(bearer.VARIABLE, "secret")
+    monkeypatch.setenv(client.VARIABLE, "secret")
     seen = []
     monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, interceptors=None, **__: seen.append(interceptors))
     for address in ("127.0.0.1:1", "localhost:1", "127.0.0.1:1|127.0.0.2:1", "10.0.0.5:1", "127.0.0.1:1|10.0.0.5:1"):
@@ -180,11 +181,11 @@ async def test_a_token_is_not_sent_unencrypted_to_another_machine(tokens: Path, 
 @pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "é"])
 def test_what_cannot_be_a_token_is_refused_without_showing_it(monkeypatch, tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
-    monkeypatch.setenv(bearer.FILE_VARIABLE, str(tmp_path / "token"))
+    monkeypatch.setenv(client.FILE_VARIABLE, str(tmp_path / "token"))
     with pytest.raises(ConfigError, match="headrace tokens add") as caught:
         connect("127.0.0.1:1")
     assert not text or text not in caught.value.message
-    monkeypatch.setenv(bearer.FILE_VARIABLE, str(tmp_path / "absent"))
+    monkeypatch.setenv(client.FILE_VARIABLE, str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="write the token to it"):
         connect("127.0.0.1:1")
 

@@ -13,12 +13,13 @@ from grpc import StatusCode
 from headrace.cli.authority import issue_client, issue_service, revoke_client
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.rpc.access import bearer, revoked, tokens_file
+from headrace.rpc import client
+from headrace.rpc.access import revoked, tokens_file
+from headrace.rpc.access.access import Tokens
 from headrace.rpc.access.certificate import valid_from
 from headrace.rpc.access.revoked import FILE, Revoked
-from headrace.rpc.access.role import Role
-from headrace.rpc.access.tokens import Tokens
-from headrace.rpc.channel import connect
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import connect
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
@@ -67,7 +68,7 @@ async def test_a_revoked_certificate_and_a_new_one_count_without_a_restart(autho
 
 async def test_no_token_helps_a_revoked_certificate(authority: Path, tmp_path: Path, monkeypatch) -> None:
     tokens = tmp_path / "tokens.json"
-    monkeypatch.setenv(bearer.VARIABLE, tokens_file.add(tokens, "bob", Role.ADMIN))
+    monkeypatch.setenv(client.VARIABLE, tokens_file.add(tokens, "bob", Role.ADMIN))
     guests = issue_client(authority, "guests", None, 30).folder
     async with serving_every_rpc(tls=TlsFolder(authority), tokens=Tokens(tokens)) as (server, _):
         assert (await submit(guests, server.address, monkeypatch))[0] is OK
@@ -77,7 +78,7 @@ async def test_no_token_helps_a_revoked_certificate(authority: Path, tmp_path: P
 
 
 def test_what_was_revoked_stays_revoked_while_the_file_is_damaged_or_gone(authority: Path, monkeypatch) -> None:
-    monkeypatch.setattr("headrace.rpc.access.watched_file._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("headrace.disk._LOOK_SECONDS", 0.0)
     pem = (issue_client(authority, "alice", None, 30).folder / "cert.pem").read_bytes()
     alice = {"x509_common_name": [b"alice"], "x509_pem_cert": [pem]}
     held = Revoked(authority)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
 from headrace.rpc.access import tokens_file
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from tests.support.modes import umask
 
 SECRETS = {"ca-key.pem", "key.pem", "tokens.json"}

@@ -10,14 +10,13 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.cli.authority import issue_client, issue_service
+from headrace.limits import syntax_tree
 from headrace.rpc.access import tokens_file
-from headrace.rpc.access.bearer import VARIABLE as TOKEN
-from headrace.rpc.access.role import Role
-from headrace.rpc.access.table import ALLOWED, roles_of
-from headrace.rpc.access.tokens import Tokens
-from headrace.rpc.channel import connect
+from headrace.rpc.access.access import Tokens
+from headrace.rpc.access.roles import ALLOWED, Role, roles_of
+from headrace.rpc.client import VARIABLE as TOKEN
+from headrace.rpc.client import connect
 from headrace.rpc.tls import VARIABLE, TlsFolder
-from headrace.syntax import syntax_tree
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
 from tools import roles
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
-from headrace.rpc.access.role import Role
+from headrace.rpc.access.roles import Role
 from headrace.rpc.http import door
 from headrace.rpc.http.page import MetricsPage
 from headrace.rpc.net import Address

@@ -9,7 +9,7 @@ import time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace.rpc.channel import connect
+from headrace.rpc.client import connect
 from headrace.rpc.peers.connections import ConnectionGuard, Pace, Seen, surplus
 from headrace.rpc.peers.sockets import Connection
 from headrace.rpc.server import RpcServer, Service

@@ -13,8 +13,8 @@ from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.errors import ResourceExhausted
 from headrace.rpc import interceptor
 from headrace.rpc.access.caller import Caller
-from headrace.rpc.access.role import Role
-from headrace.rpc.channel import connect
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import connect
 from headrace.rpc.peers.calls import PeerBytes, PeerCalls, key_of
 from headrace.rpc.server import RpcServer, Service
 

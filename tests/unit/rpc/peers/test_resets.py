@@ -8,8 +8,8 @@ import threading
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.limits import MAX_STREAMS_PER_CONNECTION
 from headrace.rpc.server import RpcServer
-from headrace.wire.limits import MAX_STREAMS_PER_CONNECTION
 from tests.hostile.surfaces import http2
 from tests.hostile.surfaces.http2 import frame
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from headrace.cli.main import main
 from headrace.job.schema.job import Job
-from headrace.models.exported import is_whole
+from headrace.models.folders import is_whole
 from headrace.models.registry import read_architecture
-from headrace.models.torch_dist.keys import rows_of
+from headrace.models.torch_dist import rows_of
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_model import make_tiny_qwen3

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.models.family import Replicated
 from headrace.models.registry import read_architecture, table
-from headrace.models.rows import Replicated
 from services.trainer.checkpoint.checkpoint import newest
 from services.trainer.checkpoint.reader import CheckpointReader
 from services.trainer.model.lora import pair_shardings

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace.models.registry import read_architecture
-from headrace.models.torch_dist.keys import rows_of
+from headrace.models.torch_dist import rows_of
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.ranks import run_cases

@@ -13,7 +13,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ChecksumMismatch, Fenced, Unavailable
 from headrace.job.schema.run import PublishSection
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.control.channel import Channel
 from services.trainer.control.messages import (
     Command,

@@ -15,7 +15,7 @@ import torch
 
 import services.trainer
 from headrace.job.schema.job import Job
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control import build
 from services.trainer.control.build import Built, TrainerBuild

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.client.port import Buffer
+from headrace.client.buffer import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job

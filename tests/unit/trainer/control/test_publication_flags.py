@@ -18,9 +18,8 @@ from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
-from headrace.probe import Probe
+from headrace.publication import Probe, TensorSpec
 from headrace.run_folder import RunFolder
-from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import Channel
 from services.trainer.control.messages import (

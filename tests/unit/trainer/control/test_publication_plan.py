@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.control.messages import StageGroup, StageWeights
 from services.trainer.control.transport import PublicationPlan
 

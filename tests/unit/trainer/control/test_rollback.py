@@ -19,8 +19,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import HeadraceError, Unavailable
 from headrace.job.schema.job import Job
-from headrace.probe import Probe
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import Probe, TensorSpec
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.production.generator import Generator

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import InvalidArgument
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.control.messages import Sent, StageGroup, part_of
 from services.trainer.control.senders import WeightSender
 from services.trainer.megatron.parallel import Layout

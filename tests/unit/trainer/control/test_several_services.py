@@ -19,7 +19,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import Fenced, HeadraceError, InvalidArgument, Unavailable
 from headrace.job.schema.run import PublishSection
-from headrace.probe import Probe
+from headrace.publication import Probe
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.server import engine_to_proto
 from services.trainer.control import publication

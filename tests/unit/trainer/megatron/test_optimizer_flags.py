@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.models.presets import PRESETS
+from headrace.models.registry import PRESETS
 from services.trainer.megatron.optimizer import parameter_schedule
 from tests.support.ranks.optimizer_cases import GRADIENTS, START, OptimizerCase
 from tests.support.ranks.ranks import run_cases

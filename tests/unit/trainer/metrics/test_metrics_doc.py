@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from headrace.syntax import syntax_tree
+from headrace.limits import syntax_tree
 from tests.support.metric_docs import documented_metrics, undocumented
 
 TRAINER = Path(__file__).parents[4] / "services" / "trainer"

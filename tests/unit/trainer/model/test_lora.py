@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import AlreadyExists, ConfigError
-from headrace.job.schema.lora import LoraSection
+from headrace.job.schema.training import LoraSection
+from headrace.models.family import GateUp, HfTensor, QueryKeyValue, Split
 from headrace.models.registry import read_architecture, table
-from headrace.models.rows import GateUp, HfTensor, QueryKeyValue, Split
 from services.trainer.hugging_face.shards import cut
 from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, SlicedDropout, arranged, write_peft
 from tests.support.models.tiny_families import make_tiny

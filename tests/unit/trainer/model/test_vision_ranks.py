@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.trajectory import Sample
 from tests.long_forms import ALL
 from tests.support.models.tiny_vision import make_tiny_vision

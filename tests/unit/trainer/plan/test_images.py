@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.errors import InvalidArgument
-from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES, image_starts
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.plan.planning import collate

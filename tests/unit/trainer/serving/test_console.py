@@ -15,8 +15,7 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from headrace.rpc.call import call
-from headrace.rpc.channel import connect
+from headrace.rpc.client import call, connect
 from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch

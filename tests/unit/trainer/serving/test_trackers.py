@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.job.schema.job import Job
-from headrace.job.schema.secrets import passwords, without_secrets
+from headrace.job.schema.run import passwords, without_secrets
 from services.trainer.control.build import TrainerBuild
 from services.trainer.serving.report import Wandb
 

@@ -17,8 +17,8 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from headrace.errors import InvalidArgument
-from headrace.models.block_fp8 import BlockFp8
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.models.folders import BlockFp8
+from headrace.publication import TensorSpec
 from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import cut

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
-from headrace.wire.tensor_spec import TensorSpec
+from headrace.publication import TensorSpec
 from services.trainer.weights.buckets import cut
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name, flat_bytes
 from services.trainer.weights.weight_group import WeightGroup, unreached

@@ -1,0 +1,350 @@
+"""Relates a job to its model: parallel sizes, virtual stages, the layers of LoRA, and Megatron's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import ARCHITECTURAL, MegatronArgs
+from headrace.job.schema.training import ALL_LINEAR
+from headrace.models.architecture import Architecture, Experts, LatentAttention, Llama3Rope, YarnRope, is_same_setting
+from headrace.models.family import Row
+from headrace.models.registry import table
+
+_CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+
+
+def check_layout(architecture: Architecture, args: MegatronArgs) -> None:
+    """Raises ConfigError for the first size that does not divide its number of layers, heads or experts."""
+    _tensor(architecture, args)
+    _pipeline(architecture, args)
+    _check_experts(architecture, args)
+
+
+def _tensor(architecture: Architecture, args: MegatronArgs) -> None:
+    ranks = args.tensor_model_parallel_size
+    for name in _CUT_BY_TENSOR_RANKS:
+        size = getattr(architecture, name)
+        if size % ranks:
+            raise ConfigError(
+                f"tensor_model_parallel_size {ranks} does not divide {name} {size}: choose a divisor of it",
+                field="tensor_model_parallel_size",
+            )
+
+
+def _pipeline(architecture: Architecture, args: MegatronArgs) -> None:
+    if (
+        args.pipeline_model_parallel_layout
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
+    ):
+        return
+    stages = args.pipeline_model_parallel_size
+    ends = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
+    given = [layers for layers in ends if layers is not None]
+    if (architecture.num_layers - sum(given)) % max(1, stages - len(given)):
+        raise ConfigError(
+            f"pipeline_model_parallel_size {stages} does not divide num_layers {architecture.num_layers}: "
+            "choose a divisor of it, or pass --num-layers-in-last-pipeline-stage",
+            field="pipeline_model_parallel_size",
+        )
+
+
+def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
+    ranks = args.expert_model_parallel_size
+    if architecture.experts is None:
+        if ranks > 1:
+            raise ConfigError(
+                f"expert_model_parallel_size {ranks}: this {architecture.family} model has no experts: leave it out",
+                field="expert_model_parallel_size",
+            )
+        return
+    if architecture.experts.count % ranks:
+        raise ConfigError(
+            f"expert_model_parallel_size {ranks} does not divide the {architecture.experts.count} experts: "
+            "choose a divisor of it",
+            field="expert_model_parallel_size",
+        )
+    tensor = args.tensor_model_parallel_size
+    if tensor > 1 and not args.sequence_parallel:
+        raise ConfigError(
+            f"tensor_model_parallel_size {tensor} with experts: Megatron-core trains them only with "
+            "--sequence-parallel: add it, or divide the experts alone: "
+            f"--expert-model-parallel-size {tensor}",
+            field="sequence_parallel",
+        )
+
+
+# Computes how many virtual stages a pipeline rank has.
+#
+# Ranks alternate between these stretches of layers and so wait less for each other (interleaved schedule,
+# https://arxiv.org/abs/2104.04473).
+
+_OTHER_CUTS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
+    """The number of stages on each rank; 1 when the job asks for none.
+
+    Raises ConfigError when the layers cannot be divided in this way. Megatron itself checks stages of uneven length.
+    """
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        stages = _of_so_many_layers(args.num_layers_per_virtual_pipeline_stage, architecture.num_layers, args)
+    else:
+        stages = args.virtual_pipeline_model_parallel_size or 1
+        if not _cuts_otherwise(args):
+            _require_divisor(stages, architecture.num_layers, args.pipeline_model_parallel_size)
+    if stages > 1 and args.pipeline_model_parallel_size == 1:
+        raise ConfigError(
+            f"{stages} virtual stages on one pipeline rank have no effect: pass "
+            "--pipeline-model-parallel-size 2 or more, or leave them out"
+        )
+    return stages
+
+
+def _of_so_many_layers(layers: int, num_layers: int, args: MegatronArgs) -> int:
+    if args.virtual_pipeline_model_parallel_size is not None:
+        raise ConfigError(
+            "num_layers_per_virtual_pipeline_stage and num_virtual_stages_per_pipeline_rank set the "
+            "same thing: give only one",
+            field="num_layers_per_virtual_pipeline_stage",
+        )
+    if cut := _cuts_otherwise(args):
+        raise ConfigError(
+            f"num_layers_per_virtual_pipeline_stage {layers} with {', '.join(cut)}: the stages would differ in "
+            f"length: pass "
+            "--num-virtual-stages-per-pipeline-rank",
+            field="num_layers_per_virtual_pipeline_stage",
+        )
+    ranks = args.pipeline_model_parallel_size
+    if num_layers % (ranks * layers):
+        raise ConfigError(
+            f"num_layers_per_virtual_pipeline_stage {layers} x pipeline_model_parallel_size {ranks} does not divide "
+            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}",
+            field="num_layers_per_virtual_pipeline_stage",
+        )
+    return num_layers // (ranks * layers)
+
+
+def _require_divisor(stages: int, num_layers: int, ranks: int) -> None:
+    if stages > 1 and num_layers % (ranks * stages):
+        raise ConfigError(
+            f"num_virtual_stages_per_pipeline_rank {stages} x pipeline_model_parallel_size {ranks} does not divide "
+            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}",
+            field="virtual_pipeline_model_parallel_size",
+        )
+
+
+def _cuts_otherwise(args: MegatronArgs) -> list[str]:
+    return [name for name, value in args.given(frozenset(_OTHER_CUTS)).items() if value]
+
+
+_ALWAYS = {
+    "position_embedding_type": "rope",
+    "no_position_embedding": True,
+    "disable_bias_linear": True,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "use_rotary_position_embeddings": True,
+}
+
+
+def megatron_fields(a: Architecture) -> dict[str, Any]:
+    """Every field that follows from the checkpoint, except the activation and dtypes, which are objects of torch."""
+    fields: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_query_groups": a.num_query_groups,
+        "kv_channels": a.kv_channels,
+        "layernorm_epsilon": a.norm_epsilon,
+        "normalization": a.normalization,
+        "gated_linear_unit": a.swiglu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.add_qkv_bias,
+        # Latent attention always has its norms.
+        "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
+        "rotary_interleaved": a.rotary_interleaved,
+        "no_rope_freq": [int(layer in a.unrotated_layers) for layer in range(a.num_layers)]
+        if a.unrotated_layers
+        else None,
+    }
+    if a.experts:
+        fields |= _expert_fields(a.experts, a.num_layers)
+    if a.latent_attention:
+        fields |= _latent_attention(a, a.latent_attention)
+    return fields
+
+
+def _expert_fields(experts: Experts, num_layers: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.topk,
+        "moe_layer_freq": [int(experts.in_layer(layer)) for layer in range(num_layers)],
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": experts.has_shared_gate,
+        "moe_router_score_function": experts.score_function,
+        # Scores of all experts first, then the best: then they do not sum to one.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_enable_expert_bias": experts.has_router_bias,
+        "moe_router_num_groups": experts.num_groups,
+        "moe_router_group_topk": experts.groups_per_token,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _latent_attention(a: Architecture, mla: LatentAttention) -> dict[str, Any]:
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rotary_base": a.rotary_base,
+        "rotary_percent": a.rotary_percent,
+    }
+    if not isinstance(a.rope_scaling, YarnRope):
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = a.rope_scaling
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
+    """Values of flags that only Megatron's script has; its configs have other names for them."""
+    rope = a.rope_scaling
+    family = given.spec[0].rpartition(".")[2] if given.spec else ""
+    return {
+        "group_query_attention": a.num_query_groups < a.num_attention_heads,
+        "multi_latent_attention": a.latent_attention is not None,
+        "post_self_attn_layernorm": a.post_norms,
+        "post_mlp_layernorm": a.post_norms,
+        "use_rope_scaling": isinstance(rope, Llama3Rope),
+        "spec": given.spec if family == a.family else a.family,
+    } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
+
+
+def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
+    """True for a flag that Megatron-core does not read for this architecture, though launch scripts often pass it."""
+    if a.latent_attention is not None and name in ("kv_channels", "num_query_groups", "group_query_attention"):
+        return True
+    if a.experts is None:
+        return False
+    if name in ("moe_router_num_groups", "moe_router_group_topk"):
+        return wanted == 1 and a.experts.num_groups is None
+    return name == "moe_router_pre_softmax" and a.experts.score_function == "sigmoid"
+
+
+def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
+    if name == "no_rope_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
+    if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
+        return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
+    return is_same_setting(wanted, said)
+
+
+def _every(num_layers: int, nth: int) -> list[int]:
+    return [int(layer % nth == 0) for layer in range(num_layers)] if nth > 0 else []
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(each) for each in value) if isinstance(value, list | tuple) else str(value)
+
+
+def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
+    """A sentence for each architecture flag that differs from the checkpoint."""
+    mine = asdict(a) | megatron_fields(a) | _ALWAYS | _in_scripts(a, given)
+    wrong = [
+        f"--{name.replace('_', '-')} {_shown(wanted)} contradicts the checkpoint, whose config.json says "
+        f"{_shown(mine.get(name, 'nothing about it'))}: leave the flag out"
+        for name, wanted in given.given(ARCHITECTURAL).items()
+        if not _agrees(a, name, wanted, mine.get(name, False)) and not _means_nothing(a, name, wanted)
+    ]
+    if given.seq_length is not None and given.seq_length > a.max_position_embeddings:
+        wrong.append(
+            f"--seq-length {given.seq_length} is longer than max_position_embeddings {a.max_position_embeddings} of "
+            "the checkpoint: leave the flag out"
+        )
+    return wrong
+
+
+_WEIGHT = ".weight"
+
+
+def lora_targets(architecture: Architecture, wanted: Sequence[str]) -> frozenset[str]:
+    """The last words of the names of the layers that get an adapter, as `q_proj`.
+
+    Raises ConfigError for a family whose layers cannot be adapted, and for a name that no layer has or experts have.
+    """
+    _require_family(architecture)
+    rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
+    linear = [row for row in rows if _is_linear(row)]
+    of_experts = _names(row for row in linear if _is_of_experts(row))
+    found = _names(linear) - of_experts
+    chosen = found | of_experts if ALL_LINEAR in wanted else frozenset(wanted)
+    if unknown := sorted(chosen - found - of_experts):
+        raise ConfigError(
+            f"lora_target_modules {unknown[0]} is not a linear layer of this model: choose from "
+            f"{', '.join(sorted(found))}, or {ALL_LINEAR}",
+            field="lora_target_modules",
+        )
+    if refused := sorted(chosen & of_experts):
+        raise ConfigError(
+            f"lora_target_modules {', '.join(refused)}: layers of experts have no adapters here: choose from "
+            f"{', '.join(sorted(found))}",
+            field="lora_target_modules",
+        )
+    return chosen
+
+
+def layer_name(tensor: str) -> str:
+    """The name of the layer that has this weight: model.layers.3.self_attn.q_proj."""
+    return tensor.removesuffix(_WEIGHT)
+
+
+def last_word(tensor: str) -> str:
+    """Returns what lora_target_modules calls the layer that has this weight."""
+    return layer_name(tensor).rpartition(".")[2]
+
+
+def _names(rows: Iterable[Row]) -> frozenset[str]:
+    return frozenset(last_word(tensor.name) for row in rows for tensor in row.hf)
+
+
+def _is_linear(row: Row) -> bool:
+    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron
+
+
+def _is_of_experts(row: Row) -> bool:
+    return row.expert is not None or ".shared_experts." in row.megatron
+
+
+def _require_family(architecture: Architecture) -> None:
+    for has_it, what in (
+        (architecture.latent_attention, "latent attention"),
+        (architecture.vision, "a vision tower"),
+    ):
+        if has_it is not None:
+            raise ConfigError(
+                f"lora_rank with {what} ({architecture.family}): such models have no adapters here: leave --lora-rank "
+                "out",
+                field="lora_rank",
+            )

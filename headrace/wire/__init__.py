@@ -1,1 +1,0 @@
-"""Limits of messages, and checks of them, that both ends of a call share."""
