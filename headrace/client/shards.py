@@ -196,8 +196,10 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
         failures.setdefault(one.reason, pb.FailureCount(reason=one.reason, example=one.example, group_id=one.group_id))
         failures[one.reason].num_samples += one.num_samples
     filtered: Counter[tuple[str, float | None]] = Counter()
-    for count in (count for part in parts for count in part.filtered):
-        filtered[count.reason, count.equal_reward if count.HasField("equal_reward") else None] += count.num_samples
+    for skipped in (skipped for part in parts for skipped in part.filtered):
+        filtered[skipped.reason, skipped.equal_reward if skipped.HasField("equal_reward") else None] += (
+            skipped.num_samples
+        )
     return pb.Production(
         num_samples=sum(part.num_samples for part in parts),
         num_failed=sum(part.num_failed for part in parts),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from services.trainer.data.buffer import StepRecorder, TrainerBuffer
-from services.trainer.failure_budget import AllRewards, Breaker
-from services.trainer.metrics.scorers import Scorers
+from services.trainer.failure_budget import AllRewards, Breaker, Scorers
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 

@@ -40,7 +40,16 @@ def _default(field: Mapping[str, Any]) -> Any:
 
 if TYPE_CHECKING:
 
-    class MegatronFields(Section): ...
+    class MegatronFields(Section):
+        # Those that headrace's own code reads.
+        account_for_embedding_in_pipeline_split: bool | None = None
+        account_for_loss_in_pipeline_split: bool | None = None
+        moe_router_fusion: bool | None = None
+        moe_router_load_balancing_type: str | tuple[str, ...] | None = None
+        num_layers_in_first_pipeline_stage: int | None = None
+        num_layers_in_last_pipeline_stage: int | None = None
+        pipeline_model_parallel_layout: str | tuple[str, ...] | None = None
+        recompute_granularity: Literal["full", "selective"] | None = None
 
 else:
     MegatronFields = create_model(
