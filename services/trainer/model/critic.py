@@ -26,9 +26,10 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics import Stopwatch
 from services.trainer.model.memory import TrainedModel
 from services.trainer.model.pipeline import Runner, placed
+from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.numerics import weighted_sum
 from services.trainer.rl.algorithms.ppo import value_loss
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, needed
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at
 from services.trainer.rl.loss import masked_sum
 
 
@@ -91,7 +92,7 @@ class Critic:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
-            micro, old = inputs[number], needed(at(old_values, number))
+            micro, old = inputs[number], require(at(old_values, number))
             values = self._at_responses(micro, output)
             per_token, clipped = value_loss(values, old, micro.returns, self._value_clip)
             found = weighted_sum(per_token, micro.weights)

@@ -29,10 +29,12 @@ from services.trainer.model.pipeline import Pipeline
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import Planner, StepPlan
 from services.trainer.plan.rows import Packing, RolloutChoices
-from services.trainer.rl.advantages import AdvantageInputs, Advantages, shaped_rewards
+from services.trainer.rl.advantages import AdvantageInputs, Advantages
+from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
+from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, needed, step_inputs
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, step_inputs
 from services.trainer.rl.objective import weights_of
 from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
@@ -69,6 +71,7 @@ class BatchReader:
         vision: Vision | None = None,
     ) -> None:
         self._config = config
+        self._algorithm = algorithm(config)
         self._steps_per_rollout = config.num_steps_per_rollout or 1
         self._planner = planner
         self._reader = SampleReader(self.own_sample_ids, check, layout)
@@ -91,7 +94,7 @@ class BatchReader:
             changes = self._hooks(step, read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
         facts = [changes.of_facts(sample) for sample in read.samples]
         own = {sample_id: changes.of_sample(sample) for sample_id, sample in read.own.items()}
-        rewards = changes.reward_of_each(facts) or shaped_rewards(facts, self._config)
+        rewards = changes.reward_of_each(facts) or self._algorithm.rewards(facts)
         plans = self._planner.plan(facts, self._steps_per_rollout)
         how = (self._config, self._layout, self._packing, self._choices, self._vision)
         inputs = [step_inputs(plan, step, facts, rewards, own, *how) for plan in plans]
@@ -207,7 +210,7 @@ class Preparation:
         config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
         for number, micro in enumerate(inputs):
-            found = weights_of(config, micro, needed(at(old, number)))
+            found = weights_of(config, micro, require(at(old, number)))
             sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
         dist.all_reduce(sums, group=self._layout.data_group)
         total, count = sums.tolist()
@@ -219,7 +222,7 @@ class Preparation:
         if self._distance is None or not self._layout.speaks:
             return
         for one in batch:
-            self._distance.add(needed(one.log_probs), needed(one.teacher_log_probs), one.micro.mask)
+            self._distance.add(require(one.log_probs), require(one.teacher_log_probs), one.micro.mask)
 
     def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
         """Held by these ranks, or travelled with the samples."""

@@ -7,7 +7,7 @@ samples, all of them together for whitening.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.job.schema.training import TrainSection
-from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.algorithms.algorithm import ResponseValues, require
 from services.trainer.rl.algorithms.distillation import distilled_advantages
-from services.trainer.rl.algorithms.groups import raw_rewards
-from services.trainer.rl.algorithms.grpo import grpo_rewards
-from services.trainer.rl.algorithms.kl import kl_estimate, token_rewards
+from services.trainer.rl.algorithms.kl import kl_estimate
 from services.trainer.rl.algorithms.numerics import whiten
-from services.trainer.rl.algorithms.ppo import gae
-from services.trainer.rl.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from services.trainer.rl.algorithms.rloo import rloo_rewards
+from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
-from services.trainer.rl.inputs import MicroInputs, needed
+from services.trainer.rl.inputs import MicroInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +34,6 @@ class AdvantageInputs:
     reference_log_probs: Tensor | None
     teacher_log_probs: Tensor | None
     values: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseValues:
-    """One response, [R] each."""
-
-    reward: float
-    mask: Tensor
-    log_probs: Tensor | None
-    kl: Tensor | None
-    teacher_log_probs: Tensor | None
-    values: Tensor | None
-
-
-Estimate = Callable[[ResponseValues], tuple[Tensor, Tensor]]
 
 
 class Advantages:
@@ -71,7 +52,7 @@ class Advantages:
     ) -> None:
         self._config = config
         self._group = group
-        self._estimate = _estimator(config)
+        self._algorithm = algorithm(config)
         self._hook = hook
         self._distillation = distillation
 
@@ -87,7 +68,7 @@ class Advantages:
         responses = [response for inputs in batch for response in self._responses(inputs)]
         masks = [response.mask for response in responses]
         if self._hook is None:
-            estimates = [self._estimate(response) for response in responses]
+            estimates = [self._algorithm.advantages(response) for response in responses]
             advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
         else:
             advantages, returns = _by_hook(self._hook, batch, responses)
@@ -105,7 +86,7 @@ class Advantages:
 
         kl = None
         if self._config.kl_coef > 0:
-            own, reference = needed(inputs.log_probs), needed(inputs.reference_log_probs)
+            own, reference = require(inputs.log_probs), require(inputs.reference_log_probs)
             kl = kl_estimate(own, reference, self._config.kl_reward_type)
         columns = (inputs.log_probs, kl, inputs.teacher_log_probs, inputs.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
@@ -113,7 +94,7 @@ class Advantages:
 
 
 def _distilled(advantages: Tensor, response: ResponseValues, weight: float) -> Tensor:
-    found = distilled_advantages(advantages, needed(response.log_probs), needed(response.teacher_log_probs), weight)
+    found = distilled_advantages(advantages, require(response.log_probs), require(response.teacher_log_probs), weight)
     return torch.where(response.mask > 0, found, 0.0)
 
 
@@ -128,47 +109,3 @@ def _by_hook(
         data[name] = [f.clone() for f in found if f is not None] if all(f is not None for f in found) else None
     hook(data)
     return data.per_token("advantages", micros), data.per_token("returns", micros)
-
-
-def _estimator(config: TrainSection) -> Estimate:
-    def same_for_all_tokens(response: ResponseValues) -> tuple[Tensor, Tensor]:
-        advantages = torch.where(response.mask > 0, response.reward, 0.0).double()
-        return advantages, advantages
-
-    def ppo(response: ResponseValues) -> tuple[Tensor, Tensor]:
-        rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
-        return gae(rewards, needed(response.values), response.mask, gamma=config.gamma, lambd=config.lambd)
-
-    def discounted(response: ResponseValues) -> tuple[Tensor, Tensor]:
-        rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
-        returns = reinforce_plus_plus(rewards, response.mask, gamma=config.gamma)
-        return returns, returns
-
-    def against_baseline(response: ResponseValues) -> tuple[Tensor, Tensor]:
-        found = reinforce_plus_plus_baseline(response.reward, response.mask, response.kl, config.kl_coef)
-        return found, found
-
-    match config.advantage_estimator:
-        case "ppo":
-            return ppo
-        case "reinforce_plus_plus":
-            return discounted
-        case "reinforce_plus_plus_baseline":
-            return against_baseline
-        case "grpo" | "gspo" | "cispo" | "rloo":
-            return same_for_all_tokens
-
-
-def shaped_rewards(samples: Sequence[SampleFacts], config: TrainSection) -> dict[str, float]:
-    """The samples of the whole rollout batch by sample_id; 0 for those that failed or have no reward."""
-    match config.advantage_estimator:
-        case "grpo" | "gspo" | "cispo":
-            if config.disable_rewards_normalization:
-                return raw_rewards(samples)
-            return grpo_rewards(samples, divide_by_std=not config.disable_grpo_std_normalization)
-        case "reinforce_plus_plus_baseline":
-            return grpo_rewards(samples, divide_by_std=False)
-        case "rloo":
-            return rloo_rewards(samples)
-        case "reinforce_plus_plus" | "ppo":
-            return raw_rewards(samples)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.errors import Internal
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
@@ -171,10 +170,3 @@ MicroValues = Sequence[Tensor] | None
 def at(values: MicroValues, number: int) -> Tensor | None:
     """[B, S] of the micro-batch with this number; None where the step has none."""
     return None if values is None else values[number]
-
-
-def needed(values: Tensor | None) -> Tensor:
-    """The values, for a part of the job that is on only where they are computed: their absence is a bug of ours."""
-    if values is None:
-        raise Internal("a value that this part of the job trains on was not computed before the step")
-    return values

@@ -15,11 +15,7 @@ from torch import Tensor
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.training import TrainSection
-from services.trainer.rl.algorithms.cispo import cispo_loss
-from services.trainer.rl.algorithms.gspo import sequence_log_ratio
 from services.trainer.rl.algorithms.numerics import weighted_sum
-from services.trainer.rl.algorithms.ppo import policy_loss
 from services.trainer.rl.hooks import of_samples
 from services.trainer.rl.inputs import MicroInputs
 
@@ -87,49 +83,6 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Σ over masked-in tokens; what is not finite elsewhere does not count."""
     return torch.where(mask > 0, values, 0.0).sum()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenLoss:
-    """[B, S] each; the loss has a gradient."""
-
-    loss: Tensor
-    clipped: Tensor
-    """1 where a clip took effect."""
-    log_ratio: Tensor
-    """logπ - logπ_old as the loss saw it; no gradient."""
-
-
-PolicyLoss = Callable[[LossInputs, Tensor], TokenLoss]
-
-
-def choose_policy_loss(config: TrainSection) -> PolicyLoss:
-    """The loss of the job's estimator, given the inputs and the old policy's log-probs."""
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-
-    def clipped_ratio(inputs: LossInputs, old: Tensor) -> TokenLoss:
-        loss, clipped = policy_loss(
-            inputs.log_probs, old, inputs.micro.advantages, config.eps_clip, high, config.eps_clip_c
-        )
-        return TokenLoss(loss, clipped, inputs.log_probs.detach() - old)
-
-    def gspo(inputs: LossInputs, old: Tensor) -> TokenLoss:
-        log_ratio = sequence_log_ratio(inputs.log_probs, old, inputs.micro.mask)
-        zeros = torch.zeros_like(log_ratio)
-        loss, clipped = policy_loss(log_ratio, zeros, inputs.micro.advantages, config.eps_clip, high, config.eps_clip_c)
-        return TokenLoss(loss, clipped, log_ratio.detach())
-
-    def cispo(inputs: LossInputs, old: Tensor) -> TokenLoss:
-        loss, clipped = cispo_loss(inputs.log_probs, old, inputs.micro.advantages, config.eps_clip, high)
-        return TokenLoss(loss, clipped, inputs.log_probs.detach() - old)
-
-    match config.advantage_estimator:
-        case "gspo":
-            return gspo
-        case "cispo":
-            return cispo
-        case _:
-            return clipped_ratio
 
 
 class CustomLoss:

@@ -28,6 +28,7 @@ from services.trainer.rl.algorithms.mis import (
 from services.trainer.rl.algorithms.numerics import bounded, weighted_sum
 from services.trainer.rl.algorithms.opsm import opsm_mask
 from services.trainer.rl.algorithms.sft import sft_loss
+from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.hooks import of_samples, per_token
 from services.trainer.rl.inputs import MicroInputs
 from services.trainer.rl.loss import (
@@ -36,7 +37,6 @@ from services.trainer.rl.loss import (
     LossInputs,
     LossOutputs,
     PolicyReducer,
-    choose_policy_loss,
     masked_max,
     masked_sum,
 )
@@ -181,7 +181,7 @@ class Objective:
         reducer: PolicyReducer | None = None,
     ) -> None:
         self._config = config
-        self._policy_loss = choose_policy_loss(config)
+        self._algorithm = algorithm(config)
         self._corrections = choose_corrections(config, custom_correction)
         self._custom_loss = custom_loss
         self._reducer = reducer
@@ -220,7 +220,7 @@ class Objective:
     def _policy(self, inputs: LossInputs) -> LossOutputs:
         config, micro = self._config, inputs.micro
         old = micro.rollout_log_probs if config.use_rollout_logprobs else inputs.trainer_log_probs
-        found = self._policy_loss(inputs, old)
+        found = self._algorithm.loss(inputs.log_probs, old, micro.advantages, micro.mask)
         ratio = bounded(found.log_ratio).exp()
         largest = {"ratio/max": masked_max(ratio, micro.mask)}
         hooks: dict[str, Tensor] = {}

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, clamp
 
+from services.trainer.rl.algorithms.algorithm import TokenLoss
+from services.trainer.rl.algorithms.grpo import Grpo
 from services.trainer.rl.algorithms.numerics import bounded, precise
+
+
+class Cispo(Grpo):
+    """GRPO's rewards with a loss of its own."""
+
+    def loss(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
+        loss, clipped = cispo_loss(log_probs, old_log_probs, advantages, self.config.eps_clip, self.clip_high)
+        return TokenLoss(loss, clipped, log_probs.detach() - old_log_probs)
 
 
 def cispo_loss(

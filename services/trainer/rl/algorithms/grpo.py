@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.algorithms.algorithm import Algorithm
 from services.trainer.rl.algorithms.groups import group_rewards
 
 EPSILON = 1e-6
+
+
+class Grpo(Algorithm):
+    """A sample's reward counts against those of its group."""
+
+    def rewards(self, samples: Sequence[SampleFacts]) -> dict[str, float]:
+        if self.config.disable_rewards_normalization:
+            return super().rewards(samples)
+        return grpo_rewards(samples, divide_by_std=not self.config.disable_grpo_std_normalization)
 
 
 def grpo_rewards(samples: Sequence[SampleFacts], *, divide_by_std: bool) -> dict[str, float]:

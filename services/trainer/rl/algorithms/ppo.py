@@ -1,41 +1,26 @@
-"""PPO: the clipped policy loss, generalized advantages, and the critic's clipped loss.
+"""PPO: the clipped policy loss (of `Algorithm`), generalized advantages, and the critic's clipped loss.
 
-Policy loss: Schulman et al. 2017, arXiv:1707.06347; other estimators are trained with it, too. Advantages: Schulman et
-al. 2016, arXiv:1506.02438. The critic's squared error: PPO's public implementation (Huang et al. 2022, detail 9).
+Policy loss: Schulman et al. 2017, arXiv:1707.06347. Advantages: Schulman et al. 2016, arXiv:1506.02438. The critic's
+squared error: PPO's public implementation (Huang et al. 2022, detail 9).
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, clamp, maximum, minimum, where
+from torch import Tensor, maximum
 
-from services.trainer.rl.algorithms.numerics import bounded, discounted_sums, precise
+from services.trainer.rl.algorithms.algorithm import Algorithm, ResponseValues, require
+from services.trainer.rl.algorithms.kl import token_rewards
+from services.trainer.rl.algorithms.numerics import discounted_sums, precise
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
-    eps_clip_c: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Loss and 0/1 indicator of clipping, both float32 [B, S], from log-probs [B, S] and advantages [B, S] or [B, 1].
+class Ppo(Algorithm):
+    """Advantages of a critic that is trained beside the policy."""
 
-    r = exp(log_probs - old_log_probs), the logarithm within ±20; loss = max(-r A, -clip(r, 1 - eps_clip,
-    1 + eps_clip_high) A) (PPO, arXiv:1707.06347; the asymmetric clip is DAPO's, arXiv:2503.14476). With `eps_clip_c`
-    (c > 1), where A < 0 the loss is at most -c A (dual clip, arXiv:1912.09729). Gradients flow to `log_probs` alone.
-    """
-    advantages = precise(advantages.detach())
-    ratio = bounded(precise(log_probs) - precise(old_log_probs.detach())).exp()
-    free = -ratio * advantages
-    clipped_loss = -clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip_high) * advantages
-    loss, clipped = maximum(free, clipped_loss), clipped_loss > free
-    if eps_clip_c is None:
-        return loss, clipped.float()
-    ceiling = -eps_clip_c * advantages
-    dual = (advantages < 0) & (loss > ceiling)
-    return where(advantages < 0, minimum(loss, ceiling), loss), (clipped | dual).float()
+    def advantages(self, response: ResponseValues) -> tuple[Tensor, Tensor]:
+        config = self.config
+        rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
+        return gae(rewards, require(response.values), response.mask, gamma=config.gamma, lambd=config.lambd)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:

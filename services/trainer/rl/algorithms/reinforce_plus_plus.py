@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.algorithms.algorithm import Algorithm, ResponseValues
+from services.trainer.rl.algorithms.grpo import grpo_rewards
+from services.trainer.rl.algorithms.kl import token_rewards
 from services.trainer.rl.algorithms.numerics import discounted_sums
+
+
+class ReinforcePlusPlus(Algorithm):
+    """Advantages are discounted returns, with the KL in the reward of each token."""
+
+    def advantages(self, response: ResponseValues) -> tuple[Tensor, Tensor]:
+        rewards = token_rewards(response.reward, response.mask, response.kl, self.config.kl_coef)
+        returns = reinforce_plus_plus(rewards, response.mask, gamma=self.config.gamma)
+        return returns, returns
+
+
+class ReinforcePlusPlusBaseline(Algorithm):
+    """The group's mean is the baseline."""
+
+    def rewards(self, samples: Sequence[SampleFacts]) -> dict[str, float]:
+        return grpo_rewards(samples, divide_by_std=False)
+
+    def advantages(self, response: ResponseValues) -> tuple[Tensor, Tensor]:
+        found = reinforce_plus_plus_baseline(response.reward, response.mask, response.kl, self.config.kl_coef)
+        return found, found
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

@@ -6,7 +6,15 @@ import math
 from collections.abc import Sequence
 
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.algorithms.algorithm import Algorithm
 from services.trainer.rl.algorithms.groups import group_rewards
+
+
+class Rloo(Algorithm):
+    """A sample's reward counts against the others of its group."""
+
+    def rewards(self, samples: Sequence[SampleFacts]) -> dict[str, float]:
+        return rloo_rewards(samples)
 
 
 def rloo_rewards(samples: Sequence[SampleFacts]) -> dict[str, float]:

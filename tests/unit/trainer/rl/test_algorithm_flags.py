@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.advantages import shaped_rewards
-from services.trainer.rl.loss import LossInputs, choose_policy_loss
+from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.objective import weights_of
 from tests.support.ranks.micro_inputs import micro_inputs
 
@@ -19,10 +18,8 @@ REWARDS = (1.0, 0.25, 0.0)
 @pytest.mark.parametrize(("flags", "expected"), [("", 5.0), ("--eps-clip-c 3", 3.0), ("--eps-clip-c 10", 5.0)])
 def test_eps_clip_c_bounds_the_loss_of_a_bad_answer(load_with, flags: str, expected: float) -> None:
     new = torch.full((1, 1), math.log(5.0))
-    micro = micro_inputs(torch.ones(1, 1), advantages=-torch.ones(1, 1))
-    found = choose_policy_loss(load_with(*flags.split()).train)(
-        LossInputs(micro, new, new, new, new), torch.zeros(1, 1)
-    )
+    ones = torch.ones(1, 1)
+    found = algorithm(load_with(*flags.split()).train).loss(new, torch.zeros(1, 1), -ones, ones)
     assert found.loss.item() == pytest.approx(expected)
 
 
@@ -45,8 +42,8 @@ def test_tis_clip_low_bounds_the_importance_weights(load_with, flags: str, expec
 
 def test_disable_rewards_normalization_takes_the_rewards_themselves(load_with) -> None:
     facts = [_facts(index, reward) for index, reward in enumerate(REWARDS)]
-    normalized = shaped_rewards(facts, load_with().train)
-    raw = shaped_rewards(facts, load_with("--disable-rewards-normalization").train)
+    normalized = algorithm(load_with().train).rewards(facts)
+    raw = algorithm(load_with("--disable-rewards-normalization").train).rewards(facts)
     assert tuple(raw.values()) == REWARDS
     assert sum(normalized.values()) == pytest.approx(0, abs=1e-6)
 

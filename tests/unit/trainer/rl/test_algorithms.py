@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.rl.algorithms.algorithm import policy_loss
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate
 from services.trainer.rl.algorithms.mis import mis_weights
-from services.trainer.rl.algorithms.ppo import policy_loss
 from services.trainer.rl.algorithms.sft import sft_loss
 
 log_ratios = st.floats(-3, 3, allow_nan=False)

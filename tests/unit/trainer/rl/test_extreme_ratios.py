@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.build import objective_of
+from services.trainer.rl.algorithms.algorithm import policy_loss
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
-from services.trainer.rl.algorithms.ppo import policy_loss
 from services.trainer.rl.loss import LossInputs, LossOutputs
 from services.trainer.rl.objective import Objective
 from tests.support.ranks.micro_inputs import micro_inputs

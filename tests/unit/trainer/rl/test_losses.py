@@ -11,12 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.trainer.rl.algorithms.algorithm import policy_loss
 from services.trainer.rl.algorithms.cispo import cispo_loss
 from services.trainer.rl.algorithms.gspo import sequence_log_ratio
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
 from services.trainer.rl.algorithms.mis import MisLevel, mis_weights
 from services.trainer.rl.algorithms.opsm import opsm_mask
-from services.trainer.rl.algorithms.ppo import policy_loss, value_loss
+from services.trainer.rl.algorithms.ppo import value_loss
 from services.trainer.rl.algorithms.sft import sft_loss
 
 seeds = st.integers(0, 2**31)

@@ -17,7 +17,8 @@ from services.trainer.model.build import advantages_of
 from services.trainer.model.rollout_step import Preparation
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import Planner
-from services.trainer.rl.advantages import AdvantageInputs, shaped_rewards
+from services.trainer.rl.advantages import AdvantageInputs
+from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.inputs import MicroInputs, step_inputs
 
 LAYOUT: Any = SimpleNamespace(
@@ -44,7 +45,7 @@ def inputs_of(samples: list[Sample], job: Job) -> list[MicroInputs]:
     facts = [SampleFacts.of(s.pack().envelope) for s in samples]
     (plan,) = Planner(1, "packed", 8, None, None).plan(facts, 1)
     fetched = {s.sample_id: s for s in samples}
-    return step_inputs(plan, 0, facts, shaped_rewards(facts, job.train), fetched, job.train, LAYOUT, "packed")
+    return step_inputs(plan, 0, facts, algorithm(job.train).rewards(facts), fetched, job.train, LAYOUT, "packed")
 
 
 def job_of(**train: Any) -> Job:
