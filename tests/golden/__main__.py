@@ -1,6 +1,6 @@
 """`python -m tests.golden record|compare [PART …]`: what the product does, and whether it is still what was recorded.
 
-The parts are the names of jobs (tests/golden/jobs.py), `lines`, `shapes`, `protos` and `mutants`; without any all of
+The parts are the names of jobs (tests/golden/jobs.py), `lines`, `shapes` and `protos`; without any all of
 them. Each is one file in `recorded/`. `record` refuses to replace one. Exit status 1 where something differs.
 Jobs are compared to the last bit: on another processor, figures and weights may differ where the product does not.
 """
@@ -19,7 +19,6 @@ from typing import Any
 from tests.golden.jobs import JOBS, ROOT, played
 from tests.golden.lines import resolved_lines
 from tests.golden.shapes import shapes
-from tests.mutants.mutant import AREAS, mutants_of
 
 RECORDED = Path(__file__).parent / "recorded"
 PROTOS = RECORDED / "protos.binpb"
@@ -62,11 +61,7 @@ def _differences_of(part: str) -> Iterator[str]:
         yield from (done.stdout + done.stderr).splitlines()
         return
     recorded, made = json.loads((RECORDED / f"{part}.json").read_text()), json.loads(json.dumps(_made(part)))
-    if part == "mutants":  # a mutant moves with its code, and goes with it
-        survivors = [change for change, killed in made.items() if not killed]
-        yield from (f"survives: {change}" for change in survivors if recorded.get(change, True))
-    else:
-        yield from _differences(recorded, made)
+    yield from _differences(recorded, made)
 
 
 def _differences(recorded: Any, made: Any, path: str = "") -> Iterator[str]:
@@ -95,20 +90,10 @@ def _made(part: str) -> Any:
         return PARTS[part](Path(folder))
 
 
-def _mutants(_: Path) -> dict[str, bool]:
-    """Each change → True where its tests kill it."""
-    from tests.mutants.run import run
-
-    mutants = [mutant for area in AREAS for mutant in mutants_of(area)]
-    survivors = run(mutants, 2)
-    return {f"{each.file}: {each.old!r} -> {each.new!r}": each not in survivors for each in mutants}
-
-
 PARTS: Mapping[str, Callable[[Path], Any]] = {
     "lines": resolved_lines,
     **{name: partial(played, name) for name in JOBS},
     "shapes": shapes,
-    "mutants": _mutants,
 }
 
 if __name__ == "__main__":
