@@ -38,14 +38,7 @@ IMPORTS = {
         "services/reward/registry.py",
         "import services.reward.scoring",
     ),
-    "the kernel's layers": ("headrace/wire/breach.py", "import headrace.models"),
-    "the buffer's layers: start, servicer, runtime, conversion, store and prompts, ledger": (
-        "services/buffer/ledger/breach.py",
-        "import services.buffer.runtime",
-    ),
     "the ledger's state machine is pure": ("services/buffer/ledger/breach.py", "import time"),
-    "rollout's layers": ("services/rollout/engine/breach.py", "import services.rollout.service"),
-    "the trainer's layers": ("services/trainer/plan/breach.py", "import services.trainer.model"),
     "the trainer's mathematics and its plan know no process, disk or service": (
         "services/trainer/plan/breach.py",
         "import asyncio",

@@ -20,8 +20,12 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
+
+try:
+    from services.trainer.data.buffer import TrainingRecord
+except ModuleNotFoundError:  # where v0.1.0 has it
+    from services.trainer.data.record import TrainingRecord  # type: ignore[import-not-found,no-redef]
 
 STREAM = "upgraded"
 NUM_PROMPTS = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -67,13 +68,13 @@ def newest_release(folder: Path) -> Release:
 class ReleaseBuffer:
     """The release's `services.buffer` over a folder's `ledger`, with a job of the release's own."""
 
-    def __init__(self, release: Release, folder: Path, *job: str) -> None:
-        """`job` are fields of the buffer's section, as Python."""
+    def __init__(self, release: Release, folder: Path, **buffer: str) -> None:
+        """`buffer`: fields of the job's section of that name."""
         self.address = f"127.0.0.1:{free_port()}"
         self.config = folder / "release-job.json"
         self._release, self._folder = release, folder
         self._process: asyncio.subprocess.Process | None = None
-        self.config.write_text(release.run("-c", _JOB.format(buffer="".join(f", {field}" for field in job))))
+        self.config.write_text(release.run("-c", _JOB, json.dumps(buffer)))
 
     async def __aenter__(self) -> ReleaseBuffer:
         self._process = await asyncio.create_subprocess_exec(
@@ -97,14 +98,11 @@ class ReleaseBuffer:
 
 
 _JOB = """
-from pathlib import Path
+import json, sys
 from headrace.job.schema.job import Job
-from headrace.job.schema.services import BufferSection
-from headrace.job.schema.production import RolloutSection
-from headrace.job.schema.run import ModelSection
-print(Job(
-    model=ModelSection(hf_checkpoint=Path("/none")),
-    rollout=RolloutSection(rollout_batch_size=2, n_samples_per_prompt=2),
-    buffer=BufferSection(max_staleness=8{buffer}),
-).model_dump_json())
+print(Job.model_validate({
+    "model": {"hf_checkpoint": "/none"},
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
+    "buffer": {"max_staleness": 8, **json.loads(sys.argv[1])},
+}).model_dump_json())
 """

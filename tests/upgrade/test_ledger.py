@@ -105,7 +105,7 @@ async def test_a_ledger_in_postgresql_goes_both_ways(
     database = f"upgrade_{todays_is_first}".lower()
     run_postgres("createdb", f"--maintenance-db={cluster()}", database)
     dsn = f"{cluster().removesuffix('/postgres')}/{database}"
-    of_release = ReleaseBuffer(release, tmp_path, "buffer_store='postgres'", f"buffer_postgres={dsn!r}")
+    of_release = ReleaseBuffer(release, tmp_path, buffer_store="postgres", buffer_postgres=dsn)
     job = read_job(of_release.config)
     orders = (
         (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))

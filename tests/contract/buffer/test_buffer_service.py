@@ -503,7 +503,7 @@ async def test_leases_have_their_full_time_when_the_database_is_back(
     clock = [0.0]
     real = runtime_clock.now
     later: Callable[[], Instant] = lambda: Instant(real().monotonic + clock[0], real().unix)  # noqa: E731
-    for module in ("application", "lease_timer"):
+    for module in ("application", "clock"):
         monkeypatch.setattr(f"services.buffer.runtime.{module}.now", later)
     store = AwayStore()
     async with served_buffer(store) as (buffer, server), BufferClient(server.address) as client:

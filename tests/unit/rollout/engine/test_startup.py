@@ -17,13 +17,12 @@ from tests.support.models.tiny_model import make_tiny_qwen3
 _STARTS = """
 import json, sys
 from pathlib import Path
-from services.rollout.engine.server import launch
-from services.rollout.engine.cpu import startup
+from services.rollout.engine import launch
 
 checkpoint = sys.argv[1]
 assert not launch._machine(Path(checkpoint)).has_accelerator
 from sglang.srt.plugins import load_plugins
-startup.fork_processes()
+launch.fork_processes()
 load_plugins()
 
 from sglang.srt.managers.load_snapshot import shm_path_for
