@@ -29,8 +29,8 @@ from headrace.run_folder import RunFolder
 from services.trainer import loop as training
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import PeerLost
-from services.trainer.control.rank import meet
-from services.trainer.control.rank_group import RankGroup, follow
+from services.trainer.control.ranks import RankGroup, follow, join
+from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
 from services.trainer.ledger import StreamLedger
@@ -60,18 +60,18 @@ async def lead(
         await training.train(ledger, ranks, console, schedule)
 
     async def train() -> None:
-        built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, met)
-        group = RankGroup(met.channel, built.worker.execute, compute)
+        built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
+        group = RankGroup(joined.channel, built.worker, compute)
         ranks = build.ranks(group, built, rollout, console)
         await run(ranks, ranks, built.layout.world_size, built.restored_step)
-        await group.leave(deadline_seconds=FILES_TIMEOUT.total_seconds())
+        await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:
         if build.trains:
             await build.clear_devices(rollout)
-            met = await meet(build.join, compute)
-            await met.channel.guard(train())
-            await met.channel.close()
+            joined = await join(build.join, compute)
+            await joined.channel.guard(train())
+            await joined.channel.close()
         else:
             ranks = build.untrained((await buffer.stats(fetch.stream)).committed_step)
             await run(ranks, ranks, 0, await ranks.restore())
@@ -144,14 +144,14 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     else:
         for number in ENDING:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)
-        met = await meet(build.join, compute)
+        joined = await join(build.join, compute)
 
         async def work() -> None:
-            built = await loop.run_in_executor(compute, build.rank, fetch, met)
-            await follow(met.channel, built.worker.execute, compute)
+            built = await loop.run_in_executor(compute, build.rank, fetch, joined)
+            await follow(joined.channel, built.worker, compute)
 
-        await met.channel.guard(work())
-        await met.channel.close()
+        await joined.channel.guard(work())
+        await joined.channel.close()
     await buffer.close()
 
 

@@ -20,18 +20,24 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control import build
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.channel import Channel
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
 from services.trainer.megatron.parallel import Layout
 from tests.support.job_options import Readers, ignored, options_named_in, options_read
 
 LAYOUT = cast(
     Layout,
     SimpleNamespace(
-        device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0, data_rank=0, speaks=True, is_last_stage=True
+        device=torch.device("cpu"),
+        pp_rank=0,
+        tp_rank=0,
+        dp_rank=0,
+        data_rank=0,
+        is_reporting_rank=True,
+        is_last_stage=True,
     ),
 )
-OF_THE_MODEL = ("model", "megatron", "rl", "metrics", "plan", "hugging_face")
-"""Folders whose parts are built in ranks: the tests of ranks compare what their options make of numbers."""
+OF_THE_MODEL = ("model", "megatron", "rl", "metrics.py", "plan", "hugging_face")
+"""What is built in ranks: the tests of ranks compare what their options make of numbers."""
 
 
 class SmallPolicy:
@@ -158,12 +164,12 @@ AS_TRAINED: Readers = {
 """Of a run through files, whose evaluations have no options of their own."""
 COLOCATED: Readers = {
     "colocate": [lambda p: p.evaluations._exact, lambda p: not p.sender._says_later],
-    "offload_train": [lambda p: p.ranks._devices._offloads],
+    "offload_train": [lambda p: p.ranks._devices._to_host is not None],
     "offload_rollout": [lambda p: bool(p.ranks._devices._engines)],
     "update_weight_transport": [
         lambda p: "ipc" if p.publisher._transport._in_memory and p.sender._memory else "another"
     ],
-    "update_weight_timeout_seconds": [lambda p: p.ranks._devices._moving_seconds],
+    "update_weight_timeout_seconds": [lambda p: p.ranks._devices._to_host.args[0]],
     "peer_wait_seconds": [lambda p: p.ranks._devices._seconds - p.job.services.start_timeout_seconds],
 }
 ALONE: Readers = {

@@ -23,11 +23,11 @@ from services.trainer import __main__ as trainer
 from services.trainer.control import publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
 from services.trainer.control.transport import Transport
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.state import NOBODY, TrainState
+from services.trainer.state import NONE_STALE, TrainState
 
 BUILT = {"layout": SimpleNamespace(device=torch.device("cpu")), "checkpoints": None, "restored_step": 0}
 
@@ -84,7 +84,7 @@ async def lead_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
             cast(RankGroup, None), cast(Built, SimpleNamespace(**BUILT)), rollout, cast(TrainerConsole, None)
         )
         while True:
-            assert await ranks.lacking(TrainState(0, 0, 1)) == NOBODY
+            assert await ranks.stale_engines(TrainState(0, 0, 1)) == NONE_STALE
 
 
 def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_time_to_start(
@@ -110,11 +110,11 @@ async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypat
         ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=0.0, devices=OwnDevices()
     )
     for _ in range(6):
-        assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
+        assert await publisher.stale_engines(TrainState(0, 0, 1)) == NONE_STALE
     asked.answers = False
-    await publisher.lacking(TrainState(0, 0, 1))
+    await publisher.stale_engines(TrainState(0, 0, 1))
     with pytest.raises(Unavailable, match="nor any call"):
-        await publisher.lacking(TrainState(0, 0, 1))
+        await publisher.stale_engines(TrainState(0, 0, 1))
 
 
 def test_a_job_without_a_buffers_address_is_told_the_flag() -> None:
