@@ -35,11 +35,11 @@ from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
-from services.trainer.serving.console import Steered
+from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
 
 
-async def lead(
+async def run_rank0(
     build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
     """Returns when the run is finished or left; raises what ended it otherwise."""
@@ -51,12 +51,12 @@ async def lead(
     server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 
-    async def run(ranks: training.Ranks, steered: Steered, world_size: int, step: int) -> None:
+    async def run(ranks: training.Ranks, savable: Savable, world_size: int, step: int) -> None:
         report.resume(step)
-        console.open(steered, world_size, step)
+        console.open(savable, world_size, step)
         await server.set_ready()
         recorder = build.recorder(buffer, fetch.stream)
-        ledger = StreamLedger(buffer, fetch.stream, console, build.breaker(), recorder)
+        ledger = StreamLedger(buffer, fetch.stream, console, build.failure_budget(), recorder)
         await training.train(ledger, ranks, console, schedule)
 
     async def train() -> None:
@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_rank(build: TrainerBuild, listen: Listen) -> None:
-    """Builds this rank's share, then leads or follows."""
+    """Builds this rank's share; rank 0 runs the loop, the others follow it."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
     buffer = build.buffer()
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
-        await lead(build, listen, buffer, fetch, compute)
+        await run_rank0(build, listen, buffer, fetch, compute)
     else:
         for number in ENDING:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)

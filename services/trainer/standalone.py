@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import outlast
+from services.trainer.files.durable import retry_while_full
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
 
@@ -63,7 +63,7 @@ class UntrainedRanks:
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """The batch's figures. Its samples are written down as those that the step was fed."""
-        await outlast(lambda: self._record.append(step, batch), self._record.path)
+        await retry_while_full(lambda: self._record.append(step, batch), self._record.path)
         self._safe = TrainState(step + 1, 0, self._epoch)
         return statistics(batch, step)
 

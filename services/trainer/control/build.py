@@ -30,7 +30,7 @@ from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
 from services.trainer.data.samples import Fetch, TrainedSamples
-from services.trainer.failure_budget import Breaker
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.files.durable import remove
 from services.trainer.gpu_sharing import Devices, OwnDevices, SharedDevices, clear
 from services.trainer.megatron.parallel import Layout
@@ -284,9 +284,9 @@ class TrainerBuild:
         """Returns what stands for all ranks where the run only generates."""
         return UntrainedRanks(step, self._run_dir)
 
-    def breaker(self) -> Breaker:
+    def failure_budget(self) -> FailureBudget:
         """Ends a run that cannot learn."""
-        return Breaker.of(self._job.rollout)
+        return FailureBudget.of(self._job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
         """One rank writes for those that have the same samples."""

@@ -24,8 +24,8 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.channel import Answer, Channel, Order
 from services.trainer.control.worker import RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.data.samples import SetAside
-from services.trainer.files.durable import outlast
+from services.trainer.data.samples import SkippedSamples
+from services.trainer.files.durable import retry_while_full
 from services.trainer.gpu_sharing import Devices
 from services.trainer.megatron.parallel import Layout, told
 from services.trainer.megatron.rendezvous import listener, on_one_machine, own_host
@@ -199,7 +199,7 @@ class TrainerRanks:
         self._group = group
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
-        self._set_aside = SetAside(run_dir / "set_aside.jsonl")
+        self._skipped = SkippedSamples(run_dir / "set_aside.jsonl")
         self._checkpoints = checkpoints
         self._restored_step = restored_step
         self._num_steps = num_steps
@@ -227,16 +227,16 @@ class TrainerRanks:
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         with self._console.phase(pb.PHASE_TRAINING):
-            trained = await self._group.call(RankWorker.train, step, self._set_aside.applied(batch).samples)
-        await outlast(lambda: self._set_aside.append(step, trained.set_aside), self._set_aside.path)
-        await outlast(lambda: self._record.append(step, batch), self._record.path)
-        figures = statistics(self._set_aside.applied(batch), step)
+            trained = await self._group.call(RankWorker.train, step, self._skipped.applied(batch).samples)
+        await retry_while_full(lambda: self._skipped.append(step, trained.set_aside), self._skipped.path)
+        await retry_while_full(lambda: self._record.append(step, batch), self._record.path)
+        figures = statistics(self._skipped.applied(batch), step)
         if trained.is_logged:
             self._console.keep_from_trackers(figures)
         return trained.metrics | figures
 
     async def prefetch(self, batch: Batch) -> None:
-        await self._group.call(RankWorker.prefetch, self._set_aside.applied(batch).samples)
+        await self._group.call(RankWorker.prefetch, self._skipped.applied(batch).samples)
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         with self._console.phase(pb.PHASE_PUBLISHING):

@@ -60,7 +60,7 @@ class Parts:
     ranks: Any
     console: Any
     exports: Any
-    breaker: Any
+    failure_budget: Any
     recorder: Any
     sender: Any
     samples: Any
@@ -103,8 +103,8 @@ ALL: Readers = {
     "keep_best_metric": [lambda p: p.ranks._checkpoints._retention.metric],
     "save_hf": [lambda p: p.ranks._save_hf],
     "export_root": [lambda p: p.exports._root],
-    "max_failed_share": [lambda p: p.breaker._max_failed_share],
-    "failure_window": [lambda p: p.breaker._recent._size, lambda p: p.breaker._long._size / 10],
+    "max_failed_share": [lambda p: p.failure_budget._max_failed_share],
+    "failure_window": [lambda p: p.failure_budget._recent._size, lambda p: p.failure_budget._long._size / 10],
     "save_debug_rollout_data": [lambda p: p.recorder._recorded.pattern],
     "sample_log_bytes": [lambda p: p.samples._max_bytes, lambda p: p.evaluations._evaluate._samples._max_bytes],
     "run_name": [lambda p: p.console.status.run, lambda p: p.trackers["run_name"]],
@@ -150,8 +150,8 @@ AS_TRAINED: Readers = {
     "input_key": [lambda p: p.dataset.input_key],
     "label_key": [lambda p: p.dataset.label_key],
     "tool_key": [lambda p: p.dataset.tool_key],
-    "n_samples_per_prompt": [lambda p: p.breaker._recent._size / p.job.rollout.rollout_batch_size],
-    "rollout_batch_size": [lambda p: p.breaker._recent._size / p.job.rollout.n_samples_per_prompt],
+    "n_samples_per_prompt": [lambda p: p.failure_budget._recent._size / p.job.rollout.rollout_batch_size],
+    "rollout_batch_size": [lambda p: p.failure_budget._recent._size / p.job.rollout.n_samples_per_prompt],
     "update_weight_transport": [lambda p: "disk" if p.publisher._transport._written else "another"],
     "update_weight_disk_path": [
         lambda p: p.sender._root,
@@ -312,7 +312,7 @@ def job_of(folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> Job:
 
 @asynccontextmanager
 async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
-    """As `lead` builds them."""
+    """As `run_rank0` builds them."""
     tracked: dict[str, Any] = {}
 
     def trackers(config: object, run_name: str, job: object, folder: Path) -> Any:
@@ -331,7 +331,7 @@ async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> A
     checkpoints = Checkpoints(job.checkpoint, folder / "run", LAYOUT)
     ranks = of_job.ranks(group, Built(LAYOUT, cast(Any, None), checkpoints, 0), rollout, cast(Any, console))
     yield Parts(
-        *(job, folder, of_job, buffer, rollout, schedule, ranks, console, of_job.exports(), of_job.breaker()),
+        *(job, folder, of_job, buffer, rollout, schedule, ranks, console, of_job.exports(), of_job.failure_budget()),
         recorder=of_job.recorder(buffer, "train"),
         sender=of_job.sender(policy, LAYOUT, lambda _: False),
         samples=of_job._trained_samples(LAYOUT),
