@@ -24,6 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headrace.process.memory import resident_bytes
+from services.trainer.control import channel as wire
 from services.trainer.control.channel import Channel
 from services.trainer.control.ranks import RankGroup, follow
 from services.trainer.control.worker import RankWorker
@@ -46,6 +47,7 @@ async def _by_channel(steps: int, samples: list[SampleFacts]) -> dict[str, float
     channel = Channel(0, 3, SECRET)
     port = await channel.listen(listener("127.0.0.1"))
     followers = started(follow_channel, port)
+    wire._CONNECT_SECONDS = 600.0  # the followers' imports count here
     await channel.until_complete()
     group = RankGroup(channel, IdleWorker(), ThreadPoolExecutor(1))
 
