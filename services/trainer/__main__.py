@@ -29,17 +29,17 @@ from headrace.run_folder import RunFolder
 from services.trainer import loop as training
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import PeerLost
-from services.trainer.control.rank import meet
-from services.trainer.control.rank_group import RankGroup, follow
+from services.trainer.control.ranks import RankGroup, follow, join
+from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
-from services.trainer.serving.console import Steered
+from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
 
 
-async def lead(
+async def run_rank0(
     build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
     """Returns when the run is finished or left; raises what ended it otherwise."""
@@ -51,27 +51,27 @@ async def lead(
     server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 
-    async def run(ranks: training.Ranks, steered: Steered, world_size: int, step: int) -> None:
+    async def run(ranks: training.Ranks, savable: Savable, world_size: int, step: int) -> None:
         report.resume(step)
-        console.open(steered, world_size, step)
+        console.open(savable, world_size, step)
         await server.set_ready()
         recorder = build.recorder(buffer, fetch.stream)
-        ledger = StreamLedger(buffer, fetch.stream, console, build.breaker(), recorder)
+        ledger = StreamLedger(buffer, fetch.stream, console, build.failure_budget(), recorder)
         await training.train(ledger, ranks, console, schedule)
 
     async def train() -> None:
-        built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, met)
-        group = RankGroup(met.channel, built.worker.execute, compute)
+        built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
+        group = RankGroup(joined.channel, built.worker, compute)
         ranks = build.ranks(group, built, rollout, console)
         await run(ranks, ranks, built.layout.world_size, built.restored_step)
-        await group.leave(deadline_seconds=FILES_TIMEOUT.total_seconds())
+        await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:
         if build.trains:
             await build.clear_devices(rollout)
-            met = await meet(build.join, compute)
-            await met.channel.guard(train())
-            await met.channel.close()
+            joined = await join(build.join, compute)
+            await joined.channel.guard(train())
+            await joined.channel.close()
         else:
             ranks = build.untrained((await buffer.stats(fetch.stream)).committed_step)
             await run(ranks, ranks, 0, await ranks.restore())
@@ -134,24 +134,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_rank(build: TrainerBuild, listen: Listen) -> None:
-    """Builds this rank's share, then leads or follows."""
+    """Builds this rank's share; rank 0 runs the loop, the others follow it."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
     buffer = build.buffer()
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
-        await lead(build, listen, buffer, fetch, compute)
+        await run_rank0(build, listen, buffer, fetch, compute)
     else:
         for number in ENDING:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)
-        met = await meet(build.join, compute)
+        joined = await join(build.join, compute)
 
         async def work() -> None:
-            built = await loop.run_in_executor(compute, build.rank, fetch, met)
-            await follow(met.channel, built.worker.execute, compute)
+            built = await loop.run_in_executor(compute, build.rank, fetch, joined)
+            await follow(joined.channel, built.worker, compute)
 
-        await met.channel.guard(work())
-        await met.channel.close()
+        await joined.channel.guard(work())
+        await joined.channel.close()
     await buffer.close()
 
 

@@ -1,7 +1,7 @@
 """What a run's counts in the ledger say: the rewards of all samples, and a run that cannot learn.
 
 Such a run ends: too many of the latest samples failed, or none of very many could be used. Only differences between
-readings count, so every producer's failures are seen and nothing from before the start. The breaker's window reaches
+readings count, so every producer's failures are seen and nothing from before the start. The window reaches
 from the newest reading back to the first one that is `window` samples older, or a little further.
 """
 
@@ -33,7 +33,7 @@ _WINDOWS_WITHOUT_A_SAMPLE = 10
 """Filters may drop what is too easy or too hard for a while; this many windows without a usable sample end the run."""
 
 
-class Breaker:
+class FailureBudget:
     """One window for failures, a longer one for samples of which none was usable."""
 
     def __init__(self, max_failed_share: float, window: int) -> None:
@@ -42,7 +42,7 @@ class Breaker:
         self._long = Window(_WINDOWS_WITHOUT_A_SAMPLE * window)
 
     @classmethod
-    def of(cls, rollout: RolloutSection) -> Breaker:
+    def of(cls, rollout: RolloutSection) -> FailureBudget:
         """A window is one step's samples unless the job says otherwise."""
         step = (rollout.rollout_batch_size or 1) * (rollout.n_samples_per_prompt or 1)
         return cls(rollout.max_failed_share, rollout.failure_window or max(step, _MIN_WINDOW))

@@ -16,15 +16,8 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import Fenced
 from headrace.rpc.log import log
 
-
-class MovingRanks(Protocol):
-    """All ranks, whose memory may be somewhere else."""
-
-    async def to_host(self, *, deadline_seconds: float) -> None:
-        """Returns when no rank has anything on its device any more."""
-
-    async def to_device(self, *, deadline_seconds: float) -> None:
-        """Returns when all ranks have their memory back."""
+Move = Callable[[], Awaitable[object]]
+"""Returns when all ranks have moved their memory."""
 
 
 class Devices(Protocol):
@@ -55,25 +48,23 @@ class OwnDevices:
 
 
 class SharedDevices:
-    """`seconds` is how long engines may take to start, and `moving_seconds` ranks to move their memory."""
+    """`seconds` is how long engines may take to start."""
 
     is_shared = True
 
     def __init__(
         self,
-        ranks: MovingRanks,
         engines: Sequence[RolloutClient],
         *,
-        offloads: bool,
         seconds: float,
-        moving_seconds: float,
+        to_host: Move | None,
+        to_device: Move | None,
     ) -> None:
-        """`engines` are all rollout services, none where they keep their memory; `offloads` is False where ranks do."""
-        self._ranks = ranks
+        """`engines` are all rollout services, none where they keep their memory; the moves are None where ranks do."""
         self._engines = engines
-        self._offloads = offloads
         self._seconds = seconds
-        self._moving_seconds = moving_seconds
+        self._to_host = to_host
+        self._to_device = to_device
         self._are_engines = False
         self._epoch = 0
         self._one_at_a_time = asyncio.Lock()
@@ -86,8 +77,8 @@ class SharedDevices:
             if not self._are_engines:
                 return
             await _all(self._engines, lambda each: each.release_memory(self._epoch, deadline_seconds=self._seconds))
-            if self._offloads:
-                await self._ranks.to_device(deadline_seconds=self._moving_seconds)
+            if self._to_device is not None:
+                await self._to_device()
             self._are_engines = False
             log.info("devices_taken")
 
@@ -95,8 +86,8 @@ class SharedDevices:
         async with self._one_at_a_time:
             if self._are_engines:
                 return
-            if self._offloads:
-                await self._ranks.to_host(deadline_seconds=self._moving_seconds)
+            if self._to_host is not None:
+                await self._to_host()
             self._are_engines = True  # from now on engines may have some of it, whatever becomes of the call
             await _all(self._engines, lambda each: each.resume_memory(self._epoch, deadline_seconds=self._seconds))
             log.info("devices_given")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from services.trainer.data.buffer import StepRecorder, TrainerBuffer
-from services.trainer.failure_budget import AllRewards, Breaker, Scorers
+from services.trainer.failure_budget import AllRewards, FailureBudget, Scorers
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 
@@ -19,13 +19,13 @@ class StreamLedger:
         buffer: TrainerBuffer,
         stream: str,
         console: TrainerConsole,
-        breaker: Breaker,
+        failure_budget: FailureBudget,
         recorder: StepRecorder | None = None,
     ) -> None:
         self._buffer = buffer
         self._stream = stream
         self._console = console
-        self._breaker = breaker
+        self._failure_budget = failure_budget
         self._recorder = recorder
         self._rewards = AllRewards()
         self._scorers = Scorers()
@@ -35,7 +35,7 @@ class StreamLedger:
         return (await self._buffer.rewind(self._stream, step)).epoch
 
     async def lease_batch(self, epoch: int, step: int) -> Batch | None:
-        """Waits some seconds; None when the batch is not full yet, or the breaker ends the run.
+        """Waits some seconds; None when the batch is not full yet, or the failure_budget ends the run.
 
         The console shows how many groups are ready.
         """
@@ -43,7 +43,7 @@ class StreamLedger:
             reply = await self._buffer.try_lease_batch(self._stream, epoch, step, wait_seconds=_WAIT_SECONDS)
         self._console.groups_ready(reply.groups_ready)
         stats = await self._buffer.stats(self._stream)
-        if verdict := self._breaker.verdict(stats):
+        if verdict := self._failure_budget.verdict(stats):
             self._console.give_up(verdict)
             return None
         if not reply.ready:

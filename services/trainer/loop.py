@@ -16,7 +16,7 @@ from typing import Protocol
 from headrace.errors import Fenced, HeadraceError
 from headrace.rpc.log import log
 from services.trainer.plan.batch import Batch
-from services.trainer.state import EngineIds, Lacking, TrainState
+from services.trainer.state import EngineIds, StaleEngines, TrainState
 
 
 class TrainerLedger(Protocol):
@@ -69,7 +69,7 @@ class Ranks(Protocol):
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines, as one transaction; it gives them shared devices before they load."""
 
-    async def lacking(self, state: TrainState) -> Lacking:
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
         """The engines, or the whole fleet, that started again and lack these weights."""
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
@@ -144,17 +144,17 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()
         if ranks.shares_devices and schedule.saves(state):
-            await tried(ranks.save(state))
+            await save_or_warn(ranks.save(state))
         if schedule.publishes(state):
             state, figures = await publish(ledger, ranks, state)
             metrics |= figures
         if not ranks.shares_devices and schedule.saves(state):
-            await tried(ranks.save(state))
+            await save_or_warn(ranks.save(state))
         covered = await commit(ledger, ranks, covered)
         console.report(state, metrics)
         await console.evaluate(state)
 
-    await tried(ranks.flush())
+    await save_or_warn(ranks.flush())
     covered = await commit(ledger, ranks, covered)
     if covered.step != state.step:
         await ranks.save(state)
@@ -165,7 +165,7 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
     return state
 
 
-async def tried(saving: Awaitable[None]) -> None:
+async def save_or_warn(saving: Awaitable[None]) -> None:
     """Goes on without a checkpoint that cannot be written now: the next one may be. A newer trainer ends this one."""
     try:
         await saving
@@ -180,11 +180,11 @@ async def next_batch(
 ) -> tuple[TrainState, Batch | None]:
     """The step's batch, once it is full; None when the run is to end. Engines that start meanwhile get the weights."""
     while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
-        lacking = await ranks.lacking(state)
-        if lacking.everybody:
+        stale = await ranks.stale_engines(state)
+        if stale.all:
             state, _ = await publish(ledger, ranks, state)
-        elif lacking.engine_ids:
-            await ranks.rejoin(state, lacking.engine_ids)
+        elif stale.engine_ids:
+            await ranks.rejoin(state, stale.engine_ids)
     return state, batch
 
 

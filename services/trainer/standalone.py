@@ -7,9 +7,9 @@ from typing import Protocol
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import outlast
+from services.trainer.files.durable import retry_while_full
 from services.trainer.plan.batch import Batch, statistics
-from services.trainer.state import NOBODY, EngineIds, Lacking, TrainState
+from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
 
 
 class Publications(Protocol):
@@ -18,7 +18,7 @@ class Publications(Protocol):
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns figures once every engine serves `state.step`."""
 
-    async def lacking(self, state: TrainState) -> Lacking:
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
         """The engines that do not serve the policy version."""
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
@@ -31,8 +31,8 @@ class NoEngines:
     async def publish(self, state: TrainState) -> dict[str, float]:
         return {}
 
-    async def lacking(self, state: TrainState) -> Lacking:
-        return NOBODY
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        return NONE_STALE
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 
@@ -63,7 +63,7 @@ class UntrainedRanks:
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """The batch's figures. Its samples are written down as those that the step was fed."""
-        await outlast(lambda: self._record.append(step, batch), self._record.path)
+        await retry_while_full(lambda: self._record.append(step, batch), self._record.path)
         self._safe = TrainState(step + 1, 0, self._epoch)
         return statistics(batch, step)
 
@@ -72,8 +72,8 @@ class UntrainedRanks:
     async def publish(self, state: TrainState) -> dict[str, float]:
         return {}
 
-    async def lacking(self, state: TrainState) -> Lacking:
-        return NOBODY
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        return NONE_STALE
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 

@@ -72,12 +72,12 @@ EngineIds = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
+class StaleEngines:
     """Either all fleets serve another version, or some engines came back without the served one, or nobody."""
 
-    everybody: bool = False
+    all: bool = False
     engine_ids: EngineIds = field(default_factory=dict)
 
 
-EVERYBODY = Lacking(everybody=True)
-NOBODY = Lacking()
+ALL_STALE = StaleEngines(all=True)
+NONE_STALE = StaleEngines()

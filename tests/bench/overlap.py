@@ -35,7 +35,7 @@ from services.rollout.publication.state import GroupPlan
 from services.rollout.service import RolloutParts
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
-from services.trainer.state import NOBODY, EngineIds, Lacking, TrainState
+from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.fakes.scripted_reward import score, scripted_reward
@@ -110,8 +110,8 @@ class SleepingRanks:
         committed = await self.receiver.commit(name, CHECKSUMS)
         return {"publish/paused_seconds": committed.paused_seconds}
 
-    async def lacking(self, state: TrainState) -> Lacking:
-        return NOBODY
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        return NONE_STALE
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 

@@ -24,21 +24,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headrace.process.memory import resident_bytes
+from services.trainer.control import channel as wire
 from services.trainer.control.channel import Channel
-from services.trainer.control.messages import Command, Result
-from services.trainer.control.rank_group import RankGroup, follow
+from services.trainer.control.ranks import RankGroup, follow
+from services.trainer.control.worker import RankWorker
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.plan.batch import SampleFacts
+from tests.support.fakes.idle_worker import IdleWorker
 from tests.support.ledgers.facts import facts
 
 FOLLOWERS = (1, 2)
 SECRET = bytes(32)
 IDLE_SECONDS = 10.0
 _spawn = multiprocessing.get_context("spawn")
-
-
-def nothing(command: Command) -> Result:
-    """A rank whose work costs nothing."""
 
 
 def by_channel(steps: int, samples: list[SampleFacts]) -> dict[str, float]:
@@ -49,12 +47,13 @@ async def _by_channel(steps: int, samples: list[SampleFacts]) -> dict[str, float
     channel = Channel(0, 3, SECRET)
     port = await channel.listen(listener("127.0.0.1"))
     followers = started(follow_channel, port)
+    wire._CONNECT_SECONDS = 600.0  # the followers' imports count here
     await channel.until_complete()
-    group = RankGroup(channel, nothing, ThreadPoolExecutor(1))
+    group = RankGroup(channel, IdleWorker(), ThreadPoolExecutor(1))
 
     async def step(number: int) -> None:
-        await group.prefetch(samples)
-        await group.describe_weights(deadline_seconds=60.0)  # all have done all
+        await group.call(RankWorker.prefetch, samples)
+        await group.gather(60.0, RankWorker.describe_weights)  # all have done all
 
     await step(0)
     before = rss_mib()
@@ -65,7 +64,7 @@ async def _by_channel(steps: int, samples: list[SampleFacts]) -> dict[str, float
     cpu = cpu_seconds(followers)
     await asyncio.sleep(IDLE_SECONDS)
     measured["idle"] = cpu_seconds(followers) - cpu
-    await group.leave(deadline_seconds=60.0)
+    await group.gather(60.0, RankWorker.leave)
     await channel.close()
     for each in followers:
         each.join()
@@ -76,7 +75,7 @@ def follow_channel(rank: int, port: int) -> None:
     async def main() -> None:
         channel = Channel(rank, 3, SECRET)
         await channel.connect("127.0.0.1", port)
-        await channel.guard(follow(channel, nothing, ThreadPoolExecutor(1)))
+        await channel.guard(follow(channel, IdleWorker(), ThreadPoolExecutor(1)))
         await channel.close()
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
-from services.trainer.failure_budget import Breaker
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
@@ -90,7 +90,7 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         console.open(ranks, 1)
         producing = asyncio.create_task(produce(server.address))
         training = asyncio.create_task(
-            train(StreamLedger(client, "train", console, Breaker(0.5, 1_000)), ranks, console, ranks)
+            train(StreamLedger(client, "train", console, FailureBudget(0.5, 1_000)), ranks, console, ranks)
         )
         try:
             async with asyncio.timeout(120):

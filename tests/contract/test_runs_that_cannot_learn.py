@@ -15,7 +15,7 @@ from headrace.client.shards import ShardedBuffer
 from headrace.errors import FailedPrecondition
 from headrace.trajectory import Status
 from services.buffer.store.memory import MemoryStore
-from services.trainer.failure_budget import Breaker
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
@@ -55,7 +55,7 @@ def half_scored_put(lease: pb.GroupLease) -> pb.GroupPut:
 
 
 async def outcome(folder: Path, put_of: Callable[[pb.GroupLease], pb.GroupPut]) -> tuple[TrainerConsole, Ranks]:
-    """The console and the ranks of a run of 1,000 steps that ends by its breaker."""
+    """The console and the ranks of a run of 1,000 steps that ends by its failure_budget."""
     config = pb.StreamConfig(
         name="train", n_samples_per_prompt=N_SAMPLES, groups_per_step=2, max_staleness=0, max_attempts=3
     )
@@ -75,7 +75,7 @@ async def outcome(folder: Path, put_of: Callable[[pb.GroupLease], pb.GroupPut]) 
         producing = asyncio.create_task(produce())
         try:
             async with asyncio.timeout(120):
-                await train(StreamLedger(client, "train", console, Breaker(0.5, 32)), ranks, console, ranks)
+                await train(StreamLedger(client, "train", console, FailureBudget(0.5, 32)), ranks, console, ranks)
         finally:
             producing.cancel()
     return console, ranks

@@ -44,7 +44,7 @@ class Participants:
         self._state.require_open()
         await self._lose_failed(calls)
 
-    async def together(self, act: Act) -> None:
+    async def gather_collective(self, act: Act) -> None:
         """Runs a collective: an engine that is gone ends it for all; one that alone refuses is taken out.
 
         Raises PublicationAborted at once in the first case: the others hang until the sender leaves the collective.
@@ -63,7 +63,7 @@ class Participants:
             self._break_off(f"every engine refused: {next(_failure(call) for call in calls)}")
         await self._lose_failed(calls)
 
-    async def apart(self, act: Act) -> None:
+    async def gather_independent(self, act: Act) -> None:
         """Takes out those that fail, each by its own limit. They do not depend on each other, however slow one is.
 
         Raises PublicationAborted when every engine refuses: that is the sender's fault, and restarts none of them.
@@ -84,7 +84,7 @@ class Participants:
             if engine.state is EngineState.UPDATING:
                 await self._fleet.give_up(engine, why)
 
-    async def unwell(self) -> set[str]:
+    async def failed(self) -> set[str]:
         """Returns the ids of engines that are gone, or do not return from their latest call."""
         if running := [call for call in self._latest.values() if not call.done()]:
             await asyncio.wait(running, timeout=STRAGGLER_SECONDS)

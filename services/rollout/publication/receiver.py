@@ -21,7 +21,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.state import Fence, Phase, Plan
-from services.rollout.publication.transports import CollectiveInbound, DiskInbound, Inbound, LoadedInbound
+from services.rollout.publication.transports import CollectiveInbound, DiskInbound, Inbound, NoTransfer
 
 # Compares the weights in engines with those that were sent.
 # An engine hashes in the thread that generates: it is asked for a slice at a time, and generates between two slices.
@@ -118,13 +118,13 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
     if publication.preparing is not None:
         publication.preparing.cancel()
     transport.release(publication.plan)
-    unwell = await publication.participants.unwell()
+    failed = await publication.participants.failed()
     was_sent = publication.committing is not None and not publication.plan.is_loaded
     if was_sent:  # and is something else
-        unwell |= publication.participants.engines.keys()
+        failed |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
     ended = await asyncio.gather(
-        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines),
+        *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in failed) for engine in engines),
         return_exceptions=True,
     )
     for engine, error in zip(engines, ended, strict=True):
@@ -133,9 +133,9 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
 
 
 async def _clean_up_engine(
-    publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, is_unwell: bool
+    publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, has_failed: bool
 ) -> None:
-    if is_unwell:
+    if has_failed:
         await fleet.give_up(engine, f"publication aborted: {publication.state.why_aborted}")
         return
     try:
@@ -198,7 +198,7 @@ class Receiver:
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root)
-        self._loaded = LoadedInbound()
+        self._loaded = NoTransfer()
 
     @property
     def open_id(self) -> str:

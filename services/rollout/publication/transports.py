@@ -119,7 +119,7 @@ class CollectiveInbound:
 
     async def receive(self, publication: Publication, bucket: int) -> None:
         group, tensors = publication.plan.group_of(bucket), publication.plan.buckets[bucket]
-        await publication.participants.together(
+        await publication.participants.gather_collective(
             lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
         )
 
@@ -160,7 +160,7 @@ class CollectiveInbound:
             )
             await self._groups.join(engine, place, seconds=publication.seconds_left())
 
-        await publication.participants.together(join)
+        await publication.participants.gather_collective(join)
         self._groups.formed(group.name, engines)
 
     async def _leave_old_groups(self, publication: Publication) -> None:
@@ -197,7 +197,7 @@ class DiskInbound:
 
     async def receive(self, publication: Publication, bucket: int) -> None:
         folder = publication.plan.folder
-        await publication.participants.apart(
+        await publication.participants.gather_independent(
             lambda e: e.client.load_folder(str(folder), seconds=publication.seconds_left())
         )
 
@@ -233,7 +233,7 @@ class DiskInbound:
             )
 
 
-class LoadedInbound:
+class NoTransfer:
     """Serves engines that no publication has touched."""
 
     def require_usable(self, plan: Plan, engines: Sequence[Engine]) -> None:

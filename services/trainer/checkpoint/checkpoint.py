@@ -32,7 +32,7 @@ from services.trainer.checkpoint.reader import CheckpointReader, all_true
 from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.shard_chunk import Place, ShardChunk
 from services.trainer.checkpoint.writer import read_notes, write_chunks
-from services.trainer.files.agreement import FileWork
+from services.trainer.files.agreement import CollectiveIO
 from services.trainer.files.durable import make_folder, put_in_place, remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.state import TrainState
@@ -106,7 +106,7 @@ class Checkpoints:
         A HeadraceError is raised on all ranks alike, which can go on: nothing was saved.
         """
         self.wait()
-        work = FileWork(self._layout.files_group, _CPU)
+        work = CollectiveIO(self._layout.files_group, _CPU)
         draft = self._folder / f"{_DRAFT}{epoch}"
         work.do(lambda: self._begin(draft, epoch))
         chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
@@ -147,7 +147,7 @@ class Checkpoints:
         if found is None:
             return 0
         reader = CheckpointReader(*found)
-        FileWork(self._layout.files_group, _CPU).do(lambda: policy.restore(reader))
+        CollectiveIO(self._layout.files_group, _CPU).do(lambda: policy.restore(reader))
         self._require_all_read(reader, found[0])
         return found[1].step
 
@@ -160,7 +160,7 @@ class Checkpoints:
                 draft.mkdir()
 
     def _write(self, draft: Path, chunks: list[ShardChunk], scalars: dict[str, Any], state: TrainState) -> None:
-        work = FileWork(self._layout.files_group, _CPU)
+        work = CollectiveIO(self._layout.files_group, _CPU)
         try:
             notes = work.gather(work.do(lambda: write_chunks(draft, self._layout.rank, chunks)))
             work.do(lambda: self._finish(draft, notes, scalars, state))
@@ -223,7 +223,7 @@ class Checkpoints:
 
     def _newest_true(self, folder: Path) -> tuple[Path, Manifest] | None:
         """The newest whose every byte is true. Raises DataLoss when there are some and all are damaged."""
-        whole = FileWork(self._layout.files_group, _CPU).do(lambda: self._whole(folder))
+        whole = CollectiveIO(self._layout.files_group, _CPU).do(lambda: self._whole(folder))
         self._require_agreement(whole)
         for path, manifest in whole:
             if all_true(path, manifest, self._layout):

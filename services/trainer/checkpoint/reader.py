@@ -19,7 +19,7 @@ from headrace.models.family import Sharding
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import Manifest
 from services.trainer.checkpoint.shard_chunk import Place
-from services.trainer.files.agreement import FileWork
+from services.trainer.files.agreement import CollectiveIO
 from services.trainer.hugging_face.shards import cut, merge
 from services.trainer.megatron.parallel import Layout
 
@@ -130,7 +130,7 @@ class CheckpointReader:
 
 def all_true(folder: Path, manifest: Manifest, layout: Layout) -> bool:
     """True on all ranks when every byte is what was written; each rank looks through a part of the files."""
-    work = FileWork(layout.files_group, _CPU)
+    work = CollectiveIO(layout.files_group, _CPU)
     for name in sorted(manifest.files)[layout.rank :: layout.world_size]:
         work.attempt(partial(manifest.verify, folder, name))
     try:
@@ -143,7 +143,7 @@ def all_true(folder: Path, manifest: Manifest, layout: Layout) -> bool:
 
 def opened(folder: Path, layout: Layout) -> CheckpointReader:
     """A checkpoint by its own folder. Raises DataLoss when it is damaged. Collective."""
-    manifest = FileWork(layout.files_group, _CPU).do(lambda: Manifest.read(folder))
+    manifest = CollectiveIO(layout.files_group, _CPU).do(lambda: Manifest.read(folder))
     if not all_true(folder, manifest, layout):
         raise DataLoss(f"{folder} is damaged: name another checkpoint")
     return CheckpointReader(folder, manifest)

@@ -6,6 +6,7 @@ import gc
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.client.open import open_rollout
@@ -23,15 +24,13 @@ from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank import Met
-from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.ranks import TrainerRanks
-from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
-from services.trainer.control.transport import Sender, transport_of
+from services.trainer.control.ranks import JoinedRanks, RankGroup, TrainerRanks
+from services.trainer.control.senders import QuantizedWeights, Sender, WeightSender, WeightWriter
+from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
 from services.trainer.data.samples import Fetch, TrainedSamples
-from services.trainer.failure_budget import Breaker
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.files.durable import remove
 from services.trainer.gpu_sharing import Devices, OwnDevices, SharedDevices, clear
 from services.trainer.megatron.parallel import Layout
@@ -101,16 +100,16 @@ class TrainerBuild:
         """Joins the other ranks, or is alone. In the compute thread."""
         return join_ranks(self._job)
 
-    def rank(self, fetch: Fetch, met: Met) -> Built:
+    def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
-        job, layout = self._job, met.layout
+        job, layout = self._job, joined.layout
         if job.placement.offload_train:
             log.info("memory_taken")
         policy = policy_of(job, layout)
         checkpoints = Checkpoints(job.checkpoint, self._run_dir, layout)
         log.info("restoring", folder=str(checkpoint_folder(job.checkpoint, self._run_dir)))
         restored_step = checkpoints.restore_latest(policy.saved)
-        sender = self.sender(policy, layout, met.channel.is_aborted)
+        sender = self.sender(policy, layout, joined.channel.is_aborted)
         gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
         log.info("built", restored_step=restored_step)
         worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
@@ -258,12 +257,12 @@ class TrainerBuild:
         placement = self._job.placement
         if rollout is None or not placement.colocate or not self._job.asks_engines:
             return OwnDevices()
+        seconds = self._job.publish.update_weight_timeout_seconds
         return SharedDevices(
-            group,
             rollout.services if placement.offload_rollout else (),
-            offloads=bool(placement.offload_train),
             seconds=self._away_seconds,
-            moving_seconds=self._job.publish.update_weight_timeout_seconds,
+            to_host=partial(group.gather, seconds, RankWorker.to_host) if placement.offload_train else None,
+            to_device=partial(group.gather, seconds, RankWorker.to_device) if placement.offload_train else None,
         )
 
     def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
@@ -285,14 +284,14 @@ class TrainerBuild:
         """Returns what stands for all ranks where the run only generates."""
         return UntrainedRanks(step, self._run_dir)
 
-    def breaker(self) -> Breaker:
+    def failure_budget(self) -> FailureBudget:
         """Ends a run that cannot learn."""
-        return Breaker.of(self._job.rollout)
+        return FailureBudget.of(self._job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
         """One rank writes for those that have the same samples."""
         num_bytes = self._job.tracking.sample_log_bytes
-        if not (layout.speaks and layout.is_last_stage and num_bytes):
+        if not (layout.is_reporting_rank and layout.is_last_stage and num_bytes):
             return None
         return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, num_bytes)
 

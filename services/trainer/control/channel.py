@@ -7,8 +7,12 @@ longer, timeout instead.
 
 Between machines it is encrypted where the job has certificates: then both sides show one, too.
 
-Only a rank that is still missing and knows the run's secret (`handshake`) is listened to; all others are hung up on and
-change nothing. Once every rank is there nobody can connect any more.
+Only a rank that is still missing and knows the run's secret is listened to; all others are hung up on and change
+nothing. Once every rank is there nobody can connect any more. The secret is not sent: rank 0 sends a nonce; the rank
+answers with its number, a nonce of its own and a digest of all that; rank 0 answers with another digest. All of it has
+a fixed size, so nobody can make the other side wait for, or keep, more than that.
+
+On the wire a message is four bytes of length and MessagePack; an empty one is a heartbeat.
 
 Lives on the rank's event loop: computation has a thread of its own.
 """
@@ -16,6 +20,8 @@ Lives on the rank's event loop: computation has a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -27,28 +33,51 @@ import msgspec
 from headrace.errors import DeadlineExceeded, Unavailable
 from headrace.rpc.log import log
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder, connecting_context, listening_context
-from services.trainer.control.frames import (
-    CHUNK_BYTES,
-    HEARTBEAT,
-    Abort,
-    Done,
-    Goodbye,
-    Message,
-    Order,
-    frame,
-    next_message,
-)
-from services.trainer.control.handshake import Refused, admit, introduce
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 _CONNECT_SECONDS = 60.0
-_CONNECT_AGAIN_SECONDS = 0.1
 _HANDSHAKE_SECONDS = 10.0
-_MAX_STRANGERS = 64
 _REMEMBERED = 64
+_HEARTBEAT = bytes(4)
+_MAX_FRAME_BYTES = 1 << 28
+_CHUNK_BYTES = 1 << 20
+_NONCE_BYTES = 32
+_RANK_BYTES = 4
+_DIGEST_BYTES = 32
 
 R = TypeVar("R")
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Rank 0 asks for a method of the worker. The rank that executes it decodes it, in the compute thread."""
+
+    number: int
+    method: str
+    arguments: msgspec.Raw
+    wants_answer: bool
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An order's result on one rank."""
+
+    number: int
+    result: msgspec.Raw
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Rank 0 gives a publication up; it overtakes orders."""
+
+    publication_id: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The sender ends, and all is well."""
+
+
+Message = Order | Answer | Abort | Goodbye
+
+_messages = msgspec.msgpack.Decoder(Message)
 
 
 class PeerLost(Unavailable):
@@ -67,7 +96,6 @@ class Channel:
         self._missing = set(range(1, world_size)) if rank == 0 else set()
         self._complete: asyncio.Future[None] = self._loop.create_future()
         self._lost: asyncio.Future[None] = self._loop.create_future()
-        self._strangers = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[int, asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
@@ -81,7 +109,7 @@ class Channel:
         secured: dict[str, Any] = {}
         if self._tls is not None:
             secured = {"ssl": listening_context(self._tls), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES, **secured)
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=_CHUNK_BYTES, **secured)
         port: int = listener.getsockname()[1]
         return port
 
@@ -99,12 +127,16 @@ class Channel:
 
     async def connect(self, host: str, port: int) -> None:
         """Called on every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": connecting_context(self._tls), "server_hostname": SERVICE_NAME}
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                while not await self._is_introduced(host, port):
-                    await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
-        except (TimeoutError, OSError, Refused) as error:
+                reader, writer = await asyncio.open_connection(host, port, limit=_CHUNK_BYTES, **secured)
+                await introduce(reader, writer, self._secret, self._rank)
+        except (TimeoutError, OSError, EOFError, _Refused) as error:
             raise PeerLost(f"rank 0 is gone ({host}:{port}: {error!r}): this rank ends too") from error
+        self._keep(reader, writer, peer=0)
 
     def send(self, message: Message) -> None:
         """Sends to rank 0, or from it to all others. Not for the loop's own thread: a message may be large."""
@@ -114,9 +146,20 @@ class Channel:
         """Rank 0's next order."""
         return await self._orders.get()
 
-    def expect(self, number: int, read: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:
-        """The results of an order that is not sent yet, one for every other rank; those of other orders are dropped."""
-        return [self._expect(peer, number, read) for peer in self._peers]
+    def expect(self, number: int, decode: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:
+        """The answers to an order that is not sent yet, one of every other rank, by rank; others are dropped."""
+
+        def answer_of(peer: int) -> asyncio.Future[R]:
+            answer: asyncio.Future[R] = self._loop.create_future()
+
+            def take(result: msgspec.Raw) -> None:
+                if not answer.done():
+                    answer.set_result(decode(result))
+
+            self._expected[peer, number] = take
+            return answer
+
+        return [answer_of(peer) for peer in sorted(self._peers)]
 
     def abort(self, publication_id: str) -> None:
         """Called on rank 0: tells all senders of this publication to stop."""
@@ -150,44 +193,14 @@ class Channel:
         if self._server is not None:
             self._server.close()
 
-    def _expect(self, peer: int, number: int, read: Callable[[msgspec.Raw], R]) -> asyncio.Future[R]:
-        future: asyncio.Future[R] = self._loop.create_future()
-
-        def take(result: msgspec.Raw) -> None:
-            if not future.done():
-                future.set_result(read(result))
-
-        self._expected[peer, number] = take
-        return future
-
-    async def _is_introduced(self, host: str, port: int) -> bool:
-        """False where rank 0 is busy with strangers."""
-        secured: dict[str, Any] = {}
-        if self._tls is not None:
-            secured = {"ssl": connecting_context(self._tls), "server_hostname": SERVICE_NAME}
-        reader, writer = await asyncio.open_connection(host, port, limit=CHUNK_BYTES, **secured)
-        try:
-            await introduce(reader, writer, self._secret, self._rank)
-        except (EOFError, ConnectionResetError):
-            writer.close()
-            return False
-        self._keep(reader, writer, peer=0)
-        return True
-
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._strangers >= _MAX_STRANGERS:
-            writer.close()
-            return
-        self._strangers += 1
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                peer = await admit(reader, writer, self._secret, self._missing)
-        except (TimeoutError, OSError, EOFError, Refused):
+                peer = await _admit(reader, writer, self._secret, self._missing)
+        except (TimeoutError, OSError, EOFError, _Refused):
             log.warning("stranger_refused", peer=str(writer.get_extra_info("peername")))
             writer.close()
             return
-        finally:
-            self._strangers -= 1
         self._keep(reader, writer, peer)
         if not self._missing and self._server is not None:
             self._server.close()
@@ -207,14 +220,14 @@ class Channel:
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):  # the watch says what happened
             while True:
-                writer.write(HEARTBEAT)
+                writer.write(_HEARTBEAT)
                 await writer.drain()
                 await asyncio.sleep(BEAT_SECONDS)
 
     async def _watch(self, reader: asyncio.StreamReader, peer: int) -> None:
         try:
             while True:
-                message = await next_message(reader, SILENT_SECONDS)
+                message = await _next_message(reader)
                 if isinstance(message, Goodbye):
                     return
                 self._take(message, peer)
@@ -229,7 +242,7 @@ class Channel:
         match message:
             case Order():
                 self._orders.put_nowait(message)
-            case Done(number, result):
+            case Answer(number, result):
                 if take := self._expected.pop((peer, number), None):
                     take(result)
             case Abort(publication_id):
@@ -241,3 +254,63 @@ class Channel:
         log.error("rank_lost", rank=peer, why=why)
         self._lost.set_exception(PeerLost(f"rank {peer} is gone ({why}): this rank ends too"))
         self._lost.exception()  # retrieved here; `guard` raises it
+
+
+def frame(message: Message) -> bytes:
+    """The message as bytes, with its length in front."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(len(_HEARTBEAT), "big") + body
+
+
+async def _next_message(reader: asyncio.StreamReader) -> Message | None:
+    """None for a heartbeat.
+
+    Raises TimeoutError when no byte comes for SILENT_SECONDS, ConnectionError or a MsgspecError for what is no message.
+    """
+    left = int.from_bytes(await _next(reader, len(_HEARTBEAT)), "big")
+    if left > _MAX_FRAME_BYTES:
+        raise ConnectionError(f"it announced a frame of {left} bytes, more than {_MAX_FRAME_BYTES}")
+    if not left:
+        return None
+    chunks = []
+    while left:
+        chunks.append(await _next(reader, min(left, _CHUNK_BYTES)))
+        left -= len(chunks[-1])
+    message: Message = _messages.decode(b"".join(chunks))
+    return message
+
+
+async def _next(reader: asyncio.StreamReader, count: int) -> bytes:
+    async with asyncio.timeout(SILENT_SECONDS):
+        return await reader.readexactly(count)
+
+
+class _Refused(Exception):
+    """The other side does not know the secret, or did not accept this one."""
+
+
+async def _admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, missing: set[int]) -> int:
+    """Called on rank 0: takes this rank out of `missing` and returns it."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(nonce)
+    hello = await reader.readexactly(_RANK_BYTES + _NONCE_BYTES + _DIGEST_BYTES)
+    said, digest = hello[:-_DIGEST_BYTES], hello[-_DIGEST_BYTES:]
+    rank = int.from_bytes(said[:_RANK_BYTES], "big")
+    if not hmac.compare_digest(digest, _digest(secret, b"hello", nonce, said)) or rank not in missing:
+        raise _Refused
+    missing.remove(rank)
+    writer.write(_digest(secret, b"welcome", nonce, said))
+    return rank
+
+
+async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> None:
+    """Called on every other rank. Raises EOFError or OSError when rank 0 hangs up."""
+    nonce = await reader.readexactly(_NONCE_BYTES)
+    said = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
+    writer.write(said + _digest(secret, b"hello", nonce, said))
+    if not hmac.compare_digest(await reader.readexactly(_DIGEST_BYTES), _digest(secret, b"welcome", nonce, said)):
+        raise _Refused
+
+
+def _digest(secret: bytes, purpose: bytes, nonce: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, purpose + nonce + said, "sha256")

@@ -24,11 +24,12 @@ from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, 
 from headrace.job.schema.run import PublishSection
 from headrace.publication import Probe
 from headrace.rpc.log import log
-from services.trainer.control.messages import Probed
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
+from services.trainer.control.senders import Probed
 from services.trainer.control.transport import Attempt, Offer, Recipients, Source, Straggler, Transport
+from services.trainer.control.worker import RankWorker
 from services.trainer.gpu_sharing import Devices
-from services.trainer.state import EVERYBODY, NOBODY, EngineIds, Lacking, TrainState
+from services.trainer.state import ALL_STALE, NONE_STALE, EngineIds, StaleEngines, TrainState
 
 _FLEET_SECONDS = 2.0
 _SILENCE_GAP_SECONDS = 60.0
@@ -89,7 +90,7 @@ class Presence:
         if len(self._services) > 1:
             self._not_before |= dict.fromkeys(numbers, time.monotonic() + _AGAIN_SECONDS)
 
-    async def lacking(self, state: TrainState) -> Lacking:
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
         """The engines that do not serve the policy version: all of some services, or a few of them.
 
         None of a fleet that does not answer or is in a publication: other calls wait for it. Between two publications
@@ -108,19 +109,19 @@ class Presence:
                 raise answer
         if not fleets:
             self._endure_silence(next(answer for answer in asked if isinstance(answer, HeadraceError)))
-            return NOBODY
+            return NONE_STALE
         self._silent_at = -_SILENCE_GAP_SECONDS
         if any(fleet.memory_released for fleet in fleets.values()):
-            return EVERYBODY
+            return ALL_STALE
         if not (fleets := {number: fleet for number, fleet in fleets.items() if _has_started(fleet)}):
-            return NOBODY
+            return NONE_STALE
         if all(fleet.policy_version != state.policy_version for fleet in fleets.values()):
-            return EVERYBODY
+            return ALL_STALE
         if state.step != state.policy_version:
-            return NOBODY
-        return Lacking(engine_ids=self._lacking_of(fleets, state.policy_version))
+            return NONE_STALE
+        return StaleEngines(engine_ids=self._stale_of(fleets, state.policy_version))
 
-    def _lacking_of(self, fleets: Mapping[int, pb.GetFleetResponse], policy_version: int) -> EngineIds:
+    def _stale_of(self, fleets: Mapping[int, pb.GetFleetResponse], policy_version: int) -> EngineIds:
         found: dict[int, tuple[str, ...]] = {}
         for number, fleet in fleets.items():
             stale = [engine.engine_id for engine in fleet.engines if engine.state == pb.ENGINE_STATE_STALE]
@@ -248,9 +249,9 @@ class Publisher:
                 return _figures(published, len(self._services))
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def lacking(self, state: TrainState) -> Lacking:
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
         """The engines that do not serve the policy version (`Presence`)."""
-        return await self._presence.lacking(state)
+        return await self._presence.stale_engines(state)
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
         """Gives the served weights to the engines that came back without them; the others do not notice.
@@ -357,7 +358,8 @@ class Publisher:
 
     async def _current(self, state: TrainState) -> Version:
         await self._devices.take()
-        return Version(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
+        (probe,) = await self._ranks.gather(self._seconds, RankWorker.probe)
+        return Version(state.step, probe)
 
     async def _leave_behind(
         self, attempt: Attempt, left: Mapping[int, HeadraceError], complete: Collection[int]

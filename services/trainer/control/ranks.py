@@ -1,26 +1,183 @@
-"""The loop's `Ranks`: what the training loop asks of all ranks, put into orders and publications."""
+"""All ranks as one: rank 0 orders, every rank carries out, one command at a time and in one order.
+
+The event loop is the main thread's; whatever may wait for other ranks happens in the compute thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import msgspec
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.errors import DeadlineExceeded, HeadraceError, Internal
 from headrace.models.folders import is_whole
+from headrace.rpc.log import log
+from headrace.rpc.tls import tls_of
 from services.trainer.checkpoint.checkpoint import Checkpoints
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.channel import Answer, Channel, Order
+from services.trainer.control.worker import RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.data.samples import SetAside
-from services.trainer.files.durable import outlast
+from services.trainer.data.samples import SkippedSamples
+from services.trainer.files.durable import retry_while_full
 from services.trainer.gpu_sharing import Devices
+from services.trainer.megatron.parallel import Layout, told
+from services.trainer.megatron.rendezvous import listener, on_one_machine, own_host
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.standalone import Publications
-from services.trainer.state import EngineIds, Lacking, TrainState
+from services.trainer.state import EngineIds, StaleEngines, TrainState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FAIL_ALIKE = (RankWorker.save.__name__, RankWorker.export.__name__)
+"""Commands whose HeadraceErrors are raised on all ranks: rank 0 has them too, and decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRanks:
+    """A rank's layout and its channel, once it has joined the others."""
+
+    layout: Layout
+    channel: Channel
+
+
+async def join(join_group: Callable[[], Layout], compute: ThreadPoolExecutor) -> JoinedRanks:
+    """Joins the other ranks, in the compute thread, and watches over them from here on."""
+    log.info("joining")
+    layout = await asyncio.get_running_loop().run_in_executor(compute, join_group)
+    channel = await open_channel(layout, compute)
+    log.info("ranks_met", rank=layout.rank, world_size=layout.world_size)
+    return JoinedRanks(layout, channel)
+
+
+async def open_channel(layout: Layout, compute: ThreadPoolExecutor) -> Channel:
+    """Called on all ranks at once, after torch.distributed is up; returns when all are connected."""
+    rank, world_size = layout.rank, layout.world_size
+    if world_size == 1:
+        return Channel(rank, world_size, b"")
+
+    async def tell(text: str) -> str:
+        return (await asyncio.get_running_loop().run_in_executor(compute, told, text.encode(), layout)).decode()
+
+    tls = None if on_one_machine() else tls_of()
+    if rank == 0:
+        host, secret = own_host(), secrets.token_bytes(32)
+        channel = Channel(rank, world_size, secret, tls)
+        port = await channel.listen(listener(host))
+        await tell(f"{host} {port} {secret.hex()}")
+        await channel.until_complete()
+    else:
+        host, its_port, its_secret = (await tell("")).split()
+        channel = Channel(rank, world_size, bytes.fromhex(its_secret), tls)
+        await channel.connect(host, int(its_port))
+    return channel
+
+
+class RankGroup:
+    """Lives on rank 0. The compute thread executes, so the event loop answers in the middle of a step.
+
+    `ranks.call(RankWorker.prefetch, samples)`: the method's signature is the command's.
+    """
+
+    def __init__(self, channel: Channel, worker: RankWorker, compute: ThreadPoolExecutor) -> None:
+        self._channel = channel
+        self._worker = worker
+        self._compute = compute
+        self._number = 0
+
+    def call(
+        self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[R]:
+        """Rank 0's own result. The others start before it does, and only collectives inside keep them in step."""
+        return self._order(False, method, args, kwargs)
+
+    def ask(
+        self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[asyncio.Future[R]]:
+        """The result of every rank, by rank."""
+        own = self._order(True, method, args, kwargs)
+        others: list[asyncio.Future[R]] = self._channel.expect(self._number, commands()[method.__name__].result_of)
+        return [own, *others]
+
+    async def gather(
+        self,
+        deadline_seconds: float,
+        method: Callable[Concatenate[RankWorker, P], R | None],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """The results of the ranks that have one, by rank.
+
+        Raises the first error of a rank, or DeadlineExceeded when one does not answer in time.
+        """
+        return await results_of(self.ask(method, *args, **kwargs), method, deadline_seconds)
+
+    def abort(self, publication_id: str) -> None:
+        """Senders that are at this publication stop."""
+        self._channel.abort(publication_id)
+
+    def _order(
+        self, wants_answer: bool, method: Callable[..., R], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> asyncio.Future[R]:
+        self._number += 1
+        number, name = self._number, method.__name__
+
+        def work() -> R:  # arguments may be large: they are packed here
+            self._channel.send(Order(number, name, commands()[name].pack(args, kwargs), wants_answer))
+            result: R = getattr(self._worker, name)(*args, **kwargs)
+            return result
+
+        return asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+async def results_of(
+    answers: Sequence[asyncio.Future[R | None]], method: Callable[..., object], deadline_seconds: float
+) -> list[R]:
+    """As `RankGroup.gather`, of what was asked before."""
+    done, late = await asyncio.wait(answers, timeout=deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    if late:
+        raise DeadlineExceeded(
+            f"{len(late)} ranks did not finish {method.__name__} within {deadline_seconds:g} s: see the trainer's logs "
+            "for the rank that hangs"
+        )
+    return [result for answer in answers if (result := answer.result()) is not None]
+
+
+async def follow(channel: Channel, worker: RankWorker, compute: ThreadPoolExecutor) -> None:
+    """Follows rank 0's orders until it says `leave`."""
+    loop, order = asyncio.get_running_loop(), None
+    while order is None or order.method != RankWorker.leave.__name__:
+        order = await channel.next_order()
+        await loop.run_in_executor(compute, _obey, channel, worker, order)
+
+
+def _obey(channel: Channel, worker: RankWorker, order: Order) -> None:
+    if (command := commands().get(order.method)) is None:
+        raise Internal(f"rank 0 asks for {order.method!r}, which no rank does: start all ranks with the same headrace")
+    result = None
+    try:
+        result = getattr(worker, order.method)(*command.unpack(order.arguments))
+    except HeadraceError as error:
+        if order.method not in _FAIL_ALIKE:
+            raise
+        log.warning("files_failed", reason=error.reason, error=error.message)
+    if order.wants_answer:
+        channel.send(Answer(order.number, msgspec.Raw(msgspec.msgpack.encode(result))))
 
 
 class TrainerRanks:
-    """All trainer processes, as one.
+    """What the training loop asks of all ranks, put into commands and publications.
 
     `restored_step` is where the latest checkpoint left off, 0 without one; `save_hf` is the Hugging Face folder that
     the job wants after `num_steps`.
@@ -40,80 +197,69 @@ class TrainerRanks:
         devices: Devices,
     ) -> None:
         self._group = group
-        self._publisher = publisher
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
-        self._set_aside = SetAside(run_dir / "set_aside.jsonl")
+        self._skipped = SkippedSamples(run_dir / "set_aside.jsonl")
         self._checkpoints = checkpoints
         self._restored_step = restored_step
         self._num_steps = num_steps
         self._save_hf = save_hf
         self._devices = devices
+        self._publisher = publisher
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
         return self._restored_step
 
     async def claim(self, state: TrainState) -> None:
-        """Keeps older trainers from putting checkpoints into the folder from here on."""
         self._devices.claim(state.epoch)
         await asyncio.to_thread(self._checkpoints.claim, state.epoch)
 
     @property
     def shares_devices(self) -> bool:
-        """The job says --colocate."""
         return self._devices.is_shared
 
     async def take_devices(self) -> None:
-        """Engines give their memory up, and that of the ranks is on the devices."""
         await self._devices.take()
 
     async def give_devices(self) -> None:
-        """The other way round."""
         await self._devices.give()
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
-        """One rollout step's optimizer steps."""
         with self._console.phase(pb.PHASE_TRAINING):
-            trained = await self._group.train(step, self._set_aside.applied(batch).samples)
-        await outlast(lambda: self._set_aside.append(step, trained.set_aside), self._set_aside.path)
-        await outlast(lambda: self._record.append(step, batch), self._record.path)
-        figures = statistics(self._set_aside.applied(batch), step)
+            trained = await self._group.call(RankWorker.train, step, self._skipped.applied(batch).samples)
+        await retry_while_full(lambda: self._skipped.append(step, trained.set_aside), self._skipped.path)
+        await retry_while_full(lambda: self._record.append(step, batch), self._record.path)
+        figures = statistics(self._skipped.applied(batch), step)
         if trained.is_logged:
             self._console.keep_from_trackers(figures)
         return trained.metrics | figures
 
     async def prefetch(self, batch: Batch) -> None:
-        """Every rank begins to fetch its samples of the next step."""
-        await self._group.prefetch(self._set_aside.applied(batch).samples)
+        await self._group.call(RankWorker.prefetch, self._skipped.applied(batch).samples)
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        """The current weights to all engines."""
         with self._console.phase(pb.PHASE_PUBLISHING):
             return await self._publisher.publish(state)
 
-    async def lacking(self, state: TrainState) -> Lacking:
-        """Engines that do not serve its policy version."""
-        return await self._publisher.lacking(state)
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        return await self._publisher.stale_engines(state)
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
-        """Engines that started again get the served weights, while the others go on."""
         await self._publisher.rejoin(state, engine_ids)
 
     async def flush(self) -> None:
-        """Waits until the checkpoint that was taken last is safe."""
         with self._console.phase(pb.PHASE_SAVING):
             await asyncio.to_thread(self._checkpoints.flush)
 
     def take_safe(self) -> TrainState | None:
-        """The newest state whose checkpoint became safe since this was asked last."""
         return self._checkpoints.take_safe()
 
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
         with self._console.phase(pb.PHASE_SAVING):
             await self._devices.take()  # a person may ask for it in the engines' turn
-            await self._group.save(state)
+            await self._group.call(RankWorker.save, state.step, state.policy_version, state.epoch)
 
     def checkpoint_path(self, step: int) -> Path:
         """The folder into which `save` puts the checkpoint of a step."""
@@ -133,4 +279,4 @@ class TrainerRanks:
         """Writes the current weights as a Hugging Face folder."""
         with self._console.phase(pb.PHASE_SAVING):
             await self._devices.take()
-            await self._group.export(path)
+            await self._group.call(RankWorker.export, str(path))

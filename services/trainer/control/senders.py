@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,14 +30,94 @@ from headrace.errors import HeadraceError, PublicationAborted
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights, part_of
 from services.trainer.hugging_face.export import Look, Write
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import FlatBuckets, KeptWeights, MemoryFiles, cut, filling_bytes, make_private
+from services.trainer.weights.buckets import (
+    FlatBuckets,
+    KeptWeights,
+    MemoryFiles,
+    filling_bytes,
+    make_private,
+    split_into_buckets,
+)
 from services.trainer.weights.engine_layout import EngineChecksums, Hashing
 from services.trainer.weights.quantization import quantized, quantized_specs
 from services.trainer.weights.weight_group import Broadcasts, WeightGroup
+
+
+class _Result(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class StageWeights(_Result, frozen=True):
+    """One stage's tensors, in the order in which they travel."""
+
+    stage: int
+    buckets: list[list[TensorSpec]]
+
+
+class StageGroup(_Result, frozen=True):
+    """The group of engines of one stage: its name, and the address at which its sender listens."""
+
+    stage: int
+    name: str
+    host: str
+    port: int
+    joined: bool
+
+
+class Probed(_Result, frozen=True):
+    """The probe as the last stage computed it."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class Sent(_Result, frozen=True):
+    """One stage's share of a publication: what engines must hold now, or why it failed."""
+
+    stage: int
+    checksums: dict[str, str]
+    error: str | None = None
+    left: dict[int, str] = {}  # msgspec copies it
+    """Rollout services that could not be sent all of it while others could, and why"""
+
+
+def part_of(publication_id: str, service: int) -> str:
+    """The name under which a publication is given up for one of its rollout services alone."""
+    return f"{publication_id}/{service}"
+
+
+class Sender(Protocol):
+    """One rank's part, in its compute thread."""
+
+    def describe(self) -> StageWeights | None:
+        """This stage's weights, the same at every publication; None on ranks that send nothing."""
+
+    def probe(self) -> Probed | None:
+        """Collective: what engines must compute; None except on the last stage's sender."""
+
+    def open(self, service: int) -> StageGroup | None:
+        """The address at which this stage's group of a rollout service's engines listens; None where there is none."""
+
+    def hashed(self) -> Sent | None:
+        """Collective: what engines print over the current weights; None on ranks that send nothing.
+
+        An error is in the answer.
+        """
+
+    def keep(self) -> None:
+        """Collective: copies the current weights into this sender's host memory, to send them again."""
+
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
+        """Collective: sends the current weights, or those that it `kept`. An error is in the answer.
+
+        `world_sizes` are of the groups by rollout service, the sender included. None on ranks that send nothing.
+        """
+
+    def drop(self, services: Collection[int]) -> None:
+        """Tears down what a failed publication to these rollout services left."""
 
 
 class WeightSource(Protocol):
@@ -102,7 +183,7 @@ class WeightSender:
         self._timeout_seconds = timeout_seconds
         self._hashes = hashes
         specs = policy.hf_tensor_specs()
-        self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
+        self._buckets = split_into_buckets(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
         self._kept = KeptWeights(layout.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
@@ -110,16 +191,13 @@ class WeightSender:
         """The broadcast groups by rollout service."""
 
     def describe(self) -> StageWeights | None:
-        """This stage's weights, the same at every publication; None on ranks that send nothing."""
         return StageWeights(self._stage, self._buckets) if self._is_sender else None
 
     def probe(self) -> Probed | None:
-        """Collective: what engines must compute; None except on the last stage's sender."""
         found = self._policy.probe()
         return Probed(*found) if found and self._is_sender else None
 
     def open(self, service: int) -> StageGroup | None:
-        """The address at which this stage's group of the service listens; None on ranks that send nothing."""
         if not self._is_sender:
             return None
         if service not in self._groups:
@@ -129,10 +207,6 @@ class WeightSender:
         return StageGroup(self._stage, group.name, self._host, group.port, group.joined)
 
     def hashed(self) -> Sent | None:
-        """Collective: what engines print over the current weights; None on ranks that send nothing.
-
-        An error is in the answer.
-        """
         checksums = EngineChecksums()
         failure: str | None = None
         try:
@@ -146,7 +220,6 @@ class WeightSender:
         return Sent(self._stage, {} if failure else checksums.result(), failure)
 
     def keep(self) -> None:
-        """Collective: copies the current weights into this sender's host memory."""
         tensors = self._policy.hf_tensors()
         if self._is_sender:
             self._kept.keep(tensors)
@@ -154,10 +227,7 @@ class WeightSender:
             pass
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
-        """Joins if need be and broadcasts every bucket, of the current weights or of those that it `kept`.
-
-        `world_sizes` are of the groups by service. An error is in the answer; None on ranks that send nothing.
-        """
+        """Joins if need be and broadcasts every bucket."""
         hashing = Hashing(self._thread)
         failure: HeadraceError | None = None
         broadcasts = self._broadcasts(publication_id, world_sizes)

@@ -33,8 +33,9 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, DiskFull, Fenced, HeadraceError, PublicationAborted
 from headrace.job.schema.run import PublishSection
 from headrace.rpc.log import log
-from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup, results_of
+from services.trainer.control.senders import Sent, StageGroup, StageWeights, part_of
+from services.trainer.control.worker import RankWorker
 from services.trainer.files.durable import append_rows, remove
 from services.trainer.gpu_sharing import Devices
 
@@ -104,6 +105,13 @@ async def _all_but_stragglers(calls: list[asyncio.Future[T]], *, is_slow_alike: 
             end = now + STRAGGLER_SECONDS + (now - started if is_slow_alike else 0.0)
 
 
+Staged = TypeVar("Staged", StageWeights, StageGroup)
+
+
+def _by_stage(results: Sequence[Staged]) -> list[Staged]:
+    return sorted(results, key=lambda result: result.stage)
+
+
 @dataclass(frozen=True, slots=True)
 class PublicationPlan:
     """The tensors of all stages, and which buckets each stage sends; the same throughout the run."""
@@ -117,7 +125,7 @@ class PublicationPlan:
         tensors: list[pb.TensorSpec] = []
         buckets_of_stages = []
         first = 0
-        for stage in stages:
+        for stage in _by_stage(stages):
             buckets_of_stages.append(range(first, first + len(stage.buckets)))
             first += len(stage.buckets)
             for number, bucket in zip(buckets_of_stages[-1], stage.buckets, strict=True):
@@ -127,7 +135,8 @@ class PublicationPlan:
     @staticmethod
     def in_one_bucket(stages: Sequence[StageWeights]) -> pb.Manifest:
         """The tensors of all stages in bucket 0, as engines get them that load them from one folder."""
-        return pb.Manifest(tensors=[spec.pack(0) for stage in stages for bucket in stage.buckets for spec in bucket])
+        buckets = [bucket for stage in _by_stage(stages) for bucket in stage.buckets]
+        return pb.Manifest(tensors=[spec.pack(0) for bucket in buckets for spec in bucket])
 
     @property
     def num_buckets(self) -> int:
@@ -135,7 +144,7 @@ class PublicationPlan:
         return sum(map(len, self.buckets_of_stages))
 
     def groups(self, opened: Sequence[StageGroup]) -> list[pb.PublishGroup]:
-        """The groups with the buckets that travel in them; `opened` has one group a stage, in the stages' order."""
+        """The groups with the buckets that travel in them; `opened` has one group a stage."""
         return [
             pb.PublishGroup(
                 name=group.name,
@@ -144,7 +153,9 @@ class PublicationPlan:
                 buckets=buckets,
                 joined=group.joined,
             )
-            for buckets, group in zip(self.buckets_of_stages, opened, strict=True)
+            for buckets, group in zip(
+                self.buckets_of_stages, sorted(opened, key=lambda group: group.stage), strict=True
+            )
         ]
 
 
@@ -211,29 +222,58 @@ class Transport(Protocol):
         """
 
 
-class Sender(Protocol):
-    """One rank's part, in its compute thread."""
+@dataclass(frozen=True, slots=True)
+class SentByAll:
+    """The checksums that engines must have, and why a stage could not send everything to some services."""
 
-    def describe(self) -> StageWeights | None:
-        """This stage's weights, the same at every publication; None on ranks that send nothing."""
+    checksums: Mapping[str, str]
+    left: Mapping[int, str]
 
-    def probe(self) -> Probed | None:
-        """Collective: what engines must compute; None except on the last stage's sender."""
 
-    def open(self, service: int) -> StageGroup | None:
-        """The address at which this stage's group of a rollout service's engines listens; None where there is none."""
+async def send_weights(
+    ranks: RankGroup,
+    publication_id: str,
+    world_sizes: Mapping[int, int],
+    *,
+    kept: bool = False,
+    deadline_seconds: float,
+) -> SentByAll:
+    """The checksums that engines must hold, once every stage has sent what it has, or what it `kept`.
 
-    def hashed(self) -> Sent | None:
-        """Collective: what engines print over the current weights; None on ranks that send nothing."""
+    `world_sizes` are of the groups of each rollout service. Raises PublicationAborted when a stage could send to none
+    of them, or not in time: the first failure stops all.
+    """
+    errors: list[str] = []
 
-    def keep(self) -> None:
-        """Collective: copies the current weights, to send them again."""
+    def fail(why: str) -> None:
+        errors.append(why)
+        ranks.abort(publication_id)
 
-    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
-        """Collective. An error is in the answer; None on ranks that send nothing."""
+    def hear(answer: asyncio.Future[Sent | None]) -> None:
+        if not answer.cancelled() and answer.exception() is None and (sent := answer.result()) and sent.error:
+            fail(f"stage {sent.stage}: {sent.error}")
 
-    def drop(self, services: Collection[int]) -> None:
-        """Tears down what a failed publication to these rollout services left."""
+    deadline = asyncio.get_running_loop().call_later(
+        deadline_seconds, fail, f"weights were not sent within {deadline_seconds:g} s"
+    )
+    answers = ranks.ask(RankWorker.send_weights, publication_id, world_sizes, kept)
+    for answer in answers:
+        answer.add_done_callback(hear)
+    try:
+        await answers[0]
+        sent = await results_of(answers, RankWorker.send_weights, deadline_seconds)
+    finally:
+        deadline.cancel()
+    if errors:
+        raise PublicationAborted(errors[0])
+    left = {service: f"stage {stage.stage}: {why}" for stage in sent for service, why in stage.left.items()}
+    return SentByAll(_checksums(sent), left)
+
+
+def _checksums(sent: Sequence[Sent]) -> dict[str, str]:
+    if failed := next((stage for stage in sent if stage.error), None):
+        raise PublicationAborted(f"stage {failed.stage}: {failed.error}")
+    return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}
 
 
 _OF_CHECKPOINT = 0
@@ -259,11 +299,11 @@ class CollectiveTransport:
         """The senders listen."""
         plan = await self._plan()
         if self._may_be_loaded and attempt.source is Source.NEW and attempt.policy_version == _OF_CHECKPOINT:
-            self._loaded = await self._ranks.hash_weights(deadline_seconds=self._seconds)
+            self._loaded = _checksums(await self._ranks.gather(self._seconds, RankWorker.hash_weights))
             return Offer(pb.TRANSPORT_LOADED, plan.manifest)
         self._may_be_loaded = False
         groups = {
-            service: plan.groups(await self._ranks.open_groups(service, deadline_seconds=self._seconds))
+            service: plan.groups(await self._ranks.gather(self._seconds, RankWorker.open_group, service))
             for service in services
         }
         return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
@@ -275,7 +315,8 @@ class CollectiveTransport:
         if self._loaded is not None:
             return self._loaded
         sending = asyncio.create_task(
-            self._ranks.send_weights(
+            send_weights(
+                self._ranks,
                 attempt.publication_id,
                 {service: reply.world_size for service, reply in begun.items()},
                 kept=attempt.source is Source.BEFORE,
@@ -304,21 +345,21 @@ class CollectiveTransport:
     async def accept(self, attempt: Attempt) -> bool:
         self._may_be_loaded, self._loaded = False, None
         if self._keeps:
-            await self._ranks.keep_weights()
+            await self._ranks.call(RankWorker.keep_weights)
         return self._keeps
 
     async def rejoined(self, services: Collection[int]) -> None:
-        await self._ranks.drop_groups(services)  # the group of a few engines serves once
+        await self._ranks.call(RankWorker.drop_groups, list(services))  # the group of a few engines serves once
 
     async def leave(self, services: Collection[int]) -> None:
-        await self._ranks.drop_groups(services)
+        await self._ranks.call(RankWorker.drop_groups, list(services))
 
     async def drop(self, services: Collection[int]) -> bool:
         """True when engines had loaded other weights than the run begins with: they are broadcast then."""
         had_loaded = self._loaded is not None
         self._may_be_loaded, self._loaded = False, None
         if not had_loaded:
-            await self._ranks.drop_groups(services)
+            await self._ranks.call(RankWorker.drop_groups, list(services))
         return had_loaded
 
     async def _offer(self, publication_id: str, recipients: Recipients, num_buckets: int) -> None:
@@ -326,7 +367,7 @@ class CollectiveTransport:
         for bucket in range(num_buckets):
             await recipients.each(partial(self._offer_one, publication_id, bucket))
             for service in recipients.left:
-                self._ranks.abort(publication_id, service)
+                self._ranks.abort(part_of(publication_id, service))
 
     async def _offer_one(self, publication_id: str, bucket: int, _: int, client: RolloutClient) -> None:
         await client.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
@@ -334,7 +375,7 @@ class CollectiveTransport:
     async def _plan(self) -> PublicationPlan:
         """Made for the first publication: a large model has tens of thousands of tensors."""
         if self._made_plan is None:
-            self._made_plan = PublicationPlan.of(await self._ranks.describe_weights(deadline_seconds=self._seconds))
+            self._made_plan = PublicationPlan.of(await self._ranks.gather(self._seconds, RankWorker.describe_weights))
         return self._made_plan
 
 
@@ -388,7 +429,7 @@ class DiskTransport:
     async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
         """The version lies in its folder, whole and durable."""
         if self._manifest is None:
-            stages = await self._ranks.describe_weights(deadline_seconds=self._seconds)
+            stages = await self._ranks.gather(self._seconds, RankWorker.describe_weights)
             self._manifest = PublicationPlan.in_one_bucket(stages)
         self._epoch = attempt.epoch
         self._offered = self._lies_there(attempt) or await self._write(attempt)
@@ -403,7 +444,9 @@ class DiskTransport:
             lambda _, client: client.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
         )
         if self._offered.checksums is None:
-            sent = await self._ranks.send_weights(attempt.publication_id, {}, kept=True, deadline_seconds=self._seconds)
+            sent = await send_weights(
+                self._ranks, attempt.publication_id, {}, kept=True, deadline_seconds=self._seconds
+            )
             self._offered = replace(self._offered, checksums=sent.checksums)
         assert self._offered.checksums is not None, "set above"
         return self._offered.checksums
@@ -440,7 +483,7 @@ class DiskTransport:
         await self._sweep()  # what a trainer that died has left may be what fills the disk
         if self._written is not None:
             await asyncio.to_thread(_note, self._written, attempt.publication_id)
-        writing = self._ranks.send_weights(attempt.publication_id, {}, deadline_seconds=self._seconds)
+        writing = send_weights(self._ranks, attempt.publication_id, {}, deadline_seconds=self._seconds)
         try:
             sent = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
         except TimeoutError as error:

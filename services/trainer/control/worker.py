@@ -1,38 +1,51 @@
-"""Carries out rank 0's commands. Runs in the rank's compute thread, never on its event loop."""
+"""Carries out rank 0's commands. Runs in the rank's compute thread, never on its event loop.
+
+Every rank runs the same commands in one order. A command is a method of `RankWorker` that is marked; its name and its
+arguments travel as MessagePack, typed by its signature, and nothing else is carried out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
 
 from services.trainer.checkpoint.checkpoint import Checkpoints
-from services.trainer.control.messages import (
-    Command,
-    DescribeWeights,
-    DropGroups,
-    Export,
-    HashWeights,
-    KeepWeights,
-    Leave,
-    OpenGroups,
-    Prefetch,
-    ProbeWeights,
-    Result,
-    Save,
-    SendWeights,
-    ToDevice,
-    ToHost,
-    Train,
-    Trained,
-)
-from services.trainer.control.transport import Sender
-from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples
+from services.trainer.control.senders import Probed, Sender, Sent, StageGroup, StageWeights
+from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples, UnusableSample
 from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
 
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Metrics of a step, and the samples that it could not use."""
+
+    metrics: dict[str, float]
+    set_aside: Sequence[UnusableSample]
+    is_logged: bool = False
+    """A user's function has logged the rollout: trackers are not given its figures as well."""
+
+
+def command(method: Method) -> Method:
+    """Lets rank 0 ask for the method."""
+    vars(method)["is_command"] = True
+    return method
+
 
 class RankWorker:
-    """One rank's share of the trainer: its part of the policy, of the samples and of the sending."""
+    """One rank's share of the trainer: its part of the policy, of the samples and of the sending.
+
+    An error of a command ends the rank, and with it the trainer. A HeadraceError of `save` or `export` does not: it is
+    raised on all ranks alike (`CollectiveIO`), and they can go on.
+    """
 
     def __init__(
         self,
@@ -42,60 +55,121 @@ class RankWorker:
         checkpoints: Checkpoints,
         trained_samples: TrainedSamples | None,
     ) -> None:
+        """`trained_samples`: None on ranks that know no samples of their own, and where the job wants none written."""
         self._policy = policy
         self._sender = sender
         self._fetch = fetch
         self._checkpoints = checkpoints
         self._trained_samples = trained_samples
-        """None on ranks that know no samples of their own, and where the job wants none written"""
 
-    def execute(self, command: Command) -> Result | Trained:  # noqa: C901  # one case a command
-        """Runs one command on this rank.
-
-        An error ends the rank, and with it the trainer. A HeadraceError of a Save or an Export does not: it is raised
-        on all ranks alike (`agreement`), and they can go on.
-        """
-        match command:
-            case Train(step, samples):
-                return Trained(self._train(step, samples), self._policy.set_aside, self._policy.is_logged)
-            case Prefetch(samples):
-                self._fetch.begin(self._policy.own_sample_ids(samples))
-            case DescribeWeights():
-                return self._sender.describe()
-            case OpenGroups(service):
-                return self._sender.open(service)
-            case ProbeWeights():
-                return self._sender.probe()
-            case SendWeights(publication_id, world_sizes, kept):
-                return self._sender.send(publication_id, world_sizes, kept=kept)
-            case HashWeights():
-                return self._sender.hashed()
-            case KeepWeights():
-                self._sender.keep()
-            case DropGroups(services):
-                self._sender.drop(services)
-            case ToHost():
-                self._policy.memory.to_host()
-            case ToDevice():
-                self._policy.memory.to_device()
-            case Save(step, policy_version, epoch):
-                self._wait_for_samples()
-                self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)
-            case Export(path):
-                self._policy.export(Path(path))
-            case Leave():
-                self._wait_for_samples()
-                self._checkpoints.wait()
-        return None
-
-    def _train(self, step: int, samples: Sequence[SampleFacts]) -> dict[str, float]:
+    @command
+    def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
+        """One rollout step's optimizer steps."""
         if self._trained_samples is None:
-            return self._policy.train(step, samples, self._fetch)
-        read = SamplesRead(self._fetch, step + 1)
-        metrics = self._policy.train(step, samples, read)
-        self._trained_samples.write(step + 1, read.of(self._policy.trained_ids))
-        return metrics
+            metrics = self._policy.train(step, samples, self._fetch)
+        else:
+            read = SamplesRead(self._fetch, step + 1)
+            metrics = self._policy.train(step, samples, read)
+            self._trained_samples.write(step + 1, read.of(self._policy.trained_ids))
+        return Trained(metrics, self._policy.set_aside, self._policy.is_logged)
+
+    @command
+    def prefetch(self, samples: Sequence[SampleFacts]) -> None:
+        """Begins to fetch this rank's part of the next rollout step."""
+        self._fetch.begin(self._policy.own_sample_ids(samples))
+
+    @command
+    def describe_weights(self) -> StageWeights | None:
+        """What this rank will send at every publication."""
+        return self._sender.describe()
+
+    @command
+    def open_group(self, service: int) -> StageGroup | None:
+        """Listens for this stage's group of a rollout service's engines; a group that lives on is kept."""
+        return self._sender.open(service)
+
+    @command
+    def probe(self) -> Probed | None:
+        """What engines must compute under the current weights."""
+        return self._sender.probe()
+
+    @command
+    def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent | None:
+        """Joins the groups and broadcasts the buckets, of the current weights or of those that were kept."""
+        return self._sender.send(publication_id, world_sizes, kept=kept)
+
+    @command
+    def hash_weights(self) -> Sent | None:
+        """What engines print over the current weights."""
+        return self._sender.hashed()
+
+    @command
+    def keep_weights(self) -> None:
+        """Copies the current weights into host memory: they are served now."""
+        self._sender.keep()
+
+    @command
+    def drop_groups(self, services: Sequence[int]) -> None:
+        """Tears down the groups of these rollout services: a publication to them failed."""
+        self._sender.drop(services)
+
+    @command
+    def to_host(self) -> None:
+        """This rank's memory leaves its device."""
+        self._policy.memory.to_host()
+
+    @command
+    def to_device(self) -> None:
+        """It comes back."""
+        self._policy.memory.to_device()
+
+    @command
+    def save(self, step: int, policy_version: int, epoch: int) -> None:
+        """Writes this rank's share of a checkpoint."""
+        self._wait_for_samples()
+        self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)
+
+    @command
+    def export(self, path: str) -> None:
+        """Writes this rank's share of a Hugging Face folder."""
+        self._policy.export(Path(path))
+
+    @command
+    def leave(self) -> None:
+        """The end of the run: returns once this rank's files are written."""
+        self._wait_for_samples()
+        self._checkpoints.wait()
 
     def _wait_for_samples(self) -> None:
         if self._trained_samples is not None:
             self._trained_samples.wait()
+
+
+class Command:
+    """A command's arguments and result as MessagePack."""
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        types = get_type_hints(method)
+        result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(types.pop("return"))
+        parameters = inspect.signature(method).parameters
+        fields = [
+            (name, kind) if (default := parameters[name].default) is inspect.Parameter.empty else (name, kind, default)
+            for name, kind in types.items()
+        ]
+        self._arguments = msgspec.defstruct(method.__name__, fields, array_like=True)
+        self._decoder = msgspec.msgpack.Decoder(self._arguments)
+        self.result_of = result.decode
+
+    def pack(self, args: Sequence[object], kwargs: Mapping[str, object]) -> msgspec.Raw:
+        """The arguments of a call, to travel in an order."""
+        return msgspec.Raw(msgspec.msgpack.encode(self._arguments(*args, **kwargs)))
+
+    def unpack(self, arguments: msgspec.Raw) -> tuple[Any, ...]:
+        """Raises msgspec.MsgspecError for what are none."""
+        return msgspec.structs.astuple(self._decoder.decode(arguments))
+
+
+@cache
+def commands() -> Mapping[str, Command]:
+    """All that rank 0 can ask for, by name."""
+    return {name: Command(method) for name, method in vars(RankWorker).items() if hasattr(method, "is_command")}

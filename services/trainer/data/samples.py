@@ -3,7 +3,7 @@
 A sample that ended the step would end every start of the trainer: the same batch comes back. So each rank reads its
 own samples, all hear which of them are bad, and the step is planned again without those, until nobody finds another.
 The decision follows from the sample's bytes. What may follow from something else (a damaged transfer) is written down
-by `SetAside`, so that a step that is run again sets the same samples aside.
+by `SkippedSamples`, so that a step that is run again sets the same samples aside.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Fetch:
 _GONE = "NOT_FOUND"
 
 
-class SetAside:
+class SkippedSamples:
     """Appends to set_aside.jsonl: {"step", "sample_id", "reason", "message"}."""
 
     def __init__(self, path: Path) -> None:

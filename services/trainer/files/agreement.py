@@ -36,7 +36,7 @@ _ERROR_BYTES = 4096
 _MESSAGE_CHARACTERS = 900
 
 
-class FileWork:
+class CollectiveIO:
     """One operation on files. `refusal` is the class of the error for a path that cannot be used."""
 
     def __init__(

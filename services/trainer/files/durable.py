@@ -103,7 +103,9 @@ PATIENCE_SECONDS = 300.0
 _AGAIN_SECONDS = 0.5
 
 
-async def outlast(write: Callable[[], None], file: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+async def retry_while_full(
+    write: Callable[[], None], file: Path, *, patience_seconds: float = PATIENCE_SECONDS
+) -> None:
     """Repeats `write`, off the loop. Raises DiskFull when the disk stays full, and any other OSError at once.
 
     `write` must leave nothing behind when it fails.

@@ -27,11 +27,11 @@ from headrace.models.folders import is_torn
 from headrace.models.registry import read_architecture
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from services.trainer.files.agreement import FileWork, write_tensors
+from services.trainer.files.agreement import CollectiveIO, write_tensors
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
 from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, kept_names
 from services.trainer.megatron.parallel import Layout
-from services.trainer.weights.buckets import cut
+from services.trainer.weights.buckets import split_into_buckets
 
 
 def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
@@ -52,7 +52,7 @@ def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: 
 
 
 def _files(source: HfFolder, names: Sequence[str], file_bytes: int) -> list[list[TensorSpec]]:
-    return cut([TensorSpec(name, source.shape(name), "float32") for name in names], file_bytes)
+    return split_into_buckets([TensorSpec(name, source.shape(name), "float32") for name in names], file_bytes)
 
 
 def _as(tensor: Tensor, dtype: str) -> Tensor:
@@ -92,10 +92,10 @@ def export(
     be written.
     """
     is_first = layout.rank == 0
-    work = FileWork(_get_default_group(), layout.device, InvalidArgument)
+    work = CollectiveIO(_get_default_group(), layout.device, InvalidArgument)
     draft = folder.parent / f".{folder.name}{_DRAFT}"
     work.do(lambda: _begin(folder, draft) if is_first else None)
-    files = cut(specs, file_bytes)
+    files = split_into_buckets(specs, file_bytes)
     names = _file_names(len(files), layout)
     if layout.tp_rank == 0 and layout.dp_rank == 0:
         _write_stage(work, tensors, files, names, draft, layout.pp_rank, look, write or _write_file)
@@ -163,7 +163,7 @@ def _file_names(num_files: int, layout: Layout) -> list[str]:
 
 
 def _write_stage(
-    work: FileWork,
+    work: CollectiveIO,
     tensors: Iterator[tuple[str, Tensor]],
     files: Sequence[Sequence[TensorSpec]],
     names: Sequence[str],
@@ -246,7 +246,7 @@ def rewrite(
     make_folder(draft)
     weight_map: dict[str, str] = {}
     specs = [TensorSpec(name, source.shape(name), "float32") for name in sorted(source.names)]
-    for number, part in enumerate(cut(specs, file_bytes)):
+    for number, part in enumerate(split_into_buckets(specs, file_bytes)):
         file = f"model-{number + 1:05d}.safetensors"
         content = dict(transform((spec.name, source.tensor(spec.name).contiguous()) for spec in part))
         write_tensors(draft / file, content, {"format": "pt"})

@@ -160,12 +160,12 @@ class Layout:
         return self.dp_size // self.context.size
 
     @property
-    def speaks(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """One of the ranks that know the same of the same samples."""
         return self.tp_rank == 0 and self.context.rank == 0
 
     @property
-    def gathers(self) -> bool:
+    def joins_gather(self) -> bool:
         """Takes part in putting whole tensors together. Experts are spread over data ranks: then all do."""
         return self.ep_size > 1 or self.dp_rank == 0
 

@@ -1,7 +1,9 @@
 """Ranks find each other through torchrun's environment, or through a file that rank 0 leaves for the others.
 
-MASTER_ADDR and MASTER_PORT are where rank 0 listens. The others come when their machines have started them, and nobody
-goes on before all are there: who died until then may come again.
+MASTER_ADDR and MASTER_PORT are where rank 0 listens. The others join when their machines have started them, and say
+what they were started with. When all are there with rank 0's own options, or one has others, rank 0 says so to all.
+Until then a rank that died may come again, and of two processes with the same rank the last one counts; who comes
+later is told to come again.
 
 HEADRACE_RENDEZVOUS names the file, in a folder that all machines share; its name is new at every start of the ranks.
 Rank 0 listens on a port that the system gives and writes `host port token`. So no port is chosen before it is bound,
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import datetime
 import errno
+import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,11 +30,14 @@ from headrace.disk import replacing
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.gloo import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved
-from services.trainer.megatron.meeting import RankMeeting
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _WAIT = datetime.timedelta(minutes=5)
-_ASK_AGAIN_SECONDS = 0.05
+_ASK_AGAIN_SECONDS = 0.1
+_LAST_WORDS_SECONDS = 1.0
+_OVER = "headrace-over"
+_MOST_NAMED = 3
+_VERDICTS: Mapping[str, type[HeadraceError]] = {each.__name__: each for each in (ConfigError, DeadlineExceeded)}
 
 
 def join(
@@ -42,7 +49,7 @@ def join(
     started by themselves have other `options` than rank 0.
     """
     if RENDEZVOUS in os.environ:
-        store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
+        store = _by_file(Path(os.environ[RENDEZVOUS]), rank, world_size)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
         listen_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
@@ -118,12 +125,11 @@ def on_one_machine() -> bool:
 
 def _at(place: Address, rank: int, world_size: int, options: Mapping[str, str]) -> dist.Store:
     store = listening_store(place.host, _WAIT, place.port) if rank == 0 else _store_of(place, world_size)
-    meeting = RankMeeting(store, place, world_size)
     try:
         if rank == 0:
-            meeting.coordinate(options, _WAIT)
+            _admit_all(store, place, world_size, options)
         else:
-            meeting.join(rank, options)
+            _ask_to_join(store, place, rank, options)
     except dist.DistStoreError as error:
         raise DeadlineExceeded(
             f"somebody is not at {place} after {_WAIT.total_seconds():.0f} s: see the log of rank 0, and start "
@@ -132,6 +138,72 @@ def _at(place: Address, rank: int, world_size: int, options: Mapping[str, str]) 
     except dist.DistNetworkError as error:
         raise Unavailable(f"rank 0 at {place} ended while ranks were meeting: see its log") from error
     return store
+
+
+def _admit_all(store: dist.Store, place: Address, world_size: int, options: Mapping[str, str]) -> None:
+    """Called on rank 0. Raises ConfigError when a rank has other options, DeadlineExceeded when one is missing."""
+    end = time.monotonic() + _WAIT.total_seconds()
+    while (verdict := _verdict(store, place, world_size, options, time.monotonic() > end)) is None:
+        time.sleep(_ASK_AGAIN_SECONDS)
+    store.set(_OVER, verdict)
+    if verdict:
+        time.sleep(_LAST_WORDS_SECONDS)  # the others read it: the store ends with this process
+    _heed(verdict)
+
+
+def _verdict(
+    store: dist.Store, place: Address, world_size: int, options: Mapping[str, str], is_late: bool
+) -> str | None:
+    """What rank 0 says to all: an error's class and message, or nothing when all are there. None: not yet."""
+    here = [rank for rank in range(1, world_size) if store.check([_here(rank)])]
+    for rank in here:
+        if different := list(_differences(options, json.loads(store.get(_here(rank)))["options"])):
+            more = f", and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+            return (
+                f"ConfigError rank {rank} was started with other options than rank 0 at {place}: "
+                f"{', '.join(different[:_MOST_NAMED])}{more}: give all machines the same job"
+            )
+    absent = sorted({*range(1, world_size)} - {*here})
+    if absent and is_late:
+        return (
+            f"DeadlineExceeded ranks {absent} are not at {place} after {_WAIT.total_seconds():.0f} s: start `headrace "
+            "up trainer` on each machine with its own --node-rank, and see their logs"
+        )
+    return None if absent else ""
+
+
+def _heed(verdict: str) -> None:
+    if verdict:
+        name, _, message = verdict.partition(" ")
+        raise _VERDICTS[name](message)
+
+
+def _ask_to_join(store: dist.Store, place: Address, rank: int, options: Mapping[str, str]) -> None:
+    """Called on the others. Raises as rank 0 does, and ConfigError where another process has this one's number."""
+    mine, is_late = json.dumps({"process": uuid.uuid4().hex, "options": dict(options)}), store.check([_OVER])
+    if not is_late:
+        store.set(_here(rank), mine)
+    _heed(store.get(_OVER).decode())
+    if is_late:
+        raise Unavailable(
+            f"the ranks at {place} have met without this rank {rank}: it waits for their next start. Where another "
+            "machine has its number, give each its own --node-rank"
+        )
+    if store.get(_here(rank)).decode() != mine:
+        raise ConfigError(
+            f"another process came to {place} as rank {rank}: give each machine its own --node-rank",
+            field="node_rank",
+        )
+
+
+def _differences(theirs: Mapping[str, str], mine: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(theirs.keys() | mine.keys()):
+        if theirs.get(name) != mine.get(name):
+            yield f"{name} {mine.get(name, 'absent')} in place of {theirs.get(name, 'absent')}"
+
+
+def _here(rank: int) -> str:
+    return f"headrace-rank-{rank}"
 
 
 def _store_of(place: Address, world_size: int) -> dist.TCPStore:
@@ -153,7 +225,7 @@ def listen_towards(host: str) -> None:
         os.environ.update(gloo_at(host_towards(Address(host, 1)), os.environ))
 
 
-def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
+def _by_file(file: Path, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         host, token = own_host(), secrets.token_hex(16)
         listen_towards(host)

@@ -119,7 +119,7 @@ class Critic:
 
     def _summed(self, parts: Sequence[Tensor]) -> list[float]:
         sums = torch.zeros(5, dtype=torch.float64, device=self._layout.device)
-        if self._layout.is_last_stage and self._layout.speaks:
+        if self._layout.is_last_stage and self._layout.is_reporting_rank:
             for part in parts:
                 sums += part
         dist.all_reduce(sums)

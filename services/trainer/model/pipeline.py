@@ -250,7 +250,7 @@ class Pipeline:
         log_probs, entropy = self._head(hidden, micro, self._temperature)
         logits = self._head.logits(hidden, micro) if self._objective.needs_logits else None
         loss_inputs = LossInputs(micro, log_probs, entropy, old, reference, logits)
-        if self._layout.speaks:
+        if self._layout.is_reporting_rank:
             self.distance.add(loss_inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.staleness)
         output = self._objective(loss_inputs)
         return output.loss, output
@@ -262,7 +262,7 @@ class Pipeline:
         worst = torch.zeros(3, dtype=torch.float64, device=device)
         hooks: dict[str, float] = {}
         # One rank of the last stage speaks for its data rank; all others add nothing.
-        if self._layout.is_last_stage and self._layout.speaks:
+        if self._layout.is_last_stage and self._layout.is_reporting_rank:
             for output in outputs:
                 sums += output.sums
                 maxima = torch.maximum(maxima, output.largest)

@@ -223,7 +223,7 @@ class Policy:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
-        if self._layout.gathers:
+        if self._layout.joins_gather:
             yield from self._converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:

@@ -219,7 +219,7 @@ class Preparation:
 
     def _measure(self, batch: Sequence[AdvantageInputs]) -> None:
         """One rank speaks for those that know the same of the same samples."""
-        if self._distance is None or not self._layout.speaks:
+        if self._distance is None or not self._layout.is_reporting_rank:
             return
         for one in batch:
             self._distance.add(require(one.log_probs), require(one.teacher_log_probs), one.micro.mask)

@@ -33,7 +33,7 @@ def filling_bytes(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
     return min(limit_bytes, max(_SMALLEST_BYTES, sum(spec.num_bytes for spec in specs) // _FEWEST))
 
 
-def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+def split_into_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
     """Consecutive tensors, at most `bucket_bytes` to a bucket.
 
     A larger one travels alone; tensors that an engine fuses only when it gets both at once travel together.

@@ -15,7 +15,7 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.limits import MAX_SAMPLES_PER_GROUP
 from services.buffer.store.memory import MemoryStore
-from services.trainer.failure_budget import AllRewards, Breaker
+from services.trainer.failure_budget import AllRewards, FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
@@ -53,9 +53,10 @@ async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: P
                         [complete_put(lease) if number >= dropped else filtered_put(lease, [0.0] * 4)]
                     )
 
+        ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             tasks.create_task(produce())
-            tasks.create_task(train(StreamLedger(client, "train", console, Breaker(1.0, 32)), ranks, console, ranks))
+            tasks.create_task(train(ledger, ranks, console, ranks))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["reward/all/mean"], row["reward/all/count"]) for row in rows] == [(0.5, 16), (1.0, 8), (0.25, 32)]
 
@@ -98,9 +99,10 @@ async def test_what_a_filter_skipped_is_said_once_a_step_as_what_it_is(
                         put.failure.message = each[1]
                     await client.put_groups([put])
 
+        ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             tasks.create_task(produce())
-            tasks.create_task(train(StreamLedger(client, "train", console, Breaker(1.0, 32)), ranks, console, ranks))
+            tasks.create_task(train(ledger, ranks, console, ranks))
         view = view_of(Job.model_validate({"model": {"hf_checkpoint": "/none"}}))
         for row in report.rows():
             view.on_progress(trainer_pb2.WatchProgressResponse(step=row.step, metrics=row.metrics))
@@ -141,9 +143,10 @@ async def test_a_step_whose_samples_another_scorer_scored_is_marked(
                         sample.envelope.scorer, _, sample.envelope.scorer_version = name.partition(" ")
                     await client.put_groups([put])
 
+        ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             tasks.create_task(produce())
-            tasks.create_task(train(StreamLedger(client, "train", console, Breaker(1.0, 32)), ranks, console, ranks))
+            tasks.create_task(train(ledger, ranks, console, ranks))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [each for row in rows if "marks" in row for each in (row["step"], *row["marks"])] == told
 

@@ -10,13 +10,16 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from headrace.process.exit_codes import PEER_LOST
 from services.trainer.control.channel import PeerLost
-from services.trainer.control.rank import open_channel
+from services.trainer.control.ranks import open_channel
+from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import join, own_host
 from services.trainer.weights.weight_group import WeightGroup
 from tests.support.processes.listening import listening
@@ -34,7 +37,8 @@ async def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     loop, compute = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     await loop.run_in_executor(compute, meet, folder, rank, world_size)
-    channel = await open_channel(rank, world_size, torch.device("cpu"), compute)
+    layout = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    channel = await open_channel(cast(Layout, layout), compute)
     group = WeightGroup("weights", own_host(), "gloo", 60.0)
     (folder / f"listening-{rank}").write_text(json.dumps(listening([os.getpid()])))
     group.drop()

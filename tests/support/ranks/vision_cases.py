@@ -114,13 +114,13 @@ def run_case(case: VisionCase) -> None:
         policy.export(case.out / "initial")
         by_id = {sample.sample_id: sample for sample in samples()}
         log_probs = policy.log_probs(list(by_id.values()))
-        if layout.is_last_stage and layout.speaks:
+        if layout.is_last_stage and layout.is_reporting_rank:
             (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
         facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
         found = policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
         policy.export(case.out / "trained")
         after = policy.log_probs(list(by_id.values()))
-        if layout.is_last_stage and layout.speaks:
+        if layout.is_last_stage and layout.is_reporting_rank:
             (case.out / "log_probs_after.json").write_text(json.dumps([row.tolist() for row in after]))
         if layout.rank == 0:
             (case.out / "metrics.json").write_text(json.dumps(found))

@@ -16,7 +16,7 @@ from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.server import Listen
 from services.buffer.store.memory import MemoryStore
-from services.trainer.__main__ import lead
+from services.trainer.__main__ import run_rank0
 from services.trainer.control.build import TrainerBuild
 from services.trainer.data.samples import Fetch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
@@ -36,7 +36,7 @@ async def run(build: TrainerBuild) -> None:
     buffer = build.buffer()
     fetch = Fetch(buffer, "train", asyncio.get_running_loop())
     with ThreadPoolExecutor(1) as compute:
-        await lead(build, Listen("127.0.0.1:0"), buffer, fetch, compute)
+        await run_rank0(build, Listen("127.0.0.1:0"), buffer, fetch, compute)
     await buffer.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import Fenced, ResourceExhausted
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
-from services.trainer.state import EngineIds, Lacking, TrainState
+from services.trainer.state import EngineIds, StaleEngines, TrainState
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Everything:
     stop_at: int | None = None
     empty_leases: int = 0
     ready_to: int = -1
-    everybody_lacks: bool = False
-    lack: EngineIds = field(default_factory=dict)
+    all_are_stale: bool = False
+    stale: EngineIds = field(default_factory=dict)
     background_steps: int = 0
     """So many steps after it was taken, a checkpoint is safe."""
     full_disk_at: frozenset[int] = frozenset()
@@ -83,15 +83,15 @@ class Everything:
         self.diary.append(f"train {step}")
         return {}
 
-    async def lacking(self, state: TrainState) -> Lacking:
-        return Lacking(self.everybody_lacks, self.lack)
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        return StaleEngines(self.all_are_stale, self.stale)
 
     async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
-        self.lack = {}
+        self.stale = {}
         self.diary.append(f"rejoin {','.join(engine_ids[0])}/{state.step}")
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        self.everybody_lacks = False
+        self.all_are_stale = False
         self.diary.append(f"publish {state.step}")
         return {}
 
@@ -257,7 +257,7 @@ async def test_engines_that_came_back_without_their_weights_get_them_while_the_b
 
     async def publish_then_lose(state: TrainState) -> dict[str, float]:
         figures = await publish(state)
-        everything.everybody_lacks = everything.diary.count("publish 2") == 1
+        everything.all_are_stale = everything.diary.count("publish 2") == 1
         return figures
 
     everything.publish = publish_then_lose  # type: ignore[method-assign]
@@ -266,5 +266,5 @@ async def test_engines_that_came_back_without_their_weights_get_them_while_the_b
 
 
 async def test_one_engine_that_came_back_gets_the_served_weights_alone_while_the_batch_is_awaited() -> None:
-    diary = await run(Everything(num_steps=3, restored=2, empty_leases=2, lack={0: ["engine-1"]}))
+    diary = await run(Everything(num_steps=3, restored=2, empty_leases=2, stale={0: ["engine-1"]}))
     assert diary[1:7] == ["publish 2", "version 7/2", "lease 7/2", "rejoin engine-1/2", "lease 7/2", "lease 7/2"]

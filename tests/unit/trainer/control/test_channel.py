@@ -12,9 +12,7 @@ import pytest
 
 from headrace.errors import DeadlineExceeded
 from services.trainer.control import channel
-from services.trainer.control.channel import Channel, PeerLost
-from services.trainer.control.frames import Abort, frame
-from services.trainer.control.handshake import introduce
+from services.trainer.control.channel import Abort, Channel, PeerLost, frame, introduce
 from services.trainer.megatron.rendezvous import listener
 from tests.support.processes.listening import listening
 
@@ -150,25 +148,6 @@ async def test_a_second_rank_of_the_same_number_is_hung_up_on() -> None:
         await second.connect("127.0.0.1", port)
     await leader.guard(asyncio.sleep(0))
     for each in (first, leader):
-        await each.close()
-
-
-async def test_a_rank_that_comes_while_strangers_take_all_places_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_MAX_STRANGERS", 2)
-    leader, follower = Channel(0, 2, SECRET), Channel(1, 2, SECRET)
-    port = await leader.listen(listener("127.0.0.1"))
-    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-    for reader, _ in idle:
-        await reader.readexactly(32)  # each has a place
-    connecting = asyncio.create_task(follower.connect("127.0.0.1", port))
-    (refused,) = [await asyncio.open_connection("127.0.0.1", port)]
-    assert await refused[0].read() == b""
-    assert not connecting.done()
-    for _, writer in (*idle, refused):
-        writer.close()
-    await connecting
-    await leader.until_complete()
-    for each in (follower, leader):
         await each.close()
 
 

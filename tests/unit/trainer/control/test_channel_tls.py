@@ -13,8 +13,7 @@ import pytest
 from headrace.cli.authority import issue_service
 from headrace.rpc.tls import TlsFolder
 from services.trainer.control import channel
-from services.trainer.control.channel import Channel, PeerLost
-from services.trainer.control.frames import Order
+from services.trainer.control.channel import Channel, Order, PeerLost
 from services.trainer.megatron.rendezvous import listener
 
 SECRET = b"secret"
@@ -43,10 +42,10 @@ async def test_ranks_with_the_runs_certificates_hear_orders_of_any_size(ours: Tl
         follower = Channel(1, 2, SECRET, ours)
         await follower.connect("127.0.0.1", port)
         await leader.until_complete()
-        command = msgspec.Raw(msgspec.msgpack.encode("x" * 5_000_000))
-        leader.send(Order(7, command))
+        arguments = msgspec.Raw(msgspec.msgpack.encode("x" * 5_000_000))
+        leader.send(Order(7, "export", arguments, True))
         order = await follower.next_order()
-        assert (order.number, bytes(order.command)) == (7, bytes(command))
+        assert (order.number, bytes(order.arguments)) == (7, bytes(arguments))
         await follower.close()
         await leader.guard(asyncio.sleep(0))
 

@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from headrace.errors import HeadraceError
 from services.rollout.engine.fleet import EngineState
-from services.trainer.control.messages import Command, Result, SendWeights, Sent
+from services.trainer.control.senders import Sent
 from services.trainer.control.transport import sweep
 from services.trainer.state import TrainState
 from tests.unit.trainer.control.test_rollback import Run, weights_of
@@ -30,19 +32,10 @@ def folders(root: Path) -> list[str]:
 
 def spoiled(run: Run, spoil: Callable[[Path], None]) -> Callable[[], None]:
     """From now on what the ranks write is spoiled; call what it returns to end that."""
-    execute = run.model.execute
-
-    def written(command: Command) -> Result:
-        result = execute(command)
-        if isinstance(command, SendWeights):
-            assert run.model.root is not None
-            spoil(run.model.root / command.publication_id)
-        return result
-
-    run.execute = written
+    run.worker.spoil = spoil
 
     def mend() -> None:
-        run.execute = execute
+        run.worker.spoil = lambda folder: None
 
     return mend
 
@@ -126,17 +119,13 @@ async def rejoin_all_from(run: Run, root: Path) -> None:
     assert run.fleet.engines[1].state is EngineState.READY
 
 
-async def test_a_disk_that_is_full_leaves_the_old_version_in_charge(tmp_path: Path) -> None:
+async def test_a_disk_that_is_full_leaves_the_old_version_in_charge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with a_run(tmp_path) as run:
         assert await run.publish(1, failing=NOBODY)
-        execute = run.model.execute
-
-        def full(command: Command) -> Result:
-            if isinstance(command, SendWeights):
-                return Sent(0, {}, "the disk is full: free some space, or name a folder on another disk")
-            return execute(command)
-
-        run.execute = full
+        full = Sent(0, {}, "the disk is full: free some space, or name a folder on another disk")
+        monkeypatch.setattr(run.worker, "send_weights", lambda *_: full)
         run.model.version = 2
         error: HeadraceError | None = None
         calls = list(run.fakes.fake(0).calls)

@@ -20,18 +20,24 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control import build
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.channel import Channel
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
 from services.trainer.megatron.parallel import Layout
 from tests.support.job_options import Readers, ignored, options_named_in, options_read
 
 LAYOUT = cast(
     Layout,
     SimpleNamespace(
-        device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0, data_rank=0, speaks=True, is_last_stage=True
+        device=torch.device("cpu"),
+        pp_rank=0,
+        tp_rank=0,
+        dp_rank=0,
+        data_rank=0,
+        is_reporting_rank=True,
+        is_last_stage=True,
     ),
 )
-OF_THE_MODEL = ("model", "megatron", "rl", "metrics", "plan", "hugging_face")
-"""Folders whose parts are built in ranks: the tests of ranks compare what their options make of numbers."""
+OF_THE_MODEL = ("model", "megatron", "rl", "metrics.py", "plan", "hugging_face")
+"""What is built in ranks: the tests of ranks compare what their options make of numbers."""
 
 
 class SmallPolicy:
@@ -54,7 +60,7 @@ class Parts:
     ranks: Any
     console: Any
     exports: Any
-    breaker: Any
+    failure_budget: Any
     recorder: Any
     sender: Any
     samples: Any
@@ -97,8 +103,8 @@ ALL: Readers = {
     "keep_best_metric": [lambda p: p.ranks._checkpoints._retention.metric],
     "save_hf": [lambda p: p.ranks._save_hf],
     "export_root": [lambda p: p.exports._root],
-    "max_failed_share": [lambda p: p.breaker._max_failed_share],
-    "failure_window": [lambda p: p.breaker._recent._size, lambda p: p.breaker._long._size / 10],
+    "max_failed_share": [lambda p: p.failure_budget._max_failed_share],
+    "failure_window": [lambda p: p.failure_budget._recent._size, lambda p: p.failure_budget._long._size / 10],
     "save_debug_rollout_data": [lambda p: p.recorder._recorded.pattern],
     "sample_log_bytes": [lambda p: p.samples._max_bytes, lambda p: p.evaluations._evaluate._samples._max_bytes],
     "run_name": [lambda p: p.console.status.run, lambda p: p.trackers["run_name"]],
@@ -144,8 +150,8 @@ AS_TRAINED: Readers = {
     "input_key": [lambda p: p.dataset.input_key],
     "label_key": [lambda p: p.dataset.label_key],
     "tool_key": [lambda p: p.dataset.tool_key],
-    "n_samples_per_prompt": [lambda p: p.breaker._recent._size / p.job.rollout.rollout_batch_size],
-    "rollout_batch_size": [lambda p: p.breaker._recent._size / p.job.rollout.n_samples_per_prompt],
+    "n_samples_per_prompt": [lambda p: p.failure_budget._recent._size / p.job.rollout.rollout_batch_size],
+    "rollout_batch_size": [lambda p: p.failure_budget._recent._size / p.job.rollout.n_samples_per_prompt],
     "update_weight_transport": [lambda p: "disk" if p.publisher._transport._written else "another"],
     "update_weight_disk_path": [
         lambda p: p.sender._root,
@@ -158,12 +164,12 @@ AS_TRAINED: Readers = {
 """Of a run through files, whose evaluations have no options of their own."""
 COLOCATED: Readers = {
     "colocate": [lambda p: p.evaluations._exact, lambda p: not p.sender._says_later],
-    "offload_train": [lambda p: p.ranks._devices._offloads],
+    "offload_train": [lambda p: p.ranks._devices._to_host is not None],
     "offload_rollout": [lambda p: bool(p.ranks._devices._engines)],
     "update_weight_transport": [
         lambda p: "ipc" if p.publisher._transport._in_memory and p.sender._memory else "another"
     ],
-    "update_weight_timeout_seconds": [lambda p: p.ranks._devices._moving_seconds],
+    "update_weight_timeout_seconds": [lambda p: p.ranks._devices._to_host.args[0]],
     "peer_wait_seconds": [lambda p: p.ranks._devices._seconds - p.job.services.start_timeout_seconds],
 }
 ALONE: Readers = {
@@ -306,7 +312,7 @@ def job_of(folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> Job:
 
 @asynccontextmanager
 async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
-    """As `lead` builds them."""
+    """As `run_rank0` builds them."""
     tracked: dict[str, Any] = {}
 
     def trackers(config: object, run_name: str, job: object, folder: Path) -> Any:
@@ -325,7 +331,7 @@ async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> A
     checkpoints = Checkpoints(job.checkpoint, folder / "run", LAYOUT)
     ranks = of_job.ranks(group, Built(LAYOUT, cast(Any, None), checkpoints, 0), rollout, cast(Any, console))
     yield Parts(
-        *(job, folder, of_job, buffer, rollout, schedule, ranks, console, of_job.exports(), of_job.breaker()),
+        *(job, folder, of_job, buffer, rollout, schedule, ranks, console, of_job.exports(), of_job.failure_budget()),
         recorder=of_job.recorder(buffer, "train"),
         sender=of_job.sender(policy, LAYOUT, lambda _: False),
         samples=of_job._trained_samples(LAYOUT),

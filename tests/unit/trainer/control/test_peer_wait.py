@@ -23,11 +23,11 @@ from services.trainer import __main__ as trainer
 from services.trainer.control import publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
 from services.trainer.control.transport import Transport
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.state import NOBODY, TrainState
+from services.trainer.state import NONE_STALE, TrainState
 
 BUILT = {"layout": SimpleNamespace(device=torch.device("cpu")), "checkpoints": None, "restored_step": 0}
 
@@ -46,11 +46,11 @@ class FleetThatAnswersEveryOtherTime:
         raise Unavailable(f"the rollout service gave no answer within {deadline_seconds} s")
 
 
-async def lead_that_asks_the_buffer(build: object, serving: object, buffer: Buffer, *_: object) -> None:
+async def rank0_that_asks_the_buffer(build: object, serving: object, buffer: Buffer, *_: object) -> None:
     await buffer.stats("train")
 
 
-async def lead_that_publishes(build: TrainerBuild, *_: object) -> None:
+async def rank0_that_publishes(build: TrainerBuild, *_: object) -> None:
     async with RolloutClient(build.rollout_address) as rollout:
         await rollout.begin_publish(rollout_pb2.BeginPublishRequest(), deadline_seconds=0.25)
 
@@ -58,7 +58,7 @@ async def lead_that_publishes(build: TrainerBuild, *_: object) -> None:
 def test_after_peer_wait_seconds_without_its_buffer_the_trainer_ends_as_one_whose_peer_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "lead", lead_that_asks_the_buffer)
+    monkeypatch.setattr(trainer, "run_rank0", rank0_that_asks_the_buffer)
     services = {"buffer_address": f"127.0.0.1:{free_port()}", "peer_wait_seconds": 0.25}
     config = tmp_path / "job.json"
     config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
@@ -69,7 +69,7 @@ def test_after_peer_wait_seconds_without_its_buffer_the_trainer_ends_as_one_whos
 def test_a_trainer_whose_rollout_service_stays_away_ends_as_one_whose_peer_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "lead", lead_that_publishes)
+    monkeypatch.setattr(trainer, "run_rank0", rank0_that_publishes)
     address = f"127.0.0.1:{free_port()}"
     services = {"buffer_address": "127.0.0.1:9", "rollout_address": address}
     config = tmp_path / "job.json"
@@ -78,19 +78,19 @@ def test_a_trainer_whose_rollout_service_stays_away_ends_as_one_whose_peer_is_aw
     assert f"trainer: the rollout service at {address} gave no answer within 0.25 s" in capfd.readouterr().err
 
 
-async def lead_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
+async def rank0_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
     async with RolloutClient(build.rollout_address) as rollout:
         ranks = build.ranks(
             cast(RankGroup, None), cast(Built, SimpleNamespace(**BUILT)), rollout, cast(TrainerConsole, None)
         )
         while True:
-            assert await ranks.lacking(TrainState(0, 0, 1)) == NOBODY
+            assert await ranks.stale_engines(TrainState(0, 0, 1)) == NONE_STALE
 
 
 def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_time_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "lead", lead_that_awaits_a_batch)
+    monkeypatch.setattr(trainer, "run_rank0", rank0_that_awaits_a_batch)
     monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
     services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
     services |= {"start_timeout_seconds": 0.4, "peer_wait_seconds": 0.2}
@@ -110,11 +110,11 @@ async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypat
         ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=0.0, devices=OwnDevices()
     )
     for _ in range(6):
-        assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
+        assert await publisher.stale_engines(TrainState(0, 0, 1)) == NONE_STALE
     asked.answers = False
-    await publisher.lacking(TrainState(0, 0, 1))
+    await publisher.stale_engines(TrainState(0, 0, 1))
     with pytest.raises(Unavailable, match="nor any call"):
-        await publisher.lacking(TrainState(0, 0, 1))
+        await publisher.stale_engines(TrainState(0, 0, 1))
 
 
 def test_a_job_without_a_buffers_address_is_told_the_flag() -> None:

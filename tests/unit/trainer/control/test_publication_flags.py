@@ -22,26 +22,16 @@ from headrace.publication import Probe, TensorSpec
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import Channel
-from services.trainer.control.messages import (
-    Command,
-    DescribeWeights,
-    OpenGroups,
-    Probed,
-    ProbeWeights,
-    Result,
-    SendWeights,
-    Sent,
-    StageGroup,
-    StageWeights,
-)
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.transport import Sender, transport_of
+from services.trainer.control.ranks import RankGroup
+from services.trainer.control.senders import Sender, Sent, StageGroup, StageWeights
+from services.trainer.control.transport import transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
 from services.trainer.state import TrainState
+from tests.support.fakes.idle_worker import IdleWorker
 
 STATE = TrainState(step=1, policy_version=0, epoch=1)
 PROBE = ([1, 2], [-0.5])
@@ -104,24 +94,22 @@ async def only_rank(
 ) -> AsyncIterator[RankGroup]:
     """Rank 0, which sends nothing, or says that it sent `sends`."""
 
-    def execute(command: Command) -> Result:
-        match command:
-            case ProbeWeights():
-                return Probed(*PROBE)
-            case DescribeWeights():
-                return sends
-            case OpenGroups():
-                return StageGroup(0, "g", "host", 1, joined=True) if sends else None
-            case SendWeights():
-                return Sent(0, {}) if sends else None
-        return None
+    class Worker(IdleWorker):
+        def describe_weights(self) -> StageWeights | None:
+            return sends
+
+        def open_group(self, service: int) -> StageGroup | None:
+            return StageGroup(0, "g", "host", 1, joined=True) if sends else None
+
+        def send_weights(self, *_: object) -> Sent | None:
+            return Sent(0, {}) if sends else None
 
     leader = Channel(0, 2, b"") if beside_one_that_hangs else Channel(0, 1, b"")
     if beside_one_that_hangs:
         hanging = Channel(1, 2, b"")
         await hanging.connect("127.0.0.1", await leader.listen(listener("127.0.0.1")))
         await leader.until_complete()
-    yield RankGroup(leader, execute, ThreadPoolExecutor(1))
+    yield RankGroup(leader, Worker(), ThreadPoolExecutor(1))
     await leader.close()
 
 

@@ -5,188 +5,205 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+import msgspec
 import pytest
 
-from headrace.errors import DeadlineExceeded, FailedPrecondition, PublicationAborted
-from services.trainer.control.channel import Channel
-from services.trainer.control.messages import (
-    Command,
-    DropGroups,
-    Export,
-    Leave,
-    OpenGroups,
-    Prefetch,
-    Result,
-    Save,
-    SendWeights,
-    Sent,
-    StageGroup,
-    Train,
-    Trained,
-    part_of,
-)
-from services.trainer.control.rank_group import Execute, RankGroup, SentByAll, follow
+from headrace.errors import DeadlineExceeded, FailedPrecondition, Internal, PublicationAborted
+from services.trainer.control.channel import Channel, Order
+from services.trainer.control.ranks import RankGroup, follow
+from services.trainer.control.senders import Sent, StageGroup, part_of
+from services.trainer.control.transport import SentByAll, send_weights
+from services.trainer.control.worker import RankWorker, Trained
 from services.trainer.megatron.rendezvous import listener
-from services.trainer.state import TrainState
+from services.trainer.plan.batch import SampleFacts
+from tests.support.fakes.idle_worker import IdleWorker
 from tests.support.ledgers.facts import facts
 
-Work = Callable[[int, Channel, Command], Result | Trained]
-"""(rank, its channel, command)"""
+
+class Worker(IdleWorker):
+    """One rank, which knows its number and its channel."""
+
+    def __init__(self, rank: int, channel: Channel) -> None:
+        self.rank = rank
+        self.channel = channel
 
 
 async def test_all_ranks_carry_out_the_same_commands_in_the_same_order() -> None:
-    done: dict[int, list[Command]] = {0: [], 1: [], 2: []}
+    done: dict[int, list[tuple[object, ...]]] = {0: [], 1: [], 2: []}
 
-    def work(rank: int, channel: Channel, command: Command) -> Result | Trained:
-        done[rank].append(command)
-        return Trained({"loss": 0.5}, ()) if isinstance(command, Train) else None
+    class Diarist(Worker):
+        def prefetch(self, samples: Sequence[SampleFacts]) -> None:
+            done[self.rank].append(("prefetch", *samples))
+
+        def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
+            done[self.rank].append(("train", step, *samples))
+            return Trained({"loss": 0.5}, ())
+
+        def drop_groups(self, services: Sequence[int]) -> None:
+            done[self.rank].append(("drop", *services))
+
+        def save(self, step: int, policy_version: int, epoch: int) -> None:
+            done[self.rank].append(("save", step, policy_version, epoch))
 
     samples = (facts("s0", reward=None), facts("s1 ✓", reward=0.1 + 0.2))
-    async with ranks(3, work) as group:
-        await group.prefetch(samples)
-        trained = await group.train(7, samples)
-        await group.drop_groups()
-        await group.save(TrainState(7, 6, 2))
-        await group.leave(deadline_seconds=60.0)
+    async with ranks(3, Diarist) as group:
+        await group.call(RankWorker.prefetch, samples)
+        trained = await group.call(RankWorker.train, 7, samples)
+        await group.call(RankWorker.drop_groups, [0, 2])
+        await group.call(RankWorker.save, 7, policy_version=6, epoch=2)
+        await group.gather(60.0, RankWorker.leave)
     assert trained == Trained({"loss": 0.5}, ())
-    assert done[0] == [Prefetch(samples), Train(7, samples), DropGroups(), Save(7, 6, 2), Leave()]
+    assert done[0] == [("prefetch", *samples), ("train", 7, *samples), ("drop", 0, 2), ("save", 7, 6, 2)]
     assert done[1] == done[2] == done[0]
 
 
-async def test_answers_are_those_of_ranks_that_have_one_by_stage() -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        return StageGroup(2 - rank, f"g{rank}", "host", rank, rank == 1) if rank and command == OpenGroups() else None
+async def test_answers_are_those_of_ranks_that_have_one() -> None:
+    class Opener(Worker):
+        def open_group(self, service: int) -> StageGroup | None:
+            return StageGroup(service, f"g{self.rank}", "host", self.rank, self.rank == 1) if self.rank else None
 
-    async with ranks(3, work) as group:
-        assert await group.open_groups(deadline_seconds=60.0) == [
-            StageGroup(0, "g2", "host", 2, False),
-            StageGroup(1, "g1", "host", 1, True),
+    async with ranks(3, Opener) as group:
+        assert await group.gather(60.0, RankWorker.open_group, 4) == [
+            StageGroup(4, "g1", "host", 1, True),
+            StageGroup(4, "g2", "host", 2, False),
         ]
-        assert await group.describe_weights(deadline_seconds=60.0) == []
-        await group.leave(deadline_seconds=60.0)
+        assert await group.gather(60.0, RankWorker.describe_weights) == []
+        await group.gather(60.0, RankWorker.leave)
+
+
+@pytest.mark.parametrize("method", ["execute", "__init__", "_wait_for_samples", "is_command", ""])
+async def test_nothing_but_a_command_is_carried_out(method: str) -> None:
+    with pytest.raises(Internal, match=f"rank 0 asks for '{method}'"):
+        async with ranks(2, Worker) as group:
+            group._channel.send(Order(1, method, msgspec.Raw(msgspec.msgpack.encode([])), False))
+
+
+async def test_arguments_of_other_types_than_the_methods_are_not_carried_out() -> None:
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
+        async with ranks(2, Worker) as group:
+            group._channel.send(Order(1, "open_group", msgspec.Raw(msgspec.msgpack.encode(["one"])), False))
 
 
 async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if not isinstance(command, SendWeights):
-            return None
-        if rank == 1:
-            return Sent(1, {}, "no engine")
-        until(lambda: channel.is_aborted(command.publication_id))
-        return Sent(rank, {}, "the publication was given up")
+    class Failing(Worker):
+        def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
+            if self.rank == 1:
+                return Sent(1, {}, "no engine")
+            until(lambda: self.channel.is_aborted(publication_id))
+            return Sent(self.rank, {}, "the publication was given up")
 
-    async with ranks(3, work) as group:
+    async with ranks(3, Failing) as group:
         with pytest.raises(PublicationAborted, match="stage 1: no engine"):
-            await group.send_weights("p", {0: 2}, deadline_seconds=60.0)
-        await group.leave(deadline_seconds=60.0)
+            await send_weights(group, "p", {0: 2}, deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_a_service_that_a_stage_could_not_send_to_is_left_with_the_stages_reason() -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if not isinstance(command, SendWeights):
-            return None
-        if rank == 1:
-            until(lambda: channel.is_aborted(part_of("p", 1)))
-            assert not channel.is_aborted("p")
-            return Sent(1, {"w1": "sum"}, left={1: "given up"})
-        return Sent(0, {"w0": "sum"})
+    class Leaving(Worker):
+        def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
+            if self.rank == 1:
+                until(lambda: self.channel.is_aborted(part_of("p", 1)))
+                assert not self.channel.is_aborted("p")
+                return Sent(1, {"w1": "sum"}, left={1: "given up"})
+            return Sent(0, {"w0": "sum"})
 
-    async with ranks(2, work) as group:
-        sending = asyncio.create_task(group.send_weights("p", {0: 2, 1: 3}, deadline_seconds=60.0))
+    async with ranks(2, Leaving) as group:
+        sending = asyncio.create_task(send_weights(group, "p", {0: 2, 1: 3}, deadline_seconds=60.0))
         await asyncio.sleep(0)
-        group.abort("p", 1)
+        group.abort(part_of("p", 1))
         assert await sending == SentByAll({"w0": "sum", "w1": "sum"}, {1: "stage 1: given up"})
-        await group.leave(deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alone() -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if not isinstance(command, SendWeights):
-            return None
-        if command.publication_id == "first":
-            until(lambda: channel.is_aborted("first"))
-            return Sent(rank, {}, "given up")
-        assert not channel.is_aborted(command.publication_id)
-        return Sent(rank, {f"w{rank}": "sum"})
+    class GivenUp(Worker):
+        def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
+            if publication_id == "first":
+                until(lambda: self.channel.is_aborted("first"))
+                return Sent(self.rank, {}, "given up")
+            assert not self.channel.is_aborted(publication_id)
+            return Sent(self.rank, {f"w{self.rank}": "sum"})
 
-    async with ranks(2, work) as group:
-        sending = asyncio.create_task(group.send_weights("first", {0: 2}, deadline_seconds=60.0))
+    async with ranks(2, GivenUp) as group:
+        sending = asyncio.create_task(send_weights(group, "first", {0: 2}, deadline_seconds=60.0))
         await asyncio.sleep(0)
         group.abort("first")
         with pytest.raises(PublicationAborted, match="given up"):
             await sending
-        sent = await group.send_weights("second", {0: 2}, deadline_seconds=60.0)
+        sent = await send_weights(group, "second", {0: 2}, deadline_seconds=60.0)
         assert sent == SentByAll({"w0": "sum", "w1": "sum"}, {})
-        await group.leave(deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_a_rank_that_does_not_answer_is_not_waited_for_and_its_late_answer_is_nobodys() -> None:
     hanging = threading.Event()
 
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if rank and command == OpenGroups():
+    class Hanging(Worker):
+        def open_group(self, service: int) -> StageGroup | None:
+            if self.rank == 0:
+                return None
             hanging.wait()
             return StageGroup(0, "late", "host", 1, False)
-        return None
 
-    async with ranks(2, work) as group:
-        with pytest.raises(DeadlineExceeded, match=r"1 ranks gave no StageGroup within 0.05 s: .* the rank that hangs"):
-            await group.open_groups(deadline_seconds=0.05)
+    async with ranks(2, Hanging) as group:
+        with pytest.raises(DeadlineExceeded, match=r"1 ranks did not finish open_group within 0.05 s: .* that hangs"):
+            await group.gather(0.05, RankWorker.open_group, 0)
         hanging.set()
-        await group.leave(deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_a_rank_whose_files_are_never_written_does_not_keep_the_others_from_ending() -> None:
     hanging = threading.Event()
 
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if rank == 1 and command == Leave():
-            hanging.wait()
-        return None
+    class Hanging(Worker):
+        def leave(self) -> None:
+            if self.rank == 1:
+                hanging.wait()
 
-    async with ranks(3, work) as group:
-        with pytest.raises(DeadlineExceeded, match=r"1 ranks did not finish writing their files within 0.05 s"):
-            await asyncio.wait_for(group.leave(deadline_seconds=0.05), 60)
+    async with ranks(3, Hanging) as group:
+        with pytest.raises(DeadlineExceeded, match=r"1 ranks did not finish leave within 0.05 s"):
+            await asyncio.wait_for(group.gather(0.05, RankWorker.leave), 60)
         hanging.set()
 
 
-async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them(tmp_path: Path) -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if isinstance(command, Save | Export):
+async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them() -> None:
+    class Full(Worker):
+        def save(self, step: int, policy_version: int, epoch: int) -> None:
             raise FailedPrecondition("the disk refuses")
-        return None
 
-    async with ranks(2, work) as group:
-        for files in (group.save(TrainState(1, 1, 1)), group.export(tmp_path)):
+        def export(self, path: str) -> None:
+            raise FailedPrecondition("the disk refuses")
+
+    async with ranks(2, Full) as group:
+        for files in (group.call(RankWorker.save, 1, 1, 1), group.call(RankWorker.export, "folder")):
             with pytest.raises(FailedPrecondition, match="the disk refuses"):
                 await files
-        await group.leave(deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_any_other_error_ends_the_rank() -> None:
-    def work(rank: int, channel: Channel, command: Command) -> Result:
-        if rank == 1:
-            raise FailedPrecondition("not of a file")
-        return None
+    class Broken(Worker):
+        def drop_groups(self, services: Sequence[int]) -> None:
+            if self.rank == 1:
+                raise FailedPrecondition("not of a file")
 
     with pytest.raises(FailedPrecondition, match="not of a file"):
-        async with ranks(2, work) as group:
-            await group.drop_groups()
+        async with ranks(2, Broken) as group:
+            await group.call(RankWorker.drop_groups, [0])
 
 
 async def test_memory_of_the_channel_does_not_grow_with_steps() -> None:
     samples = [facts(f"s{number}") for number in range(512)]
-    async with ranks(3, lambda rank, channel, command: None) as group:
+    async with ranks(3, Worker) as group:
 
         async def steps(count: int) -> int:
             for _ in range(count):
-                await group.prefetch(samples)
-                await group.describe_weights(deadline_seconds=60.0)
+                await group.call(RankWorker.prefetch, samples)
+                await group.gather(60.0, RankWorker.describe_weights)
             return tracemalloc.get_traced_memory()[0]
 
         tracemalloc.start()
@@ -195,7 +212,7 @@ async def test_memory_of_the_channel_does_not_grow_with_steps() -> None:
             after = await steps(40)
         finally:
             tracemalloc.stop()
-        await group.leave(deadline_seconds=60.0)
+        await group.gather(60.0, RankWorker.leave)
     assert after - before < 512 * 100, "less than one step's facts"
 
 
@@ -206,7 +223,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def ranks(world_size: int, work: Work) -> AsyncIterator[RankGroup]:
+async def ranks(world_size: int, worker: Callable[[int, Channel], Worker]) -> AsyncIterator[RankGroup]:
     """Rank 0's group; the others follow, each over a connection of its own, until it leaves."""
     channels = [Channel(rank, world_size, b"secret") for rank in range(world_size)]
     port = await channels[0].listen(listener("127.0.0.1"))
@@ -215,18 +232,15 @@ async def ranks(world_size: int, work: Work) -> AsyncIterator[RankGroup]:
         await each.connect("127.0.0.1", port)
     await channels[0].until_complete()
 
-    def execute(rank: int) -> Execute:
-        return lambda command: work(rank, channels[rank], command)
-
     async def followed(rank: int) -> None:
         try:
-            await channels[rank].guard(follow(channels[rank], execute(rank), pools[rank]))
+            await channels[rank].guard(follow(channels[rank], worker(rank, channels[rank]), pools[rank]))
         finally:
             await channels[rank].close()
 
     following = [asyncio.create_task(followed(rank)) for rank in range(1, world_size)]
     try:
-        yield RankGroup(channels[0], execute(0), pools[0])
+        yield RankGroup(channels[0], worker(0, channels[0]), pools[0])
         await asyncio.gather(*following)
     finally:
         await channels[0].close()

@@ -26,21 +26,9 @@ from services.rollout.production.generator import Generator
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.publication.receiver import Receiver
 from services.trainer.control.channel import Channel
-from services.trainer.control.messages import (
-    Command,
-    DescribeWeights,
-    KeepWeights,
-    OpenGroups,
-    Probed,
-    ProbeWeights,
-    Result,
-    SendWeights,
-    Sent,
-    StageGroup,
-    StageWeights,
-)
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
+from services.trainer.control.senders import Probed, Sent, StageGroup, StageWeights
 from services.trainer.control.transport import transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import TrainState
@@ -48,6 +36,7 @@ from tests.support.fake_weights import fake_checksum, write_version
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
+from tests.support.fakes.idle_worker import IdleWorker
 
 _NAMES = "pause_generation update_weight_version flush_cache continue_generation weights_checker generate"
 OF_BOTH = tuple(f"/{name}" for name in _NAMES.split())
@@ -82,28 +71,40 @@ class Model:
     num_groups: int = 0
     num_sent: int = 0
 
-    def execute(self, command: Command) -> Result:
-        match command:
-            case ProbeWeights():
-                return Probed([5, 6, 7], [-0.7 - self.version, -0.1 - self.version])
-            case DescribeWeights():
-                return StageWeights(0, [[TensorSpec(name, (1,), "float32")] for name in NAMES])
-            case OpenGroups():
-                self.is_sending = False
-                self.num_groups += 1
-                return StageGroup(0, f"g{self.num_groups}", "127.0.0.1", 1, joined=False)
-            case SendWeights(kept=True) if self.root is not None:
-                return Sent(0, {name: fake_checksum(content) for name, content in self.wire.items()})
-            case SendWeights(publication_id, kept=kept):
-                self.num_sent += 1
-                self.wire.update(weights_of(self.kept if kept else self.version))
-                self.is_sending = True
-                if self.root is not None:
-                    write_version(self.root / publication_id, self.wire)
-                return Sent(0, {name: fake_checksum(content) for name, content in self.wire.items()})
-            case KeepWeights():
-                self.kept = self.version
-        return None
+
+class Worker(IdleWorker):
+    """The only rank; `spoil` is called with each folder that it has written."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.spoil: Callable[[Path], None] = lambda folder: None
+
+    def probe(self) -> Probed:
+        return Probed([5, 6, 7], [-0.7 - self._model.version, -0.1 - self._model.version])
+
+    def describe_weights(self) -> StageWeights:
+        return StageWeights(0, [[TensorSpec(name, (1,), "float32")] for name in NAMES])
+
+    def open_group(self, service: int) -> StageGroup:
+        self._model.is_sending = False
+        self._model.num_groups += 1
+        return StageGroup(0, f"g{self._model.num_groups}", "127.0.0.1", 1, joined=False)
+
+    def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
+        model = self._model
+        if not (kept and model.root):
+            model.num_sent += 1
+            model.wire.update(weights_of(model.kept if kept else model.version))
+            model.is_sending = True
+            if model.root is not None:
+                write_version(model.root / publication_id, model.wire)
+        sent = Sent(0, {name: fake_checksum(content) for name, content in model.wire.items()})
+        if model.root is not None:
+            self.spoil(model.root / publication_id)
+        return sent
+
+    def keep_weights(self) -> None:
+        self._model.kept = self._model.version
 
 
 @dataclass
@@ -223,8 +224,8 @@ class Run:
         job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
         rollout = cast(RolloutClient, DirectRollout(self.fakes, self.model, self.strike))
         self.channel = Channel(0, 1, b"")
-        self.execute = self.model.execute
-        ranks = RankGroup(self.channel, lambda command: self.execute(command), ThreadPoolExecutor(1))
+        self.worker = Worker(self.model)
+        ranks = RankGroup(self.channel, self.worker, ThreadPoolExecutor(1))
         devices = OwnDevices()
         way = transport_of(job.publish, ranks, root, hashes=False, devices=devices)
         self.publisher = Publisher(

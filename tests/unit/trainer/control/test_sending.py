@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from headrace.errors import InvalidArgument
 from headrace.publication import TensorSpec
-from services.trainer.control.messages import Sent, StageGroup, part_of
-from services.trainer.control.senders import WeightSender
+from services.trainer.control.senders import Sent, StageGroup, WeightSender, part_of
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import FlatBuckets, cut, filling_bytes
+from services.trainer.weights.buckets import FlatBuckets, filling_bytes, split_into_buckets
 from tests.support.fakes.engine_checksums import engine_checksums
 
 MEGABYTES = 48  # of a tensor: far more than sockets hold
@@ -145,10 +144,12 @@ def test_what_is_laid_stays_until_the_next_but_one_and_one_tensor_is_not_copied(
 
 def test_there_are_many_buckets_but_no_small_ones() -> None:
     smollm2 = [TensorSpec(f"t{n}", (1 << 20,), "float32") for n in range(128)]
-    assert len(cut(smollm2, filling_bytes(smollm2, 512 << 20))) == 8
-    assert len(cut(smollm2, filling_bytes(smollm2, 16 << 20))) == 32, "never more bytes than the job allows"
+    assert len(split_into_buckets(smollm2, filling_bytes(smollm2, 512 << 20))) == 8
+    assert len(split_into_buckets(smollm2, filling_bytes(smollm2, 16 << 20))) == 32, (
+        "never more bytes than the job allows"
+    )
     large = [TensorSpec(f"t{n}", (1 << 26,), "float32") for n in range(128)]
-    assert len(cut(large, filling_bytes(large, 4 << 30))) == 16
+    assert len(split_into_buckets(large, filling_bytes(large, 4 << 30))) == 16
 
 
 def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() -> None:

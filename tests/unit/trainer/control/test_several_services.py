@@ -26,12 +26,20 @@ from services.trainer.control import publication
 from services.trainer.control import transport as transport_module
 from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import RankGroup
 from services.trainer.control.transport import transport_of
 from services.trainer.gpu_sharing import OwnDevices
-from services.trainer.state import EVERYBODY, NOBODY, Lacking, TrainState
+from services.trainer.state import ALL_STALE, NONE_STALE, StaleEngines, TrainState
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
-from tests.unit.trainer.control.test_rollback import ROLLBACK, DirectRollout, Model, Strike, StruckEngine, weights_of
+from tests.unit.trainer.control.test_rollback import (
+    ROLLBACK,
+    DirectRollout,
+    Model,
+    Strike,
+    StruckEngine,
+    Worker,
+    weights_of,
+)
 
 CALLS = ("get_fleet", "begin_publish", "publish_bucket", "commit_publish")
 FLEETS_REFUSE_NOTHING = ("get_fleet", "refuses")
@@ -122,12 +130,12 @@ class Run:
         self.model.version = version
         return await self.publisher.publish(TrainState(step=version, policy_version=version - 1, epoch=1))
 
-    async def lacking(self, version: int) -> Lacking:
-        return await self.publisher.lacking(TrainState(step=version, policy_version=version, epoch=1))
+    async def stale_engines(self, version: int) -> StaleEngines:
+        return await self.publisher.stale_engines(TrainState(step=version, policy_version=version, epoch=1))
 
     async def rejoined(self, version: int) -> None:
         state = TrainState(step=version, policy_version=version, epoch=1)
-        await self.publisher.rejoin(state, (await self.publisher.lacking(state)).engine_ids)
+        await self.publisher.rejoin(state, (await self.publisher.stale_engines(state)).engine_ids)
 
     def serve(self, *versions: int) -> bool:
         """Whether the services serve these versions, and their engines hold them."""
@@ -146,7 +154,7 @@ async def a_run(folder: Path, transport: str = "collective", num_services: int =
     )
     model = Model(root=None if transport == "collective" else folder)
     channel = Channel(0, 1, b"")
-    ranks = RankGroup(channel, model.execute, ThreadPoolExecutor(1))
+    ranks = RankGroup(channel, Worker(model), ThreadPoolExecutor(1))
     services = [TroubledRollout(model) for _ in range(num_services)]
     clients = [cast(RolloutClient, service) for service in services]
     devices = OwnDevices()
@@ -176,7 +184,7 @@ async def test_weights_are_gathered_once_for_all_services(transport: str, tmp_pa
         assert run.model.num_sent == 1
         assert (figures["publish/services"], figures["publish/services_left"]) == (3.0, 0.0)
         assert figures["publish/engines"] == 3.0
-        assert await run.lacking(1) == NOBODY
+        assert await run.stale_engines(1) == NONE_STALE
 
 
 @pytest.mark.parametrize(
@@ -200,11 +208,11 @@ async def test_a_service_that_fails_is_left_behind_and_is_given_the_served_weigh
         troubled.trouble = Trouble()
         await troubled.receiver.close()  # as its deadline would
         await troubled.until(EngineState.READY, EngineState.STALE)
-        assert await run.lacking(2) == Lacking(engine_ids={1: ()})
+        assert await run.stale_engines(2) == StaleEngines(engine_ids={1: ()})
         await run.rejoined(2)
         assert run.serve(2, 2)
         assert "/pause_generation" not in well.engine.calls[len(calls) :], "the other one does not notice"
-        assert await run.lacking(2) == NOBODY
+        assert await run.stale_engines(2) == NONE_STALE
         assert (await run.publish(3))["publish/services_left"] == 0.0
         assert run.serve(3, 3)
 
@@ -253,7 +261,7 @@ async def test_an_engine_of_one_service_that_came_back_is_given_weights_alone(tm
         well, other = run.services
         other.engine.die()
         await other.until(EngineState.STALE)
-        assert await run.lacking(1) == Lacking(engine_ids={1: ("engine-0",)})
+        assert await run.stale_engines(1) == StaleEngines(engine_ids={1: ("engine-0",)})
         before = len(well.engine.calls)
         await run.rejoined(1)
         assert run.serve(1, 1)
@@ -262,23 +270,23 @@ async def test_an_engine_of_one_service_that_came_back_is_given_weights_alone(tm
 
 async def test_services_that_all_serve_another_version_are_all_given_this_one(tmp_path: Path) -> None:
     async with a_run(tmp_path) as run:
-        assert await run.lacking(1) == EVERYBODY
+        assert await run.stale_engines(1) == ALL_STALE
         run.services[0].trouble = Trouble("get_fleet", "dies")
-        assert await run.lacking(1) == EVERYBODY, "of those that answer"
+        assert await run.stale_engines(1) == ALL_STALE, "of those that answer"
         await run.publish(1)
-        assert await run.lacking(1) == NOBODY
+        assert await run.stale_engines(1) == NONE_STALE
         run.services[1].trouble = Trouble("get_fleet", "dies")
-        await run.lacking(1)
+        await run.stale_engines(1)
         with pytest.raises(Unavailable, match="nor any call"):
-            await run.lacking(1)
+            await run.stale_engines(1)
 
 
 async def test_a_service_that_cannot_be_given_the_weights_is_not_offered_them_again_at_once(tmp_path: Path) -> None:
     async with a_run(tmp_path) as run:
         run.services[1].trouble = Trouble("begin_publish", "refuses")
         await run.publish(1)
-        assert await run.lacking(1) == Lacking(engine_ids={1: ()})
+        assert await run.stale_engines(1) == StaleEngines(engine_ids={1: ()})
         await run.rejoined(1)
-        assert await run.lacking(1) == NOBODY
+        assert await run.stale_engines(1) == NONE_STALE
         run.services[1].trouble = Trouble()
         assert (await run.publish(2))["publish/services_left"] == 0.0, "but the next version"

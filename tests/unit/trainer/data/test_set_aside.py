@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from services.trainer.data.samples import SetAside, UnusableSample
+from services.trainer.data.samples import SkippedSamples, UnusableSample
 from services.trainer.plan.batch import Batch, SampleFacts, statistics
 from tests.support.ledgers.facts import facts
 
@@ -54,12 +54,12 @@ def test_a_bad_envelope_is_set_aside_and_its_numbers_are_used_nowhere(changes: d
 
 def test_a_trainer_that_starts_again_sets_the_same_samples_aside(tmp_path: Path) -> None:
     path, batch = tmp_path / "set_aside.jsonl", Batch((facts("a"), facts("b"), facts("c")), b"digest")
-    known = SetAside(path)
+    known = SkippedSamples(path)
     assert known.applied(batch) == batch
     known.append(
         3, [UnusableSample("b", "DATA_LOSS", "it came damaged"), UnusableSample("c", "NOT_FOUND", "it is gone")]
     )
-    again = SetAside(path)
+    again = SkippedSamples(path)
     for record in (known, again):
         samples = record.applied(batch).samples
         assert [s.set_aside for s in samples] == [None, "it came damaged", None]
@@ -68,8 +68,8 @@ def test_a_trainer_that_starts_again_sets_the_same_samples_aside(tmp_path: Path)
 
 def test_a_line_that_a_kill_has_cut_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "set_aside.jsonl"
-    SetAside(path).append(0, [UnusableSample("a", "X", "x")])
+    SkippedSamples(path).append(0, [UnusableSample("a", "X", "x")])
     path.write_bytes(path.read_bytes() + b'{"step": 1, "sample')
-    SetAside(path).append(1, [UnusableSample("b", "X", "x")])
-    samples = SetAside(path).applied(Batch((facts("a"), facts("b"), facts("c")), b"")).samples
+    SkippedSamples(path).append(1, [UnusableSample("b", "X", "x")])
+    samples = SkippedSamples(path).applied(Batch((facts("a"), facts("b"), facts("c")), b"")).samples
     assert [s.sample_id for s in samples if s.set_aside] == ["a", "b"]

@@ -19,10 +19,10 @@ class BothSides:
         self.diary: list[str] = []
         self._fails = set(fails)
 
-    async def to_host(self, *, deadline_seconds: float) -> None:
+    async def to_host(self) -> None:
         self._note("to host")
 
-    async def to_device(self, *, deadline_seconds: float) -> None:
+    async def to_device(self) -> None:
         self._note("to device")
 
     async def release_memory(self, epoch: int = 0, *, deadline_seconds: float) -> Sequence[str]:
@@ -41,9 +41,10 @@ class BothSides:
 
     def devices(self, *, keeps_engines: bool = False, offloads: bool = True) -> SharedDevices:
         engines = () if keeps_engines else [cast(RolloutClient, self)]
-        found = SharedDevices(self, engines, offloads=offloads, seconds=1.0, moving_seconds=1.0)
-        found.claim(7)
-        return found
+        to_host, to_device = (self.to_host, self.to_device) if offloads else (None, None)
+        devices = SharedDevices(engines, seconds=1.0, to_host=to_host, to_device=to_device)
+        devices.claim(7)
+        return devices
 
 
 async def test_ranks_leave_before_engines_come_and_come_when_engines_have_left() -> None:
@@ -104,7 +105,7 @@ async def test_the_turn_passes_once_every_machine_has_passed_it_on() -> None:
     """One that fails keeps it where it is, and the others are not left in the middle of theirs."""
     one, other = BothSides(), BothSides("resume 7", "release 7")
     machines = [cast(RolloutClient, one), cast(RolloutClient, other)]
-    devices = SharedDevices(one, machines, offloads=True, seconds=1.0, moving_seconds=1.0)
+    devices = SharedDevices(machines, seconds=1.0, to_host=one.to_host, to_device=one.to_device)
     devices.claim(7)
     with pytest.raises(Unavailable, match="resume 7"):
         await devices.give()

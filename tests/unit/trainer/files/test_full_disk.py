@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.errors import DiskFull
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import outlast
+from services.trainer.files.durable import retry_while_full
 from services.trainer.plan.batch import Batch
 from services.trainer.serving import report as report_module
 from services.trainer.serving.report import RunReport, TensorBoard
@@ -36,7 +36,7 @@ async def test_a_step_waits_for_the_disk_with_one_message_and_goes_on_when_there
     size = record.path.stat().st_size
     with structlog.testing.capture_logs() as said:
         with files_end_at(size + left_bytes):
-            waiting = asyncio.create_task(outlast(lambda: record.append(1, BATCH), record.path))
+            waiting = asyncio.create_task(retry_while_full(lambda: record.append(1, BATCH), record.path))
             while not said:
                 await asyncio.sleep(0.01)
             assert record.path.stat().st_size == size
@@ -51,7 +51,7 @@ async def test_a_step_waits_for_the_disk_with_one_message_and_goes_on_when_there
 async def test_a_disk_that_stays_full_ends_the_trainer_with_the_file_and_the_way_out(tmp_path: Path) -> None:
     record = TrainingRecord(tmp_path / "trained.jsonl")
     with files_end_at(0), pytest.raises(DiskFull, match=r"trained\.jsonl: File too large.*move its folder"):
-        await outlast(lambda: record.append(0, BATCH), record.path, patience_seconds=0.0)
+        await retry_while_full(lambda: record.append(0, BATCH), record.path, patience_seconds=0.0)
     assert record.path.read_bytes() == b""
 
 
@@ -59,7 +59,7 @@ async def test_another_error_of_the_disk_is_not_waited_for(tmp_path: Path) -> No
     record = TrainingRecord(tmp_path / "a file" / "trained.jsonl")
     record.path.parent.touch()
     with pytest.raises(NotADirectoryError):
-        await outlast(lambda: record.append(0, BATCH), record.path)
+        await retry_while_full(lambda: record.append(0, BATCH), record.path)
 
 
 def test_rows_of_metrics_stay_in_memory_on_a_full_disk_and_all_are_written_later(tmp_path: Path) -> None:

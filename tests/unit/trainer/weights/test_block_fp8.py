@@ -21,7 +21,7 @@ from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import cut
+from services.trainer.weights.buckets import split_into_buckets
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name
 from services.trainer.weights.quantization import dequantized, quantize, quantized, quantized_specs
 from tests.support.fakes.engine_checksums import engine_checksums
@@ -166,7 +166,7 @@ def test_factors_are_fused_and_travel_as_their_weights_do() -> None:
         f"l.0.self_attn.{part}.weight{end}" for part in ("q_a_proj", "kv_a_proj_with_mqa") for end in ("", "_scale_inv")
     ]
     specs = [TensorSpec(name, (4, 4), "float32") for name in [*names, "l.0.self_attn.q_b_proj.weight"]]
-    assert [len(bucket) for bucket in cut(specs, 1)] == [4, 1]
+    assert [len(bucket) for bucket in split_into_buckets(specs, 1)] == [4, 1]
 
 
 def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> None:

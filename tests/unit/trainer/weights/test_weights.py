@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
 from headrace.publication import TensorSpec
-from services.trainer.weights.buckets import cut
+from services.trainer.weights.buckets import split_into_buckets
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name, flat_bytes
 from services.trainer.weights.weight_group import WeightGroup, unreached
 
 
 def test_buckets_keep_the_order_and_the_limit() -> None:
     specs = [TensorSpec(f"t{i}", (i + 1, 10), "float32") for i in range(6)]
-    buckets = cut(specs, bucket_bytes=130)
+    buckets = split_into_buckets(specs, bucket_bytes=130)
     assert [spec for bucket in buckets for spec in bucket] == specs
     assert all(len(b) == 1 or sum(s.num_bytes for s in b) <= 130 for b in buckets)
     assert [len(b) for b in buckets] == [2, 1, 1, 1, 1]
@@ -33,7 +33,7 @@ def test_buckets_keep_the_order_and_the_limit() -> None:
 
 def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
     names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
-    buckets = cut([TensorSpec(name, (10,), "float32") for name in names], bucket_bytes=50)
+    buckets = split_into_buckets([TensorSpec(name, (10,), "float32") for name in names], bucket_bytes=50)
     assert [[spec.name for spec in bucket] for bucket in buckets] == [names[:2], names[2:]]
 
 

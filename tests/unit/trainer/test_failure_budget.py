@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.job.schema.production import RolloutSection
-from services.trainer.failure_budget import Breaker
+from services.trainer.failure_budget import FailureBudget
 
 
 def reading(num_good: int, failed: dict[str, int], dropped: int = 0, *, epoch: int = 1) -> pb.StreamStats:
@@ -25,12 +25,12 @@ def reading(num_good: int, failed: dict[str, int], dropped: int = 0, *, epoch: i
     return pb.StreamStats(epoch=epoch, production=production)
 
 
-def verdicts(breaker: Breaker, *readings: pb.StreamStats) -> list[str | None]:
-    return [breaker.verdict(one) for one in readings]
+def verdicts(budget: FailureBudget, *readings: pb.StreamStats) -> list[str | None]:
+    return [budget.verdict(one) for one in readings]
 
 
 def test_a_run_of_which_most_samples_fail_ends_with_the_three_most_frequent_reasons_counts_and_examples() -> None:
-    verdict = Breaker(0.5, 100).verdict(reading(10, {"A": 50, "B": 30, "C": 7, "D": 2, "E": 1}))
+    verdict = FailureBudget(0.5, 100).verdict(reading(10, {"A": 50, "B": 30, "C": 7, "D": 2, "E": 1}))
     assert verdict is not None
     lines = verdict.splitlines()
     assert lines[0] == "90 of the last 100 samples failed, more than --max-failed-share 0.5 allows:"
@@ -43,55 +43,59 @@ def test_a_run_of_which_most_samples_fail_ends_with_the_three_most_frequent_reas
 
 
 def test_a_share_at_the_bound_and_too_few_samples_to_judge_by_end_nothing() -> None:
-    assert verdicts(Breaker(0.5, 100), reading(0, {"A": 99}), reading(99, {"A": 99})) == [None, None]
+    assert verdicts(FailureBudget(0.5, 100), reading(0, {"A": 99}), reading(99, {"A": 99})) == [None, None]
 
 
 def test_only_the_latest_samples_count() -> None:
     healthy_for_long = reading(10_000, {})
-    assert verdicts(Breaker(0.5, 100), healthy_for_long, reading(10_010, {"A": 60})) == [None, None]
-    breaker = Breaker(0.5, 100)
-    *_, last = verdicts(breaker, healthy_for_long, reading(10_010, {"A": 60}), reading(10_010, {"A": 110}))
+    assert verdicts(FailureBudget(0.5, 100), healthy_for_long, reading(10_010, {"A": 60})) == [None, None]
+    budget = FailureBudget(0.5, 100)
+    *_, last = verdicts(budget, healthy_for_long, reading(10_010, {"A": 60}), reading(10_010, {"A": 110}))
     assert last is not None
     assert last.startswith("110 of the last 120 samples failed")
 
 
 def test_failures_that_have_passed_are_forgotten() -> None:
-    said = verdicts(Breaker(0.5, 100), *(reading(number, {"A": 90}) for number in range(95, 400, 50)))
+    said = verdicts(FailureBudget(0.5, 100), *(reading(number, {"A": 90}) for number in range(95, 400, 50)))
     assert said == [None] * 7
 
 
 def test_what_failed_before_this_trainer_began_is_another_runs() -> None:
-    breaker = Breaker(0.5, 100)
+    budget = FailureBudget(0.5, 100)
     before = reading(0, {"A": 500}, epoch=4)
-    assert verdicts(breaker, before, before, reading(60, {"A": 540}, epoch=4)) == [None, None, None]
+    assert verdicts(budget, before, before, reading(60, {"A": 540}, epoch=4)) == [None, None, None]
 
 
 def test_a_buffer_that_starts_again_counts_from_0() -> None:
-    breaker = Breaker(0.5, 100)
-    assert verdicts(breaker, reading(400, {}), reading(60, {"A": 30}), reading(70, {"A": 50})) == [None, None, None]
-    assert breaker.verdict(reading(70, {"A": 150})) is not None
+    budget = FailureBudget(0.5, 100)
+    assert verdicts(budget, reading(400, {}), reading(60, {"A": 30}), reading(70, {"A": 50})) == [
+        None,
+        None,
+        None,
+    ]
+    assert budget.verdict(reading(70, {"A": 150})) is not None
 
 
 def test_filters_may_drop_most_groups_but_not_all_of_very_many() -> None:
-    assert Breaker(0.5, 100).verdict(reading(1, {}, dropped=5_000)) is None
-    assert Breaker(0.5, 100).verdict(reading(0, {}, dropped=999)) is None
-    verdict = Breaker(0.5, 100).verdict(reading(0, {}, dropped=1_000))
+    assert FailureBudget(0.5, 100).verdict(reading(1, {}, dropped=5_000)) is None
+    assert FailureBudget(0.5, 100).verdict(reading(0, {}, dropped=999)) is None
+    verdict = FailureBudget(0.5, 100).verdict(reading(0, {}, dropped=1_000))
     assert verdict is not None
     assert verdict.startswith("not one of the last 1000 samples could be used:\n  1000 PROMPT_TOO_LONG: 9 tokens")
 
 
 def test_one_failed_group_among_dropped_ones_ends_nothing() -> None:
-    assert Breaker(0.5, 100).verdict(reading(0, {"A": 8}, dropped=100)) is None
+    assert FailureBudget(0.5, 100).verdict(reading(0, {"A": 8}, dropped=100)) is None
 
 
 def test_a_bound_of_1_never_ends_a_run() -> None:
-    assert verdicts(Breaker(1.0, 10), reading(0, {"A": 10_000}), reading(0, {}, dropped=10_000)) == [None, None]
+    assert verdicts(FailureBudget(1.0, 10), reading(0, {"A": 10_000}), reading(0, {}, dropped=10_000)) == [None, None]
 
 
 def test_an_example_of_many_lines_and_control_characters_is_a_part_of_one_line() -> None:
     stats = reading(0, {"A": 100})
     stats.production.failures[0].example = "one\n\x1b[31mtwo" + "x" * 2_000
-    verdict = Breaker(0.5, 100).verdict(stats)
+    verdict = FailureBudget(0.5, 100).verdict(stats)
     assert verdict is not None
     assert len(verdict.splitlines()) == 2
     assert "one [31mtwo" in verdict
@@ -100,8 +104,8 @@ def test_an_example_of_many_lines_and_control_characters_is_a_part_of_one_line()
 
 def test_the_window_is_a_steps_samples_and_the_flags_change_it(load_with) -> None:
     job = load_with("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--global-batch-size", "64")
-    assert Breaker.of(job.rollout).verdict(reading(0, {"A": 127})) is None
-    assert Breaker.of(job.rollout).verdict(reading(0, {"A": 128})) is not None
+    assert FailureBudget.of(job.rollout).verdict(reading(0, {"A": 127})) is None
+    assert FailureBudget.of(job.rollout).verdict(reading(0, {"A": 128})) is not None
     flags = RolloutSection(failure_window=10, max_failed_share=0.9)
-    assert Breaker.of(flags).verdict(reading(2, {"A": 8})) is None
-    assert Breaker.of(flags).verdict(reading(0, {"A": 10})) is not None
+    assert FailureBudget.of(flags).verdict(reading(2, {"A": 8})) is None
+    assert FailureBudget.of(flags).verdict(reading(0, {"A": 10})) is not None
