@@ -35,7 +35,7 @@ from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
-from services.trainer.serving.console import Steered
+from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
 
 
@@ -51,9 +51,9 @@ async def lead(
     server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 
-    async def run(ranks: training.Ranks, steered: Steered, world_size: int, step: int) -> None:
+    async def run(ranks: training.Ranks, savable: Savable, world_size: int, step: int) -> None:
         report.resume(step)
-        console.open(steered, world_size, step)
+        console.open(savable, world_size, step)
         await server.set_ready()
         recorder = build.recorder(buffer, fetch.stream)
         ledger = StreamLedger(buffer, fetch.stream, console, build.breaker(), recorder)

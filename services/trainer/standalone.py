@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import outlast
+from services.trainer.durable import outlast
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import NOBODY, EngineIds, Lacking, TrainState
 

@@ -11,7 +11,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.data.samples import SetAside
-from services.trainer.files.durable import outlast
+from services.trainer.durable import outlast
 from services.trainer.gpu_sharing import Devices
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole

@@ -33,7 +33,7 @@ from services.trainer.control.messages import Probed, Sent, StageGroup, StageWei
 from services.trainer.hugging_face.export import Look, Write
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import FlatBuckets, KeptWeights, MemoryFiles, cut, filling_bytes, make_private
+from services.trainer.weights.buckets import FlatBuckets, MemoryFiles, RollbackCopy, cut, filling_bytes, make_private
 from services.trainer.weights.engine_layout import EngineChecksums, Hashing
 from services.trainer.weights.quantization import quantized, quantized_specs
 from services.trainer.weights.weight_group import Broadcasts, WeightGroup
@@ -104,7 +104,7 @@ class WeightSender:
         specs = policy.hf_tensor_specs()
         self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
-        self._kept = KeptWeights(layout.device)
+        self._kept = RollbackCopy(layout.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._groups: dict[int, WeightGroup] = {}
         """The broadcast groups by rollout service."""

@@ -35,7 +35,7 @@ from headrace.job.schema.run import PublishSection
 from headrace.rpc.log import log
 from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.files.durable import append_rows, remove
+from services.trainer.durable import append_rows, remove
 from services.trainer.gpu_sharing import Devices
 
 STRAGGLER_SECONDS = 10.0

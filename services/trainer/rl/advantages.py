@@ -25,7 +25,7 @@ from services.trainer.rl.algorithms.ppo import gae
 from services.trainer.rl.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from services.trainer.rl.algorithms.rloo import rloo_rewards
 from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
-from services.trainer.rl.inputs import MicroInputs, needed
+from services.trainer.rl.inputs import MicroInputs, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Advantages:
 
         kl = None
         if self._config.kl_coef > 0:
-            own, reference = needed(inputs.log_probs), needed(inputs.reference_log_probs)
+            own, reference = require(inputs.log_probs), require(inputs.reference_log_probs)
             kl = kl_estimate(own, reference, self._config.kl_reward_type)
         columns = (inputs.log_probs, kl, inputs.teacher_log_probs, inputs.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
@@ -113,7 +113,7 @@ class Advantages:
 
 
 def _distilled(advantages: Tensor, response: ResponseValues, weight: float) -> Tensor:
-    found = distilled_advantages(advantages, needed(response.log_probs), needed(response.teacher_log_probs), weight)
+    found = distilled_advantages(advantages, require(response.log_probs), require(response.teacher_log_probs), weight)
     return torch.where(response.mask > 0, found, 0.0)
 
 
@@ -137,7 +137,7 @@ def _estimator(config: TrainSection) -> Estimate:
 
     def ppo(response: ResponseValues) -> tuple[Tensor, Tensor]:
         rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)
-        return gae(rewards, needed(response.values), response.mask, gamma=config.gamma, lambd=config.lambd)
+        return gae(rewards, require(response.values), response.mask, gamma=config.gamma, lambd=config.lambd)
 
     def discounted(response: ResponseValues) -> tuple[Tensor, Tensor]:
         rewards = token_rewards(response.reward, response.mask, response.kl, config.kl_coef)

@@ -168,12 +168,12 @@ MicroValues = Sequence[Tensor] | None
 """[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
 
-def at(values: MicroValues, number: int) -> Tensor | None:
+def optional_at(values: MicroValues, number: int) -> Tensor | None:
     """[B, S] of the micro-batch with this number; None where the step has none."""
     return None if values is None else values[number]
 
 
-def needed(values: Tensor | None) -> Tensor:
+def require(values: Tensor | None) -> Tensor:
     """The values, for a part of the job that is on only where they are computed: their absence is a bug of ours."""
     if values is None:
         raise Internal("a value that this part of the job trains on was not computed before the step")

@@ -26,7 +26,7 @@ MAX_REQUESTS = 64
 """Saves and exports that may wait for the end of a step."""
 
 
-class Steered(Protocol):
+class Savable(Protocol):
     """The ranks' methods that requests need."""
 
     async def save(self, state: TrainState) -> None:
@@ -42,7 +42,7 @@ class Steered(Protocol):
         """Writes a Hugging Face folder."""
 
 
-Action = Callable[[Steered, TrainState], Awaitable[None]]
+Action = Callable[[Savable, TrainState], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Requests:
         self._waiting.append(request)
         return request.done
 
-    async def serve(self, ranks: Steered, state: TrainState) -> None:
+    async def serve(self, ranks: Savable, state: TrainState) -> None:
         """Runs what waits. Raises Fenced where the trainer is not the newest any more."""
         while self._waiting:
             request = self._waiting[0]  # it stays in the list while it is served: `refuse` answers what is left
@@ -119,7 +119,7 @@ class TrainerConsole:
         self._verdict: str | None = None
         self._waiting_since = 0.0
         self._ended = False
-        self._ranks: Steered | None = None
+        self._ranks: Savable | None = None
         self._produced: Mapping[str, float] = {}
         self._untracked: frozenset[str] = frozenset()
         self._seconds: dict[int, float] = defaultdict(float)
@@ -170,7 +170,7 @@ class TrainerConsole:
             self._status.phase = before
             self._seconds[phase] += self._clock() - started
 
-    def open(self, ranks: Steered, world_size: int, step: int = 0) -> None:
+    def open(self, ranks: Savable, world_size: int, step: int = 0) -> None:
         """The ranks are up, restored to `step`; requests go to them."""
         self._ranks = ranks
         self._status.step = step

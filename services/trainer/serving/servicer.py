@@ -14,7 +14,7 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.limits import require_counter, require_id, require_path, shown
-from services.trainer.serving.console import Steered, TrainerConsole
+from services.trainer.serving.console import Savable, TrainerConsole
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 
@@ -158,7 +158,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _save_now(self) -> pb.SaveCheckpointResponse:
         paths: list[Path] = []
 
-        async def save(ranks: Steered, state: TrainState) -> None:
+        async def save(ranks: Savable, state: TrainState) -> None:
             await ranks.save(state)
             await ranks.flush()
             paths.append(ranks.checkpoint_path(state.step))

@@ -32,17 +32,18 @@ from headrace.errors import (
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 _ERROR_BYTES = 4096
 _MESSAGE_CHARACTERS = 900
 
 
-class FileWork:
+class CollectiveIO:
     """One operation on files. `refusal` is the class of the error for a path that cannot be used."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        device: torch.device,
+        device: torch.device = _CPU,
         refusal: type[FailedPrecondition | InvalidArgument] = FailedPrecondition,
     ) -> None:
         self._group = group
