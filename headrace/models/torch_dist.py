@@ -282,19 +282,22 @@ def whole_shape(row: Row) -> tuple[int, ...]:
 
 def names(architecture: Architecture, row: Row, layer: int | None) -> Iterator[Name]:
     """Every name that a version of Megatron-core may have given the weight."""
-    for name in _whole_names(architecture, row, layer):
+    for name in whole_names(architecture, row, layer):
         yield name
         if isinstance(row.sharding, GateUp | FusedGateUp):
             yield Name(tuple(name.keys[0] + half for half in _HALVES), name.index, name.stack)
 
 
-def _whole_names(architecture: Architecture, row: Row, layer: int | None) -> Iterator[Name]:
+def whole_names(architecture: Architecture, row: Row, layer: int | None) -> Iterator[Name]:
+    """Every name of the weight as one tensor, the name that is usual for an expert first."""
     if layer is None:
         yield Name((row.megatron,))
         return
     layers = architecture.num_layers
     if row.expert is None or architecture.experts is None:
-        for name in own_names(architecture, row):
+        fuses = architecture.latent_attention is not None or not row.megatron.startswith("self_attention.")
+        fused = FUSED_NORMS.get(row.megatron) if fuses else None
+        for name in (row.megatron, *([fused] if fused else [])):
             yield Name((f"{LAYERS}{layer}.{name}",))
             yield Name((LAYERS + name,), (layer,), (layers,))
         return
@@ -302,12 +305,6 @@ def _whole_names(architecture: Architecture, row: Row, layer: int | None) -> Ite
     yield Name((f"{LAYERS}{layer}.{EXPERTS}{name}",), (expert,), (experts,))
     yield Name((f"{LAYERS}{EXPERTS}{name}",), (layer, expert), (layers, experts))
     yield Name((f"{LAYERS}{layer}.{EXPERTS}{expert}.{name}",))
-
-
-def own_names(architecture: Architecture, row: Row) -> list[str]:
-    """The row's name within its layer, and the other one of a norm."""
-    fuses = architecture.latent_attention is not None or not row.megatron.startswith("self_attention.")
-    return [row.megatron, *([FUSED_NORMS[row.megatron]] if fuses and row.megatron in FUSED_NORMS else [])]
 
 
 MAX_METADATA_BYTES = 1 << 30

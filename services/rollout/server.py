@@ -63,7 +63,7 @@ _WAITING = 4
 """Parts of each stream that may wait for a slow reader."""
 
 
-async def side_by_side(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Every part of every stream, once; raises the first error of one. Close it: the streams' work ends with it."""
     merged = _Merged[T](_WAITING * len(streams))
     reading = [asyncio.create_task(merged.read(stream)) for stream in streams]
@@ -243,7 +243,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         begun = begun_from_proto(request, encoder)
         prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
         responses = [self._response(request, prompt, begun, index) for index in range(max(1, request.n))]
-        async with contextlib.aclosing(side_by_side(responses)) as replies:
+        async with contextlib.aclosing(merge_streams(responses)) as replies:
             async for reply in replies:
                 yield reply
 

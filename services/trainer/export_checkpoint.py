@@ -19,8 +19,7 @@ from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist import FORMAT
 from headrace.rpc.log import configure_logging
-from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.reader import opened
+from services.trainer.checkpoint.resharding import ModelState, opened
 from services.trainer.hugging_face.export import export
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import weights_of

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import retry_while_full
+from services.trainer.durable import retry_while_full
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
-from services.trainer.checkpoint.checkpoint import newest
+from services.trainer.checkpoint.checkpoint import whole_checkpoints
 from tests.support.fakes.certain_rollout import certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun
@@ -34,10 +34,10 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
         async with producing(run, asyncio.Semaphore(6 * 4)):  # groups of six steps: it cannot end by itself
             await run.until_step(4)
         assert run.exit_code == 130, run.last_words()
-        saved = newest(run.folder.path / "checkpoints")
-        assert saved is not None, run.last_words()
+        saved = whole_checkpoints(run.folder.path / "checkpoints")
+        assert saved, run.last_words()
         assert not (tmp_path / "export").exists()
-        step = saved[1].step
+        step = saved[0][1].step
         assert step == len(lines(run)) >= 4, run.last_words()
         groups = [group.state for group in await run.groups()]
         assert groups.count(buffer_pb2.GROUP_STATE_COMMITTED) == 4 * step

@@ -26,7 +26,7 @@ from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from services.trainer.control.senders import WeightWriter
-from services.trainer.files.durable import remove
+from services.trainer.durable import remove
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles
 from tests.support.engine_stack import PROMPT, hugging_face_log_probs, shifted

@@ -27,7 +27,7 @@ from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
-from services.trainer.files.durable import remove
+from services.trainer.durable import remove
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles

@@ -1,8 +1,16 @@
-"""A checkpoint's manifest: written last, so a folder that has a true one is whole. Plain JSON, with a checksum."""
+"""The content of a checkpoint's folder: chunks of tensors in a file of each rank, and a manifest, written last.
+
+A tensor of the whole model is cut into `num_shards` by tensor parallelism, in the way its `Sharding` says. A shard is
+laid flat, and a rank of the distributed optimizer holds a run of it. So a chunk has whole-tensor coordinates: the
+tensor's name, which shard of how many, and where in it the run begins. Any layout can be put together from them.
+
+A folder with a true manifest is whole. The manifest is plain JSON with a checksum.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from headrace.errors import DataLoss, FailedPrecondition
-from services.trainer.checkpoint.shard_chunk import Place
-from services.trainer.files.durable import write_file
+from services.trainer.collective_io import write_tensors
+from services.trainer.durable import sync, write_file
 
 FORMAT = 2
 """1 did not say what the whole tensors are, so a larger model's checkpoint could be taken for a smaller one's."""
@@ -23,6 +32,72 @@ FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 30
 _NAME = "manifest.json"
 _PACKAGES = ("headrace", "torch", "megatron-core")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChunk:
+    """The elements of one shard of a tensor from `start` on."""
+
+    tensor: str
+    values: Tensor
+    """[n], the elements laid flat"""
+    shape: tuple[int, ...]
+    """The shape of the whole shard."""
+    shard: int = 0
+    num_shards: int = 1
+    start: int = 0
+    split_dim: int = 0
+    """The dimension that the shards divide."""
+
+    @classmethod
+    def whole(cls, tensor: str, values: Tensor) -> ShardChunk:
+        """A tensor that is not cut."""
+        return cls(tensor, values.detach().reshape(-1), tuple(values.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The manifest's entry for a chunk: which file it is in, and which part of which tensor it is."""
+
+    tensor: str
+    file: str
+    key: str
+    """Its name in the file; unique over all ranks."""
+    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the whole shard."""
+    whole_shape: tuple[int, ...]
+    """The shape of all shards together: the same under every layout."""
+    shard: int
+    num_shards: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, chunk: ShardChunk, file: str) -> Place:
+        """The place of a chunk that is written to `file`."""
+        return cls(
+            tensor=chunk.tensor,
+            file=file,
+            key=f"{chunk.tensor}@{chunk.shard}.{chunk.start}",
+            dtype=str(chunk.values.dtype).removeprefix("torch."),
+            shape=chunk.shape,
+            whole_shape=whole_shape(chunk.shape, chunk.num_shards, chunk.split_dim),
+            shard=chunk.shard,
+            num_shards=chunk.num_shards,
+            start=chunk.start,
+            end=chunk.start + chunk.values.numel(),
+        )
+
+    @property
+    def shard_elements(self) -> int:
+        """The number of elements in the whole shard."""
+        return math.prod(self.shape)
+
+
+def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
+    """The shape of `num_shards` shards of that shape together."""
+    return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +109,33 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file: what the manifest says of it."""
+
+    name: str
+    facts: FileFacts
+    places: Sequence[Place]
+
+    @classmethod
+    def write(cls, folder: Path, rank: int, chunks: Sequence[ShardChunk]) -> RankFile:
+        """The file is on the disk when it returns. No collective."""
+        path = folder / f"rank-{rank:05d}.safetensors"
+        places = [Place.of(chunk, path.name) for chunk in chunks]
+        write_tensors(path, {place.key: chunk.values for place, chunk in zip(places, chunks, strict=True)})
+        sync(path)
+        return cls(path.name, FileFacts(path.stat().st_size, crc32(path)), places)
+
+    def to_json(self) -> str:
+        """The text that rank 0 gets."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankFile:
+        """What `to_json` wrote."""
+        return _RANK_FILE.validate_json(text)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of a checkpoint's content."""
 
@@ -42,6 +144,7 @@ class Manifest:
     ledger_epoch: int
     layout: str
     versions: Mapping[str, str]
+    """The versions of the packages that had a part in it, by name."""
     scalars: Mapping[str, Any]
     """The parts' numbers, e.g. the schedule's place, and the model's facts."""
     files: Mapping[str, FileFacts]
@@ -89,7 +192,7 @@ class Manifest:
                 f"resume it with headrace {found['manifest']['versions']['headrace']}, or export it there and start "
                 "from the exported folder"
             )
-        return _ADAPTER.validate_python(found["manifest"])
+        return _MANIFEST.validate_python(found["manifest"])
 
     def _require_files(self, folder: Path) -> None:
         sizes = {path.name: path.lstat().st_size for path in folder.iterdir() if path.is_file()}
@@ -100,11 +203,11 @@ class Manifest:
             raise DataLoss(f"{folder}/{_NAME} names files that it does not list: {', '.join(sorted(unknown))}")
 
 
-_ADAPTER = TypeAdapter(Manifest)
+_MANIFEST, _RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that had a part in a checkpoint, by name."""
+    """The versions of this installation, as a manifest has them."""
     return {package: version(package) for package in _PACKAGES}
 
 

@@ -30,8 +30,8 @@ from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
 from services.trainer.data.samples import Fetch, TrainedSamples
+from services.trainer.durable import remove
 from services.trainer.failure_budget import FailureBudget
-from services.trainer.files.durable import remove
 from services.trainer.gpu_sharing import Devices, OwnDevices, SharedDevices, clear
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of

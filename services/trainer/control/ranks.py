@@ -25,7 +25,7 @@ from services.trainer.control.channel import Answer, Channel, Order
 from services.trainer.control.worker import RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.data.samples import SkippedSamples
-from services.trainer.files.durable import retry_while_full
+from services.trainer.durable import retry_while_full
 from services.trainer.gpu_sharing import Devices
 from services.trainer.megatron.parallel import Layout, told
 from services.trainer.megatron.rendezvous import listener, on_one_machine, own_host

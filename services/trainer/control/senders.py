@@ -35,8 +35,8 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import (
     FlatBuckets,
-    KeptWeights,
     MemoryFiles,
+    RollbackCopy,
     filling_bytes,
     make_private,
     split_into_buckets,
@@ -185,7 +185,7 @@ class WeightSender:
         specs = policy.hf_tensor_specs()
         self._buckets = split_into_buckets(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
-        self._kept = KeptWeights(layout.device)
+        self._kept = RollbackCopy(layout.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._groups: dict[int, WeightGroup] = {}
         """The broadcast groups by rollout service."""

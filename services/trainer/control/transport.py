@@ -36,7 +36,7 @@ from headrace.rpc.log import log
 from services.trainer.control.ranks import RankGroup, results_of
 from services.trainer.control.senders import Sent, StageGroup, StageWeights, part_of
 from services.trainer.control.worker import RankWorker
-from services.trainer.files.durable import append_rows, remove
+from services.trainer.durable import append_rows, remove
 from services.trainer.gpu_sharing import Devices
 
 STRAGGLER_SECONDS = 10.0

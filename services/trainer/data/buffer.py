@@ -12,7 +12,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DiskFull, NotFound
 from headrace.recorded_steps import RecordedStep, RecordedSteps, sample_ids_of
-from services.trainer.files.durable import append_rows
+from services.trainer.durable import append_rows
 from services.trainer.plan.batch import Batch
 
 

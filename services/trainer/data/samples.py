@@ -24,7 +24,7 @@ from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample
 from services.trainer.data.buffer import TrainerBuffer
-from services.trainer.files.durable import append_rows
+from services.trainer.durable import append_rows
 from services.trainer.megatron.parallel import Layout, gathered
 from services.trainer.plan.batch import Batch, SampleFacts
 

@@ -27,17 +27,17 @@ from headrace.models.folders import is_torn
 from headrace.models.registry import read_architecture
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from services.trainer.files.agreement import CollectiveIO, write_tensors
-from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
-from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, kept_names
+from services.trainer.collective_io import CollectiveIO, write_tensors
+from services.trainer.durable import make_folder, new_folder, put_in_place, remove, sync, sync_files
+from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, passthrough_names
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import split_into_buckets
 
 
-def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
+def write_passthrough_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
     """Copies them from the checkpoint into files of their own, matrices in `dtype`; `part` lists them for the index."""
     source = HfFolder(hf_checkpoint)
-    names = kept_names(source.names, read_architecture(hf_checkpoint))
+    names = passthrough_names(source.names, read_architecture(hf_checkpoint))
     if not names:
         return
     weight_map: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _finish(
     dtype = next(spec.dtype for spec in specs if spec.dtype != _QUANTIZED)
     copy_companions(hf_checkpoint, draft)
     _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype == _QUANTIZED for spec in specs))
-    write_kept_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
+    write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
     _write_index(draft)
     sync_files(draft)
     if folder.exists():
@@ -239,24 +239,18 @@ def rewrite(
 
     `quantization` is what config.json will say of the form; None for plain weights. Raises AlreadyExists.
     """
-    if folder.exists():
-        raise AlreadyExists(f"{folder} exists already: name a new folder")
-    draft = folder.parent / f".{folder.name}.draft"
-    remove(draft)
-    make_folder(draft)
-    weight_map: dict[str, str] = {}
     specs = [TensorSpec(name, source.shape(name), "float32") for name in sorted(source.names)]
-    for number, part in enumerate(split_into_buckets(specs, file_bytes)):
-        file = f"model-{number + 1:05d}.safetensors"
-        content = dict(transform((spec.name, source.tensor(spec.name).contiguous()) for spec in part))
-        write_tensors(draft / file, content, {"format": "pt"})
-        weight_map |= dict.fromkeys(content, file)
-    copy_companions(source.folder, draft)
-    config = json.loads((source.folder / "config.json").read_text())
-    config.pop("quantization_config", None)
-    if quantization:
-        config["quantization_config"] = quantization
-    (draft / "config.json").write_text(json.dumps(config, indent=2))
-    (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
-    sync_files(draft)
-    put_in_place(draft, folder)
+    with new_folder(folder) as draft:
+        weight_map: dict[str, str] = {}
+        for number, part in enumerate(split_into_buckets(specs, file_bytes)):
+            file = f"model-{number + 1:05d}.safetensors"
+            content = dict(transform((spec.name, source.tensor(spec.name).contiguous()) for spec in part))
+            write_tensors(draft / file, content, {"format": "pt"})
+            weight_map |= dict.fromkeys(content, file)
+        copy_companions(source.folder, draft)
+        config = json.loads((source.folder / "config.json").read_text())
+        config.pop("quantization_config", None)
+        if quantization:
+            config["quantization_config"] = quantization
+        (draft / "config.json").write_text(json.dumps(config, indent=2))
+        (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))

@@ -121,7 +121,7 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
     """Raises ConfigError that names the missing or the extra ones."""
     expected = {tensor.name for tensor in table(architecture).tensors()}
     found = {name for name in source.names if not name.endswith("rotary_emb.inv_freq")}
-    found -= set(kept_names(found, architecture))
+    found -= set(passthrough_names(found, architecture))
     if not architecture.untie_embeddings_and_output_weights:
         found.discard(_TIED_HEAD)  # some exporters write the tied head too
     if missing := sorted(expected - found):
@@ -134,7 +134,7 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
         )
 
 
-def kept_names(names: Iterable[str], architecture: Architecture) -> list[str]:
+def passthrough_names(names: Iterable[str], architecture: Architecture) -> list[str]:
     """Returns the names of what is not trained: layers that predict further tokens, and a vision tower."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)

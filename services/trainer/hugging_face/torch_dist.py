@@ -1,9 +1,11 @@
 """The weights of a checkpoint in Megatron-core's format `torch_dist`: read one tensor at a time, and written.
 
-A chunk is a tensor that torch.save wrote into a file at a place that `.metadata` names. torch's unpickler for weights
-reads it, which imports nothing but torch's own parts of a tensor. One process writes a whole model, one tensor after
-the other, under the names that Megatron-core gives them. The folder appears under its name when all of it survives a
-power loss. It says `release`: weights alone, which Megatron-LM and slime start from.
+What reads imports nothing that a file names: `headrace.models.torch_dist` says where each tensor lies, and `torch.load`
+with `weights_only` reads it. torch's own FileSystemReader would unpickle `.metadata` freely, convert what is not of the
+type that `.metadata` says, and unpack what is compressed to any size; so it is used for writing alone.
+
+One process writes a whole model, one tensor after the other, under the names that Megatron-core gives them. The folder
+says `release`: weights alone, which Megatron-LM and slime start from.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import pickle
 import re
 import zipfile
 from collections import defaultdict
@@ -19,41 +20,34 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from headrace.errors import AlreadyExists, ConfigError
+from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture
 from headrace.models.family import Row
 from headrace.models.torch_dist import (
     COMMON,
     CONFIG,
-    EXPERTS,
     FORMAT,
     LAYERS,
-    METADATA,
     RELEASE,
     TRACKER,
     Name,
     StoredChunk,
     facts,
     matched,
-    own_names,
     rows_of,
+    whole_names,
     whole_shape,
 )
-from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
+from services.trainer.durable import new_folder
 from services.trainer.hugging_face.shards import merge
 
 _CLASS = re.compile(r"(?:GLOBAL|Unsupported class|global) ([\w.]+)")
@@ -127,50 +121,67 @@ def _reason(error: Exception) -> str:
     return f"cannot be read: {type(error).__name__} {str(error)[:200]}: copy it again"
 
 
-FILE_BYTES = 4 << 30
-_DRAFT = ".draft"
 _LAYOUT_VERSION = 3.0
 """Megatron turns the rows of query, key and value of a checkpoint that does not say this."""
 
 
-def write_torch_dist(
-    folder: Path, architecture: Architecture, weights: Mapping[str, Tensor], file_bytes: int = FILE_BYTES
-) -> None:
+def write_torch_dist(folder: Path, architecture: Architecture, weights: Mapping[str, Tensor]) -> None:
     """`weights` are whole parameters of Megatron by their first Hugging Face tensor. Raises AlreadyExists."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AlreadyExists(f"{folder} exists already and is not empty: export to another folder")
-    draft = folder.parent / f".{folder.name}{_DRAFT}"
-    remove(draft)
-    make_folder(draft / RELEASE)
-    writer = _Writer(draft / RELEASE, file_bytes)
-    for row, layer in rows_of(architecture):
-        for name in _names(architecture, row, layer):
-            writer.add(name, weights[row.hf[0].name])
-    writer.add_nothing(_extra_states(architecture))
-    writer.finish(_common(architecture))
-    (draft / TRACKER).write_text(RELEASE)
-    sync_files(draft)
-    if folder.exists():
-        folder.rmdir()
-    put_in_place(draft, folder)
+    with new_folder(folder) as draft:
+        release = draft / RELEASE
+        release.mkdir()
+        planner = _Planner(architecture, weights)
+        writer = FileSystemWriter(release, per_thread_copy_ahead=0)  # there is no GPU to copy ahead from
+        [plan], metadata = create_default_global_save_plan(writer.prepare_global_plan([SavePlan(planner.items)]))
+        writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+        torch.save(_common(architecture), release / COMMON)
+        backends = {"sharded_backend": FORMAT, "common_backend": "torch"}
+        versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+        (release / CONFIG).write_text(json.dumps(backends | versions))
+        (draft / TRACKER).write_text(RELEASE)
 
 
-def _names(a: Architecture, row: Row, layer: int | None) -> Iterator[Name]:
-    """Returns Megatron-core's names: of stacked layers, or of each layer in a model with experts."""
-    if layer is None:
-        yield Name((row.megatron,))
-    elif row.expert is not None and a.experts is not None:
-        name = row.megatron.rpartition("{expert}.")[2]
-        yield Name((f"{LAYERS}{layer}.{EXPERTS}{name}",), (row.expert,), (a.experts.count,))
-    else:  # a norm under both names: which one is read depends on Transformer Engine and the kind of the layer
-        for name in own_names(a, row):
-            yield Name((f"{LAYERS}{layer}.{name}",)) if a.experts else Name((LAYERS + name,), (layer,), (a.num_layers,))
+class _Planner(DefaultSavePlanner):
+    """Writes each weight as the part of its stack that its name says, and an empty state for each module."""
+
+    def __init__(self, architecture: Architecture, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.items: list[WriteItem] = []
+        self._values: dict[MetadataIndex, Tensor] = {}
+        for row, layer in rows_of(architecture):
+            for name in _written_names(architecture, row, layer):
+                self._add(name, weights[row.hf[0].name].detach())
+        for key in dict.fromkeys(_extra_states(architecture)):
+            self.items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+
+    def _add(self, name: Name, weight: Tensor) -> None:
+        values = weight.reshape(*(1 for _ in name.index), *weight.shape)
+        offsets = torch.Size((*name.index, *(0 for _ in weight.shape)))
+        index = MetadataIndex(name.keys[0], offsets)
+        self._values[index] = values
+        chunk, properties = ChunkStorageMetadata(offsets, values.shape), TensorProperties(dtype=values.dtype)
+        data = TensorWriteData(chunk, properties, torch.Size((*name.stack, *weight.shape)))
+        self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._values.get(index, [None])
+
+
+def _written_names(a: Architecture, row: Row, layer: int | None) -> list[Name]:
+    """Of stacked layers, or of each layer in a model with experts.
+
+    A norm gets both its names: which one is read depends on Transformer Engine and the kind of the layer.
+    """
+    names = list(whole_names(a, row, layer))
+    if layer is None or (row.expert is not None and a.experts is not None):
+        return names[:1]
+    return [name for name in names if bool(name.stack) != bool(a.experts)]
 
 
 def _extra_states(a: Architecture) -> Iterator[str]:
     """Megatron-core asks for the state beside the weights of each module, which is empty without FP8."""
     for row, layer in rows_of(a):
-        for name in _names(a, row, layer):
+        for name in _written_names(a, row, layer):
             yield _extra_state(name.keys[0].rpartition(".")[0], name)
         if layer is not None and row.megatron == "input_layernorm.weight":
             attention = "self_attention.core_attention"
@@ -192,63 +203,3 @@ def _common(a: Architecture) -> dict[str, object]:
     saved = {"no_save_optim": True, "no_save_rng": True, "add_position_embedding": False}
     args = argparse.Namespace(**facts(a), **parallel, **saved)
     return {"args": args, "checkpoint_version": _LAYOUT_VERSION, "iteration": 0}
-
-
-class _Writer:
-    """The files of one iteration: chunks behind each other, then what says where they are."""
-
-    def __init__(self, folder: Path, file_bytes: int) -> None:
-        self._folder = folder
-        self._file_bytes = file_bytes
-        self._number = 0
-        self._file: BinaryIO = self._path.open("wb")
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._states: dict[str, BytesStorageMetadata] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
-
-    def add(self, name: Name, weight: Tensor) -> None:
-        """Writes one weight as the part of its stack that its name says."""
-        [key] = name.keys
-        values = weight.detach().cpu().clone().reshape(*(1 for _ in name.index), *weight.shape)
-        offsets = torch.Size((*name.index, *(0 for _ in weight.shape)))
-        shape = torch.Size((*name.stack, *weight.shape))
-        tensor = TensorStorageMetadata(TensorProperties(dtype=values.dtype), shape, [])
-        chunks = self._tensors.setdefault(key, tensor).chunks
-        chunks.append(ChunkStorageMetadata(offsets, values.shape))
-        self._storage[MetadataIndex(key, offsets)] = self._saved(values)
-
-    def add_nothing(self, keys: Iterator[str]) -> None:
-        """Gives each key the same bytes, an empty state."""
-        nothing = self._saved([None])
-        for key in keys:
-            self._states[key] = BytesStorageMetadata()
-            self._storage[MetadataIndex(key)] = nothing
-
-    def finish(self, common: Mapping[str, object]) -> None:
-        """Writes what Megatron reads first, last; all of it is on the disk when it returns."""
-        self._close()
-        torch.save(dict(common), self._folder / COMMON)
-        everything: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {**self._tensors, **self._states}
-        metadata = Metadata(state_dict_metadata=everything, storage_data=self._storage, version="1.0.0")
-        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
-        backends = {"sharded_backend": FORMAT, "common_backend": "torch"}
-        versions = {"sharded_backend_version": 1, "common_backend_version": 1}
-        (self._folder / CONFIG).write_text(json.dumps(backends | versions))
-        sync_files(self._folder)
-
-    def _saved(self, value: object) -> _StorageInfo:
-        if self._file.tell() >= self._file_bytes:
-            self._close()
-            self._number += 1
-            self._file = self._path.open("wb")
-        start = self._file.tell()
-        torch.save(value, self._file)
-        return _StorageInfo(self._path.name, start, self._file.tell() - start)
-
-    def _close(self) -> None:
-        self._file.close()
-        sync(self._path)
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"__0_{self._number}.distcp"

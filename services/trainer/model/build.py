@@ -34,9 +34,7 @@ from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.models.torch_dist import is_torch_dist
 from headrace.trajectory import ModelBounds, Sample
-from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.random_state import RandomState
-from services.trainer.checkpoint.reader import opened
+from services.trainer.checkpoint.resharding import ModelState, RandomState, opened
 from services.trainer.hugging_face.rank_model import RankModel, image_places
 from services.trainer.hugging_face.shards import weights_of
 from services.trainer.megatron.gpt import ModelProvider

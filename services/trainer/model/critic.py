@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.family import Replicated
-from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.checkpoint.resharding import ModelState
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import ModelShard, weights_of
 from services.trainer.megatron.configs import mark_sequence_parallel
@@ -29,7 +29,7 @@ from services.trainer.model.pipeline import Runner, placed
 from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.numerics import weighted_sum
 from services.trainer.rl.algorithms.ppo import value_loss
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, optional_at
 from services.trainer.rl.loss import masked_sum
 
 
@@ -92,7 +92,7 @@ class Critic:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
-            micro, old = inputs[number], require(at(old_values, number))
+            micro, old = inputs[number], require(optional_at(old_values, number))
             values = self._at_responses(micro, output)
             per_token, clipped = value_loss(values, old, micro.returns, self._value_clip)
             found = weighted_sum(per_token, micro.weights)

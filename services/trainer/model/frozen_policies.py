@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.job.schema.training import TrainSection, trains_on_old_log_probs
-from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.reader import CheckpointReader
-from services.trainer.checkpoint.shard_chunk import ShardChunk
+from services.trainer.checkpoint.manifest import ShardChunk
+from services.trainer.checkpoint.resharding import CheckpointReader, ModelState
 from services.trainer.hugging_face.shards import ModelShard
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import Routing

@@ -33,14 +33,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headrace.errors import AlreadyExists, ConfigError
+from headrace.errors import ConfigError
 from headrace.job.model import last_word, layer_name, lora_targets
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
 from headrace.models.family import FusedGateUp, GateUp, HfTensor, QueryKeyValue, Replicated, Sharding, Split
 from headrace.models.registry import table
-from services.trainer.files.agreement import write_tensors
-from services.trainer.files.durable import make_folder, put_in_place, remove, sync_files
+from services.trainer.collective_io import write_tensors
+from services.trainer.durable import new_folder
 from services.trainer.hugging_face.convert import Converter, Placed, placed_rows
 from services.trainer.hugging_face.shards import ModelShard, cut
 from services.trainer.megatron.configs import mark_sequence_parallel, mark_tensor_parallel
@@ -317,18 +317,10 @@ def write_peft(
     folder: Path, base: Path, lora: LoraSection, targets: Iterable[str], matrices: Mapping[str, Tensor]
 ) -> None:
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AlreadyExists(f"{folder} exists already and is not empty: export to another folder")
-    draft = folder.parent / f".{folder.name}.draft"
-    remove(draft)
-    make_folder(draft)
     tensors = {_PREFIX + key: tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
-    write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
-    (draft / CONFIG).write_text(json.dumps(_peft_config(base, lora, targets), indent=2))
-    sync_files(draft)
-    if folder.exists():
-        folder.rmdir()
-    put_in_place(draft, folder)
+    with new_folder(folder) as draft:
+        write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
+        (draft / CONFIG).write_text(json.dumps(_peft_config(base, lora, targets), indent=2))
 
 
 def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[str, Any]:

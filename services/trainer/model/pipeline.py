@@ -34,7 +34,7 @@ from services.trainer.metrics import MAXIMA, SUMS, LogProbDistance, Stopwatch, s
 from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, inference_inputs
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, inference_inputs, optional_at
 from services.trainer.rl.loss import LossInputs, LossOutputs
 from services.trainer.rl.objective import Objective
 
@@ -222,7 +222,7 @@ class Pipeline:
 
         def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutputs]:
             with self._stopwatch.part("forward"):
-                return self._loss(hidden, inputs[number], at(old, number), at(reference, number))
+                return self._loss(hidden, inputs[number], optional_at(old, number), optional_at(reference, number))
 
         return self._metrics(self._runner.train(inputs, loss))
 

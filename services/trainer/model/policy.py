@@ -19,10 +19,8 @@ from headrace.models.architecture import Architecture
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from headrace.trajectory import Sample, Status
-from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.checkpoint.random_state import RandomState
-from services.trainer.checkpoint.reader import CheckpointReader
-from services.trainer.checkpoint.shard_chunk import ShardChunk
+from services.trainer.checkpoint.manifest import ShardChunk
+from services.trainer.checkpoint.resharding import CheckpointReader, ModelState, RandomState
 from services.trainer.data.samples import FetchSamples, UnusableSample
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import FILE_BYTES, Look, Write, export

@@ -34,7 +34,7 @@ from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
 from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, at, step_inputs
+from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, optional_at, step_inputs
 from services.trainer.rl.objective import weights_of
 from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
@@ -190,10 +190,10 @@ class Preparation:
         batch = [
             AdvantageInputs(
                 micro,
-                log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else at(old, number),
-                reference_log_probs=at(reference, number),
-                teacher_log_probs=self._teacher_log_probs(micro, at(teacher, number)),
-                values=at(value, number),
+                log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else optional_at(old, number),
+                reference_log_probs=optional_at(reference, number),
+                teacher_log_probs=self._teacher_log_probs(micro, optional_at(teacher, number)),
+                values=optional_at(value, number),
             )
             for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
             for number, micro in enumerate(inputs)
@@ -210,7 +210,7 @@ class Preparation:
         config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
         for number, micro in enumerate(inputs):
-            found = weights_of(config, micro, require(at(old, number)))
+            found = weights_of(config, micro, require(optional_at(old, number)))
             sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
         dist.all_reduce(sums, group=self._layout.data_group)
         total, count = sums.tolist()

@@ -167,6 +167,6 @@ MicroValues = Sequence[Tensor] | None
 """[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
 
-def at(values: MicroValues, number: int) -> Tensor | None:
+def optional_at(values: MicroValues, number: int) -> Tensor | None:
     """[B, S] of the micro-batch with this number; None where the step has none."""
     return None if values is None else values[number]

@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.job.schema.run import TrackingSection, without_secrets
 from headrace.rpc.log import log
 from headrace.run_folder import MetricsRow, row_of, step_of
-from services.trainer.files.durable import append_rows
+from services.trainer.durable import append_rows
 from services.trainer.serving import pictures
 from services.trainer.serving.pictures import Point, Points
 

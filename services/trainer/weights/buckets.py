@@ -72,8 +72,8 @@ class FlatBuckets:
         return torch.cat(parts, out=self._buffers[self._turn][:num_bytes])
 
 
-class KeptWeights:
-    """Its memory is made with the first copy and used for all further ones."""
+class RollbackCopy:
+    """Weights on the CPU that can be sent again. Its memory is made with the first copy and used for all others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

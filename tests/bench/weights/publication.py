@@ -40,7 +40,7 @@ from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.router import Router
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.receiver import Receiver
-from services.trainer.files.durable import remove
+from services.trainer.durable import remove
 from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
 from tests.bench.weights.publications import FilePublications, Publications

@@ -23,7 +23,7 @@ from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
-from services.rollout.server import RolloutServicer, side_by_side
+from services.rollout.server import RolloutServicer, merge_streams
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.models.tiny_model import make_tiny_tokenizer
@@ -127,13 +127,13 @@ async def test_streams_end_with_their_reader_and_an_error_of_one_ends_all() -> N
     seen: list[str] = []
 
     async def see() -> None:
-        async for part in side_by_side([counted("a"), counted("b", fails_at=3)]):
+        async for part in merge_streams([counted("a"), counted("b", fails_at=3)]):
             seen.append(part)
 
     with pytest.raises(InvalidArgument, match="b"):
         await see()
     assert {"b0", "b1", "b2"} <= set(seen)
-    async with aclosing(side_by_side([counted("c"), counted("d")])) as parts:
+    async with aclosing(merge_streams([counted("c"), counted("d")])) as parts:
         assert await anext(parts) == "c0"
     async with asyncio.timeout(60):
         while sorted(ended) != ["a", "b", "c", "d"]:

@@ -82,10 +82,6 @@ ALLOWED = {
     ("services/rollout/engine/launch.py", "import multiprocessing"): "SGLang's own processes are forks",
     ("services/rollout/engine/launch.py", "import runpy"): "SGLang's own server",
     ("services/rollout/engine/launch.py", "run_module"): "the same",
-    (
-        "services/trainer/hugging_face/torch_dist.py",
-        "import pickle",
-    ): "Megatron's format is pickles: it writes them",
     ("services/trainer/hugging_face/torch_dist.py", "torch.load"): "a tensor, with weights_only",
     ("services/trainer/hugging_face/rank_model.py", "from_pretrained"): "a configuration; no code of a folder",
 }

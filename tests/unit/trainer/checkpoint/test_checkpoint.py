@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from headrace.job.schema.run import CheckpointSection
-from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_name
-from services.trainer.checkpoint.manifest import Manifest, crc32
-from services.trainer.checkpoint.reader import CheckpointReader, Expected, opened
-from services.trainer.checkpoint.shard_chunk import ShardChunk
+from services.trainer.checkpoint.checkpoint import Checkpoints, step_name, whole_checkpoints
+from services.trainer.checkpoint.manifest import Manifest, ShardChunk, crc32
+from services.trainer.checkpoint.resharding import CheckpointReader, Expected, opened
 from services.trainer.megatron.parallel import Context, Layout
 from services.trainer.state import TrainState
 
@@ -306,8 +305,8 @@ def test_a_load_folder_that_is_not_there_yet_begins_and_one_without_a_checkpoint
         checkpoints.restore_latest(Note())
 
 
-def test_nothing_is_newest_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert newest(tmp_path / "nowhere") is None
+def test_a_folder_that_is_not_there_holds_no_checkpoint(tmp_path: Path) -> None:
+    assert whole_checkpoints(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("damage", ["no file", "a short file"])
@@ -317,9 +316,7 @@ def test_the_newest_whole_checkpoint_has_all_its_files_in_full(
     for step in (1, 2):
         _save(checkpoints, step)
     _damage(tmp_path / "checkpoints" / step_name(2), damage)
-    found = newest(tmp_path / "checkpoints")
-    assert found is not None
-    assert found[1].step == 1
+    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "checkpoints")] == [1]
 
 
 def test_a_files_checksum_is_of_all_its_bytes(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headrace.models.family import Replicated
 from headrace.models.registry import read_architecture, table
-from services.trainer.checkpoint.checkpoint import newest
-from services.trainer.checkpoint.reader import CheckpointReader
+from services.trainer.checkpoint.checkpoint import whole_checkpoints
+from services.trainer.checkpoint.resharding import CheckpointReader
 from services.trainer.model.lora import pair_shardings
 from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
@@ -136,8 +136,7 @@ def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> No
 
 def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -> dict[str, Tensor]:
     """Whole tensors of the run's checkpoint, cut nowhere."""
-    found = newest(runs / run / "checkpoints")
-    assert found is not None
+    found = whole_checkpoints(runs / run / "checkpoints")[0]
     reader = CheckpointReader(*found)
     shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
     for row in table(read_architecture(runs / model)).rows():

@@ -37,7 +37,7 @@ LAYOUT = cast(
     ),
 )
 OF_THE_MODEL = ("model", "megatron", "rl", "metrics.py", "plan", "hugging_face")
-"""What is built in ranks: the tests of ranks compare what their options make of numbers."""
+"""Folders whose parts are built in ranks: the tests of ranks compare what their options make of numbers."""
 
 
 class SmallPolicy:
@@ -96,11 +96,11 @@ ALL: Readers = {
     "eval_interval": [lambda p: p.schedule._eval_every["sums"]],
     "skip_eval_before_train": [lambda p: not p.schedule._evaluates_first],
     "save": [lambda p: p.ranks._checkpoints._folder, lambda p: p.exports._reserved[0]],
-    "load": [lambda p: p.ranks._checkpoints._load],
-    "async_save": [lambda p: p.ranks._checkpoints._in_background],
-    "keep_last": [lambda p: p.ranks._checkpoints._retention.keep_last],
-    "keep_best": [lambda p: p.ranks._checkpoints._retention.keep_best],
-    "keep_best_metric": [lambda p: p.ranks._checkpoints._retention.metric],
+    "load": [lambda p: p.ranks._checkpoints._config.load],
+    "async_save": [lambda p: p.ranks._checkpoints._config.async_save],
+    "keep_last": [lambda p: p.ranks._checkpoints._config.keep_last],
+    "keep_best": [lambda p: p.ranks._checkpoints._config.keep_best],
+    "keep_best_metric": [lambda p: p.ranks._checkpoints._config.keep_best_metric],
     "save_hf": [lambda p: p.ranks._save_hf],
     "export_root": [lambda p: p.exports._root],
     "max_failed_share": [lambda p: p.failure_budget._max_failed_share],

@@ -27,7 +27,7 @@ from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
 
 
-class SteeredEverything(Everything):
+class SavableEverything(Everything):
     """Also what requests ask of the ranks; a step is trained only when `go` lets it."""
 
     def __init__(self, num_steps: int) -> None:
@@ -50,7 +50,7 @@ class SteeredEverything(Everything):
 
 @dataclass
 class Desk:
-    everything: SteeredEverything
+    everything: SavableEverything
     client: TrainerClient
     stub: trainer_pb2_grpc.TrainerServiceStub
     running: asyncio.Task[TrainState]
@@ -60,7 +60,7 @@ class Desk:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    everything = SteeredEverything(num_steps=4)
+    everything = SavableEverything(num_steps=4)
     report = RunReport(tmp_path)
     report.resume(0)
     console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=4, groups_per_step=2)
@@ -112,7 +112,7 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
     now = [0.0]
     report = RunReport(tmp_path)
     console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
-    console.open(SteeredEverything(num_steps=4), 1, step=6)
+    console.open(SavableEverything(num_steps=4), 1, step=6)
     assert console.status.step == 6  # a resumed run says so before its first step
     now[0] += 100.0
     with console.phase(pb.PHASE_PUBLISHING):
@@ -131,7 +131,7 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
 
 async def test_a_trainer_that_has_its_batch_waits_no_more(tmp_path: Path) -> None:
     console = TrainerConsole(RunReport(tmp_path), NoEvaluations(), run="r", num_steps=4, groups_per_step=2)
-    console.open(SteeredEverything(num_steps=4), 1)
+    console.open(SavableEverything(num_steps=4), 1)
     assert await console.before_step(TrainState(0, policy_version=0, epoch=1))
     assert console.status.phase == pb.PHASE_WAITING
     console.produced({})

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.errors import DiskFull
 from services.trainer.data.buffer import TrainingRecord
-from services.trainer.files.durable import retry_while_full
+from services.trainer.durable import retry_while_full
 from services.trainer.plan.batch import Batch
 from services.trainer.serving import report as report_module
 from services.trainer.serving.report import RunReport, TensorBoard

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.files.agreement import write_tensors
+from services.trainer.collective_io import write_tensors
 from tests.support.modes import umask
 
 

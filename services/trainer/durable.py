@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from headrace.disk import FULL_DISK
-from headrace.errors import DiskFull
+from headrace.errors import AlreadyExists, DiskFull
 from headrace.rpc.log import log
 
 
@@ -53,6 +54,29 @@ def put_in_place(draft: Path, target: Path) -> None:
     """Gives a durable draft its name, durably."""
     draft.rename(target)
     sync(target.parent)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A draft that becomes `folder` when the block ends, with every file in it on the disk; a failure leaves nothing.
+
+    Raises AlreadyExists for a folder that has something in it.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AlreadyExists(f"{folder} exists already and is not empty: name another folder")
+    draft = folder.parent / f".{folder.name}.draft"
+    remove(draft)
+    make_folder(draft)
+    try:
+        yield draft
+        for path in (*sorted(draft.rglob("*"), reverse=True), draft):
+            sync(path)
+        if folder.exists():
+            folder.rmdir()
+        put_in_place(draft, folder)
+    except BaseException:
+        remove(draft)
+        raise
 
 
 def remove(path: Path) -> None:

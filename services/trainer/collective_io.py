@@ -32,6 +32,7 @@ from headrace.errors import (
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 _ERROR_BYTES = 4096
 _MESSAGE_CHARACTERS = 900
 
@@ -42,7 +43,7 @@ class CollectiveIO:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        device: torch.device,
+        device: torch.device = _CPU,
         refusal: type[FailedPrecondition | InvalidArgument] = FailedPrecondition,
     ) -> None:
         self._group = group
