@@ -14,7 +14,7 @@ from headrace.job.rules.machines.nodes import meeting_of
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
-from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
+from headrace.launch.ranks.placement import starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
@@ -172,7 +172,7 @@ def spec(
         serves=service != "trainer" or not _node_rank(job),
         restart_request=folder.restart_request(process),
         held=_held(job, number) if service == ROLLOUT else None,
-        keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
+        keeps_exit_code=service != "trainer" or job.placement.placement != "slurm",
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
     )

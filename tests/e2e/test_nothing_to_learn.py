@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif("HEADRACE_PLACEMENTS" not in os.environ, reason="long: make chaos sets HEADRACE_PLACEMENTS"),
 ]
 
-PLACEMENTS = ["torchrun", "local", "slurm", "ray"]
+PLACEMENTS = ["local", "slurm", "ray"]
 REASONS = itertools.cycle([("SCORER_RAISED", "KeyError: 'answer'")] * 3 + [("SCORER_TIMEOUT", "60 s"), ("OTHER", "x")])
 
 

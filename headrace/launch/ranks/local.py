@@ -2,8 +2,8 @@
 
 As torchrun does it: RANK, WORLD_SIZE and their local twins tell the processes apart. HEADRACE_RENDEZVOUS is where they
 find each other, or, with `--nodes N --node-rank K --master HOST:PORT` in front, MASTER_ADDR and MASTER_PORT: then each
-of N machines starts its own. Unlike torchrun it needs no torch (some seconds of every start), keeps exit codes, and
-says what the rank that died said last. The first rank writes where this process writes, rank n into
+of N machines starts its own. It imports no torch (5 s of a start), keeps exit codes, and says what the
+rank that died said last. The first rank writes where this process writes, rank n into
 LOG_DIR/trainer-rank-n.log.
 
 all run → (one ends badly) → the others end by themselves, or are ended after PEER_SECONDS → exit with its code

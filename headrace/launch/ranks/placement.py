@@ -1,7 +1,6 @@
 """Builds the start of the trainer's command line: the program that starts its ranks, and the machines.
 
 local     headrace.launch.ranks.local: this machine, or this one's of several that each start their own.
-torchrun  torch.distributed.run: this machine, for those who want its agent.
 slurm     headrace.launch.ranks.srun: the machines of the allocation that this process runs in.
 ray       headrace.launch.ranks.ray: a placement group of the Ray cluster.
 """
@@ -18,9 +17,6 @@ from headrace.errors import ConfigError
 from headrace.job.rules.machines.nodes import meeting_of
 from headrace.job.schema.placement import PlacementSection
 from headrace.run_folder import RunFolder
-
-LOSING_EXIT_CODES = ("torchrun", "slurm")
-"""torchrun ends with 1 whatever a rank's code was; srun with the highest of all ranks' codes."""
 
 
 def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
@@ -40,18 +36,6 @@ def _local(placement: PlacementSection, folder: RunFolder) -> list[str]:
             f"--master={meeting.address}",
         ]
     return [*run, count, str(folder.logs)]
-
-
-def _torchrun(placement: PlacementSection, folder: RunFolder) -> list[str]:
-    if placement.actor_num_nodes > 1:
-        raise ConfigError(
-            f"actor_num_nodes {placement.actor_num_nodes}: placement torchrun uses one machine. Leave --placement out "
-            "and run `headrace up trainer` on each machine with --master-addr and its --node-rank, or pass --placement "
-            "slurm or ray",
-            field="actor_num_nodes",
-        )
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    return [*run, "--nproc-per-node", str(placement.num_ranks), "--no-python"]
 
 
 def _slurm(placement: PlacementSection, folder: RunFolder) -> list[str]:
@@ -80,7 +64,6 @@ def _ray(placement: PlacementSection, folder: RunFolder) -> list[str]:
 
 _STARTERS: Mapping[str, Callable[[PlacementSection, RunFolder], list[str]]] = {
     "local": _local,
-    "torchrun": _torchrun,
     "slurm": _slurm,
     "ray": _ray,
 }

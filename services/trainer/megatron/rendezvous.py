@@ -1,4 +1,4 @@
-"""Ranks find each other through torchrun's environment, or through a file that rank 0 leaves for the others.
+"""Ranks find each other through MASTER_ADDR, or through a file that rank 0 leaves for the others.
 
 MASTER_ADDR and MASTER_PORT are where rank 0 listens. The others come when their machines have started them, and nobody
 goes on before all are there: who died until then may come again.
@@ -43,10 +43,6 @@ def join(
     """
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
-        listen_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-        return
     elif "MASTER_ADDR" in os.environ:
         place = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         listen_towards(place.host)
