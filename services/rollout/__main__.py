@@ -34,7 +34,7 @@ DRAIN_SECONDS = 10.0
 
 
 def main() -> int:
-    """0 after a signal; otherwise the code of `exit_codes`, and one line that says why.
+    """0 after a signal; otherwise the code of `exit_status`, and one line that says why.
 
     Engines and router are its own, and it waits for its peers: none of its errors means that a peer is away.
     """

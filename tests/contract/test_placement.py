@@ -18,8 +18,8 @@ from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.run import ModelSection
-from headrace.launch.ranks.placement import starter
-from headrace.launch.ranks.slurm import first_host, rank_environment
+from headrace.launch.ranks.slurm import first_host, task_environment
+from headrace.launch.specs import starter
 from headrace.process.linux import runs
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
@@ -191,10 +191,10 @@ def test_a_task_of_slurm_has_its_place_and_the_first_machine_where_the_environme
         "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2",
         "SLURM_STEP_NODELIST": "gpu[7-8]",
     }  # fmt: skip
-    found = rank_environment(slurm, "/shared/.rendezvous-1")
+    found = task_environment(slurm, "/shared/.rendezvous-1")
     place = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert found == place | {"HEADRACE_RENDEZVOUS": "/shared/.rendezvous-1", "MASTER_ADDR": "gpu7"}
-    assert "MASTER_ADDR" not in rank_environment(slurm | {"MASTER_ADDR": "10.0.0.7"}, "/shared/.rendezvous-1")
+    assert "MASTER_ADDR" not in task_environment(slurm | {"MASTER_ADDR": "10.0.0.7"}, "/shared/.rendezvous-1")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headrace.process.exit_codes import PEER_LOST
+from headrace.process.exit_status import PEER_LOST
 from services.trainer.control.channel import PeerLost
 from services.trainer.control.rank import open_channel
 from services.trainer.megatron.rendezvous import join, own_host

@@ -16,8 +16,8 @@ from headrace.disk import one_at_a_time
 from headrace.job.schema.job import Job
 from headrace.launch import launcher as launcher_module
 from headrace.launch.buffer_of_run import living_buffer
-from headrace.launch.earlier import has_ended
 from headrace.launch.launcher import Launcher
+from headrace.launch.previous_run import has_ended
 from tests.support.faults.file_limit import files_end_at
 
 NUM_WRITES = 200
