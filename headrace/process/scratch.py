@@ -20,7 +20,7 @@ def memory_folder(run: Path) -> Path:
 
     Processes of one machine give each other large things there.
     """
-    return SHARED_MEMORY / _name(run)
+    return SHARED_MEMORY / f"headrace-{os.geteuid()}-{_digest(run)[:16]}"
 
 
 class Scratch:
@@ -30,7 +30,7 @@ class Scratch:
         """`owner` is a folder that one service at a time has."""
         self._owner = owner
         self._called = name
-        self.folder = Path(tempfile.gettempdir()) / f"{_name(owner)}-{name}-{uuid.uuid4().hex[:8]}"
+        self.folder = Path(tempfile.gettempdir()) / f"{_prefix(owner)}{name}-{uuid.uuid4().hex[:8]}"
 
     def make(self) -> None:
         """Creates the folder in the place of an earlier one of this name."""
@@ -44,10 +44,13 @@ class Scratch:
 
 def delete_scratch(owner: Path, names: str) -> None:
     """Deletes what killed services of this owner left; only their successor may call it. `names` is a pattern."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_name(owner)}-{names}-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(owner)}{names}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _name(owner: Path) -> str:
-    digest = hashlib.sha256(str(owner.resolve()).encode()).hexdigest()
-    return f"headrace-{os.geteuid()}-{digest[:16]}"
+def _prefix(owner: Path) -> str:
+    return f"headrace-{_digest(owner)[:12]}-"
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()

@@ -100,10 +100,13 @@ async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) ->
     assert not list(engines.temporary.iterdir())
 
 
-async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all its engines, also of those that the next one does not have."""
     temporary, logs = tmp_path / "temporary", tmp_path / "logs"
     temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     killed = await asyncio.create_subprocess_exec(
         sys.executable, "-c", KILLED, str(logs), env={**os.environ, "TMPDIR": str(temporary)}
     )
