@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace import __version__
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import DataLoss, NotFound
 from headrace.job.schema.job import Job, read_job, to_toml
 from headrace.job.schema.run import PublishSection
@@ -243,7 +243,7 @@ def _runs(pid: int, known: Mapping[str, object]) -> bool:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    with replacing(file) as draft:
+    with atomic_write(file) as draft:
         draft.write_text(text)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.disk import FULL_DISK, lock, one_at_a_time
+from headrace.disk import FULL_DISK, file_lock, lock
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.job.schema.services import ServicesSection
@@ -140,7 +140,7 @@ class Launcher:
         try:
             with ExitStack() as held:
                 with suppress(ConfigError):  # no room for the lock, or a launcher that was stopped while it held it
-                    held.enter_context(one_at_a_time(self.folder.services_file, _LOCK_SECONDS))
+                    held.enter_context(file_lock(self.folder.services_file, _LOCK_SECONDS))
                 self.folder.write_services(self._entries(pids))
         except OSError as error:
             if error.errno not in FULL_DISK:

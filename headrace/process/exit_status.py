@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import ConfigError, HeadraceError, NothingToLearn
 
 FAILED = 1
@@ -66,7 +66,7 @@ class ExitStatus:
 
     def write(self, file: Path) -> None:
         """Writes the file atomically."""
-        with replacing(file) as draft:
+        with atomic_write(file) as draft:
             draft.write_text(json.dumps(asdict(self)))
 
     @classmethod

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.gloo import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved
@@ -155,7 +155,7 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
         listen_towards(host)
         store = listening_store(host, _WAIT)
         with (
-            replacing(file) as draft,
+            atomic_write(file) as draft,
             open(draft, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text,
         ):
             text.write(f"{host} {store.port} {token}")
