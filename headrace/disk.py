@@ -49,7 +49,7 @@ def lock(file: IO[Any], wait_seconds: float = 0.0, *, shared: bool = False) -> b
 
 
 @contextmanager
-def one_at_a_time(file: Path, wait_seconds: float = 10.0) -> Iterator[None]:
+def file_lock(file: Path, wait_seconds: float = 10.0) -> Iterator[None]:
     """Keeps other commands from changing the file meanwhile, which takes milliseconds; a killed one's lock is free.
 
     Raises ConfigError where its folder cannot be written, and when another command goes on for `wait_seconds`.
@@ -75,7 +75,7 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A draft beside `path`, with its suffix, that takes its name when the block ends; deleted when the block fails.
 
     It is not synced: what must survive a power loss syncs the draft in the block and the folder behind it.

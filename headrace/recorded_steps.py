@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of, matches
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import DataLoss, NotFound
 
 M = TypeVar("M", bound=Message)
@@ -70,7 +70,7 @@ class RecordedSteps:
         """Durable when it returns. A step that is recorded again takes the place of its file."""
         path = self.path_of(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft, draft.open("wb") as file:
+        with atomic_write(path) as draft, draft.open("wb") as file:
             file.write(_FORMAT)
             for message in (recorded.batch, *recorded.samples):
                 data = message.SerializeToString()

@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace import __version__
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import DataLoss, NotFound
 from headrace.job.schema.job import Job, read_job, to_toml
 from headrace.job.schema.run import PublishSection
 from headrace.limits import object_of_line, whole_number
 from headrace.process.linux import identity_of
-from headrace.process.shared_memory import memory_folder
+from headrace.process.scratch import memory_folder
 
 BUFFER = "buffer"
 ROLLOUT = "rollout"
@@ -124,8 +124,8 @@ class RunFolder:
         return self.path / "written-weights.jsonl"
 
     @property
-    def ending(self) -> Path:
-        """Has the reason if the trainer ended with an error (`headrace.process.ending`)."""
+    def exit_status(self) -> Path:
+        """Has the reason if the trainer ended with an error (`headrace.process.exit_status`)."""
         return self.path / ".trainer-ended.json"
 
     def restart_request(self, process: str) -> Path:
@@ -243,7 +243,7 @@ def _runs(pid: int, known: Mapping[str, object]) -> bool:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    with replacing(file) as draft:
+    with atomic_write(file) as draft:
         draft.write_text(text)
 
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.limits import to_json
 from headrace.trajectory import Sample, Turn, turns_in
 
@@ -113,7 +113,7 @@ class SampleLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{step:07}-rank-{rank}.jsonl.gz"
         share = max_bytes - max_bytes // _FAILED_SHARE - max_bytes // _EVALUATED_SHARE
-        with replacing(file) as draft:
+        with atomic_write(file) as draft:
             with draft.open("wb") as raw:
                 written = _write(raw, answers, share)
                 size = raw.tell()

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace.disk import one_at_a_time, replacing
+from headrace.disk import atomic_write, file_lock
 from headrace.errors import ConfigError
 from headrace.rpc.access import revoked
 from headrace.rpc.access.caller import urn_of
@@ -107,7 +107,7 @@ def _issue(
     days: int,
 ) -> Issued:
     folder.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(TlsFolder(folder).authority):
+    with file_lock(TlsFolder(folder).authority):
         authority, signing_key = _authority(folder)
         key, ends = ec.generate_private_key(ec.SECP256R1()), _now() + datetime.timedelta(days=days)
         builder = (
@@ -201,7 +201,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _write(file: Path, data: bytes, *, secret: bool) -> None:
     """A reader finds the old file or the new one. A secret one is its user's alone from the start."""
-    with replacing(file) as draft:
+    with atomic_write(file) as draft:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644)
         with os.fdopen(descriptor, "wb") as out:
             out.write(data)

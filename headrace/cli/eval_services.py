@@ -21,7 +21,7 @@ from headrace.client.open import open_rollout
 from headrace.errors import FailedPrecondition, Unavailable
 from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher
-from headrace.process.one_shot import OneShot
+from headrace.process.child import OneShot
 from headrace.rpc.client import connect
 from headrace.sample_log import Answer, as_row
 from headrace.trajectory import Sample

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from headrace.disk import FULL_DISK
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
 from headrace.limits import did_you_mean
-from headrace.process.exit_codes import NOTHING_TO_LEARN
+from headrace.process.exit_status import NOTHING_TO_LEARN
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384

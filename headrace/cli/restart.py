@@ -15,8 +15,8 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, FailedPrecondition, HeadraceError, NotFound
-from headrace.launch.grace import grace_seconds
 from headrace.launch.health import is_serving
+from headrace.launch.process import grace_seconds
 from headrace.run_folder import ROLLOUT, RunFolder, ServiceEntry, service_of
 
 ORDER = ("reward", "buffer", "rollout", "trainer")

@@ -10,25 +10,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from headrace.disk import FULL_DISK, lock, one_at_a_time
+import psutil
+
+from headrace.disk import FULL_DISK, file_lock, lock
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
-from headrace.launch.earlier import EarlierStart, differences, earlier_start
-from headrace.launch.gpus import gpu_environments
-from headrace.launch.grace import grace_seconds
-from headrace.launch.own_token import require_services_token
-from headrace.launch.process import ServiceSpec
-from headrace.launch.shards import require_shards
-from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, specs
+from headrace.job.schema.services import ServicesSection
+from headrace.launch.previous_run import PreviousRun, differences, previous_run, require_shards
+from headrace.launch.process import GRACE_SECONDS, ServiceSpec, grace_seconds
+from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, gpu_environments, specs
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
+from headrace.process.guard import orphaned_guards
 from headrace.process.linux import kill_descendants
+from headrace.rpc.access.access import Tokens
+from headrace.rpc.access.roles import Role
+from headrace.rpc.client import token_of
 from headrace.rpc.tls import use_tls
-from headrace.run_folder import BUFFER, ServiceEntry, number_of, service_of
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
 
 _AGAIN_SECONDS = 1.0
 _LOCK_SECONDS = 1.0
 """Of waiting for another launcher of the folder; the run goes on all the same."""
 _AT_ONCE_SECONDS = 0.1
+_ORPHANS_SECONDS = 3 * GRACE_SECONDS
+"""The guards' own patience, their sweep, and a busy machine."""
+_POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,7 +53,7 @@ class Launcher:
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
     ) -> None:
         use_tls(job.services.tls_dir)
-        require_services_token(job.services)
+        require_internal_token(job.services)
         self.folder = folder_here(job, services)
         self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):
@@ -61,7 +67,7 @@ class Launcher:
         self._tell = tell
         self._policy = policy
         self._again: asyncio.TimerHandle | None = None
-        self._earlier: EarlierStart | None = None
+        self._previous: PreviousRun | None = None
         """What the run had before this start, until its services have accepted the job of this one."""
         self._starting = {each.name for each in self._specs}
 
@@ -76,9 +82,9 @@ class Launcher:
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 for name in self._services:
                     held.enter_context(_alone(self.folder.path, name))
-                self._earlier = earlier_start(self.folder)
+                self._previous = previous_run(self.folder)
                 self.folder.prepare(self.job, self._services)
-                if self._earlier is None:
+                if self._previous is None:
                     self.folder.create(self.job)
                 for each in self._specs:  # all of them at once: their number is the ledger's number of shards
                     if service_of(each.name) == BUFFER and (shard := number_of(each.name)) is not None:
@@ -105,13 +111,13 @@ class Launcher:
 
         Only a trainer knows whether it can resume from the run's checkpoints.
         """
-        earlier, self._earlier = self._earlier, None
-        if earlier is not None and ("trainer" in self._services or not earlier.saved_step):
+        previous, self._previous = self._previous, None
+        if previous is not None and ("trainer" in self._services or not previous.saved_step):
             self.folder.create(self.job)
 
     def _refused(self) -> str:
         """Names what this start changed, where services have refused it."""
-        changed = differences(self._earlier.job, self.job) if self._earlier else []
+        changed = differences(self._previous.job, self.job) if self._previous else []
         if not changed:
             return ""
         return (
@@ -134,7 +140,7 @@ class Launcher:
         try:
             with ExitStack() as held:
                 with suppress(ConfigError):  # no room for the lock, or a launcher that was stopped while it held it
-                    held.enter_context(one_at_a_time(self.folder.services_file, _LOCK_SECONDS))
+                    held.enter_context(file_lock(self.folder.services_file, _LOCK_SECONDS))
                 self.folder.write_services(self._entries(pids))
         except OSError as error:
             if error.errno not in FULL_DISK:
@@ -238,3 +244,59 @@ class _Stopping:
         elif now - self._asked_at > _AT_ONCE_SECONDS:
             self._tell("ending everything now")
             kill_descendants()
+
+
+def require_internal_token(services: ServicesSection) -> None:
+    """The token with which services of a run without certificates show each other that they are its services.
+
+    Raises ConfigError for a tokens file that cannot be used, and where services without certificates would start
+    without a token: they could not call each other.
+    """
+    if services.tokens_file is None:
+        return
+    tokens = Tokens(services.tokens_file)
+    if services.tls_dir is not None:
+        return
+    own = token_of()
+    caller = tokens.caller_of(own()) if own else None
+    if caller is None or caller.roles != (Role.SERVICE,):
+        raise ConfigError(
+            f"tokens_file {services.tokens_file}: without tls_dir the services call each other with a token, and "
+            f"{f'{caller.name} has the role {caller.role}' if caller else 'the environment has none of the file'}: "
+            f"`headrace tokens add {services.tokens_file} services --role service` prints one; write it to a file, and "
+            "start with HEADRACE_TOKEN_FILE=that file",
+            field="tokens_file",
+        )
+
+
+def wait_for_orphans(
+    folder: RunFolder, services: Sequence[str], tell: Callable[[str], None], patience_seconds: float = _ORPHANS_SECONDS
+) -> None:
+    """Returns when no launcher that was killed has left any of these services of the run on this machine.
+
+    Guards end them in order, which takes a step at most; a start beside them would find the ledger, the ports and the
+    devices taken. Raises FailedPrecondition when they stay.
+    """
+    end, told = time.monotonic() + patience_seconds, False
+    while left := orphans(folder, services):
+        pids = " ".join(map(str, left))
+        if time.monotonic() > end:
+            raise FailedPrecondition(
+                f"processes of an earlier start of run {folder.path} do not end: kill -9 {pids}, and repeat the command"
+            )
+        if not told:
+            told = True
+            tell(f"{folder.path}: waiting for the end of what an earlier start has left, processes {pids}")
+        time.sleep(_POLL_SECONDS)
+
+
+def orphans(folder: RunFolder, services: Sequence[str]) -> Sequence[int]:
+    """The process ids of the guards of what a killed launcher left; a guard is the last to go of its service."""
+    programs = {f"services.{service}" for service in services}
+    jobs = {file.absolute() for file in (folder.job_file, *map(folder.config_of, services))}
+    found = []
+    for guard, command in orphaned_guards():
+        with suppress(psutil.Error):  # it ended while we looked
+            if programs.intersection(command) and jobs & {Path(guard.cwd()) / word for word in command}:
+                found.append(guard.pid)
+    return found

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.launch.grace import GRACE_SECONDS
-from headrace.process.ended import meaning
-from headrace.process.ending import Ending
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
+from headrace.process.exit_status import ExitStatus, meaning
 from headrace.process.log_file import doing, last_error, last_words, tail
 from headrace.rpc.net import Address
+from headrace.run_folder import last_fields_in
+
+GRACE_SECONDS = 20.0
+"""Time to end in order, at least."""
+LONGEST_GRACE_SECONDS = 600.0
+_STEPS = 2
+"""The one that runs may take longer than the last ones, and a checkpoint follows it."""
+_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +37,10 @@ class ServiceSpec:
     """What takes so long to import that a person should know: it is all that the service does before it says a word."""
     max_restarts: int | None = None
     """Within the window of the launcher's RestartPolicy, also before it was ever ready; None: as many as it says."""
-    ending: Path | None = None
+    exit_status: Path | None = None
     """The file in which the service says why it failed."""
     keeps_exit_code: bool = True
-    """False where what starts it ends with a code of its own: then `ending` counts."""
+    """False where what starts it ends with a code of its own: then `exit_status` counts."""
     no_restart: str | None = None
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
     bound: Address | None = None
@@ -71,17 +77,17 @@ class ServiceSpec:
 class ServiceProcess:
     """A service that was started and can be ended."""
 
-    def __init__(self, spec: ServiceSpec, process: GuardedProcess) -> None:
+    def __init__(self, spec: ServiceSpec, process: Child) -> None:
         self.spec = spec
         self._process = process
 
     @classmethod
     async def start(cls, spec: ServiceSpec, held: socket.socket | None = None) -> ServiceProcess:
         """Returns once the process exists; it is not healthy yet. `held` listens at the spec's held port."""
-        if spec.ending is not None:
-            spec.ending.unlink(missing_ok=True)
+        if spec.exit_status is not None:
+            spec.exit_status.unlink(missing_ok=True)
         descriptors = [held.fileno()] if held else []
-        process = GuardedProcess(
+        process = Child(
             [*spec.command, *(f"--listener={number}" for number in descriptors)],
             spec.log_file,
             spec.environment,
@@ -114,8 +120,8 @@ class ServiceProcess:
     def why(self) -> str:
         """The reason why it ended: its last error, else the end of its log."""
         file, start = self.spec.log_file, self._process.log_start
-        if not self.spec.keeps_exit_code and (ending := self._ending):
-            return f"{ending.message}\n    (its log is {file})"
+        if not self.spec.keeps_exit_code and (told := self._told):
+            return f"{told.message}\n    (its log is {file})"
         error = self.last_error
         return f"{error}\n    (its log is {file})" if error else f"the end of {file}:\n{tail(file, start=start)}"
 
@@ -126,20 +132,30 @@ class ServiceProcess:
     @property
     def last_words(self) -> str:
         """Its last message to a person."""
-        if ending := self._ending:
-            return f"{self.spec.name}: {ending.message}"
+        if told := self._told:
+            return f"{self.spec.name}: {told.message}"
         return last_words(self.spec.name, self.spec.log_file, self._process.log_start)
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""
         code = await self._process.wait()
-        ending = None if self.spec.keeps_exit_code else self._ending
-        return ending.exit_code if code and ending else code
+        told = None if self.spec.keeps_exit_code else self._told
+        return told.exit_code if code and told else code
 
     @property
-    def _ending(self) -> Ending | None:
-        return Ending.read(self.spec.ending) if self.spec.ending else None
+    def _told(self) -> ExitStatus | None:
+        return ExitStatus.read(self.spec.exit_status) if self.spec.exit_status else None
 
     async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Asks it to end, and kills it after the grace period. Idempotent."""
         await self._process.stop(grace_seconds)
+
+
+def grace_seconds(metrics_file: Path) -> float:
+    """Twice the longest of a run's last steps, within bounds; the lower bound when the file has no step."""
+    return min(max(GRACE_SECONDS, _STEPS * max(_step_seconds(metrics_file), default=0.0)), LONGEST_GRACE_SECONDS)
+
+
+def _step_seconds(metrics_file: Path) -> list[float]:
+    seconds = [row["time/step_seconds"] for row in last_fields_in(metrics_file) if "time/step_seconds" in row]
+    return [float(each) for each in seconds[-_ROWS:]]

@@ -1,20 +1,25 @@
-"""Derives the processes of a run from its job: addresses, command lines, environment."""
+"""Derives the processes of a run from its job: addresses, command lines, environments, and which GPUs are theirs."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from headrace.devices import ORDER, RANK_DEVICES, DeviceShare
 from headrace.errors import ConfigError, Unavailable
 from headrace.hooks.slime_names import slime_environment
+from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.machines.nodes import meeting_of
-from headrace.job.rules.scope import services_here
+from headrace.job.rules.scope import Scope, services_here
 from headrace.job.schema.job import Job
+from headrace.job.schema.placement import PlacementSection
 from headrace.launch.process import ServiceSpec
-from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
@@ -168,11 +173,11 @@ def spec(
         log_file=folder.logs / f"{process}.log",
         environment={**_environment(job, service), **gpus},
         loads=_LOADS.get(service) if service != ROLLOUT or job.asks_engines else None,
-        ending=folder.ending if service == "trainer" else None,
+        exit_status=folder.exit_status if service == "trainer" else None,
         serves=service != "trainer" or not _node_rank(job),
         restart_request=folder.restart_request(process),
         held=_held(job, number) if service == ROLLOUT else None,
-        keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
+        keeps_exit_code=service != "trainer" or job.placement.placement != "slurm",
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
     )
@@ -251,3 +256,67 @@ def _own_hosts(job: Job) -> set[str]:
 def _ranks_here(job: Job) -> int:
     one = job.placement.placement == "local"
     return job.placement.actor_num_gpus_per_node if one else job.placement.num_ranks
+
+
+def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
+    """The words before `python -m services.trainer …`: the program that starts the ranks, and its machines.
+
+    local  headrace.launch.ranks.local: this machine, or this one's of several that each start their own.
+    slurm  headrace.launch.ranks.slurm: the machines of the allocation that this process runs in.
+    ray    headrace.launch.ranks.ray: a placement group of the Ray cluster.
+
+    Raises ConfigError when this machine cannot start ranks this way.
+    """
+    ranks, logs = str(placement.actor_num_gpus_per_node), str(folder.logs)
+    program = [sys.executable, "-m", f"headrace.launch.ranks.{placement.placement}"]
+    if placement.placement != "local":
+        (_require_slurm if placement.placement == "slurm" else _require_ray)()
+        return [*program, str(placement.actor_num_nodes), ranks, logs]
+    if (meeting := meeting_of(placement)) is not None:
+        program += [
+            f"--nodes={placement.actor_num_nodes}",
+            f"--node-rank={meeting.node_rank}",
+            f"--master={meeting.address}",
+        ]
+    return [*program, ranks, logs]
+
+
+def _require_slurm() -> None:
+    if shutil.which("srun") is None:
+        raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError(
+            "placement slurm starts ranks in an allocation, and this process is not in one: see "
+            "deploy/slurm/train.sbatch",
+            field="placement",
+        )
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
+
+
+def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variables of each process that gets GPUs here. Empty on a machine without.
+
+    What a person exports (`given`) for one service that is started by itself is for that service alone.
+    """
+    alone = not {"trainer", "rollout"} <= set(services)
+    plan = device_plan(job, Scope(services), leaves_the_trainers="CUDA_VISIBLE_DEVICES" not in given or not alone)
+    if plan is None:
+        return {}
+    found = {}
+    if plan.trainer:
+        found["trainer"] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(plan.trainer)}
+        if not alone:
+            found["trainer"][RANK_DEVICES] = _all(plan.trainer)
+    each = len(plan.engines) // job.services.rollout_services
+    for number, process in enumerate(processes(job, "rollout") if each else ()):
+        share = plan.engines[number * each : (number + 1) * each]
+        found[process] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(share)}
+    return found
+
+
+def _all(shares: Sequence[DeviceShare]) -> str:
+    return ",".join(share.visible for share in shares)

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, NothingToLearn, Unavailable
-from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceProcess, ServiceSpec
-from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
+from headrace.launch.process import GRACE_SECONDS, ServiceProcess, ServiceSpec
+from headrace.process.exit_status import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.rpc.net import listener, require_free
 
 _ASK_AGAIN_SECONDS = 0.25

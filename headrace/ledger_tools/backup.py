@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import AlreadyExists, DataLoss, NotFound
 
 _MANIFEST = "backup.json"
@@ -67,7 +67,7 @@ async def write_backup(parts: AsyncIterable[pb.BackupResponse], folder: Path) ->
         summary.store, summary.position, [BackupFile(f.name, f.num_bytes, f.sha256.hex()) for f in summary.files]
     )
     _check(backup, folder / _FILES)
-    with replacing(folder / _MANIFEST) as draft:
+    with atomic_write(folder / _MANIFEST) as draft:
         draft.write_text(json.dumps(asdict(backup), indent=2) + "\n")
     return backup
 
@@ -99,7 +99,7 @@ def restore_backup(folder: Path, ledger: Path) -> Backup:
     for file in reversed(backup.files):
         target = _inside(ledger, file.name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as draft:
+        with atomic_write(target) as draft:
             shutil.copyfile(_inside(folder / _FILES, file.name), draft)
             with draft.open("rb+") as copied:
                 os.fsync(copied.fileno())

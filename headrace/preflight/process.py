@@ -16,7 +16,7 @@ import msgspec
 from headrace.errors import Internal
 from headrace.job.schema.job import Job, read_job
 from headrace.preflight.report import Prompts
-from headrace.process.one_shot import OneShot
+from headrace.process.child import OneShot
 from headrace.process.openmp import openmp
 from headrace.rpc.log import drop_logs
 

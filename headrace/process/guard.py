@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
-from headrace.process.linux import adopt_orphans, descendants, die_with_parent, parent_of
+import psutil
+
+from headrace.process.linux import adopt_orphans, descendants, die_with_parent
 
 _MODULE = "headrace.process.guard"
 _SWEEP_SECONDS = 3.0
+_LOOK_SECONDS = 0.2
 SWEEP_NOW = signal.SIGUSR1
 """Makes the guard kill the command and its descendants."""
 
@@ -38,23 +39,12 @@ def guard_command(grace_seconds: float, command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", _MODULE, str(os.getpid()), str(grace_seconds), *command]
 
 
-@dataclass(frozen=True, slots=True)
-class Orphan:
-    """A guard that ends its command, because its parent has ended."""
-
-    pid: int
-    folder: Path
-    """The working folder."""
-    command: Sequence[str]
-
-
-def orphans() -> Iterator[Orphan]:
-    """All of this user's on this machine."""
-    for entry in filter(lambda each: each.name.isdigit(), Path("/proc").iterdir()):
-        with suppress(OSError):  # it ended while we looked, or is another user's
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if words[1:3] == ["-m", _MODULE] and words[3] != str(parent_of(int(entry.name))):
-                yield Orphan(int(entry.name), (entry / "cwd").readlink(), words[5:-1])
+def orphaned_guards() -> Iterator[tuple[psutil.Process, Sequence[str]]]:
+    """This user's guards whose parent has ended, so that they are ending their command, with that command."""
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        words = process.info["cmdline"] or []  # nothing of another user's
+        if words[1:3] == ["-m", _MODULE] and words[3] != str(process.info["ppid"]):
+            yield process, words[5:]
 
 
 def main(argv: list[str]) -> int:
@@ -68,13 +58,13 @@ def main(argv: list[str]) -> int:
     child = subprocess.Popen(command, process_group=0, close_fds=False, preexec_fn=lambda: _before_exec(guard))
     print(f"pid {child.pid}", flush=True)  # noqa: T201  # the parent reads it
     os.dup2(2, 1)  # nothing more goes to the parent
-    code, asked = _wait(child.pid, deadline=None)
+    code, asked = _wait(child.pid, None)
     if code is None and asked != SWEEP_NOW:
         for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
             os.kill(child.pid, number)  # not buried yet: the id is still its own
         is_alone = os.getppid() != parent
-        code, _ = _wait(child.pid, deadline=time.monotonic() + grace_seconds if is_alone else None)
-    _sweep(guard, code)
+        code, _ = _wait(child.pid, grace_seconds if is_alone else None)
+    _sweep(0.0 if code is None else _SWEEP_SECONDS)
     return 128 + signal.SIGKILL if code is None else code
 
 
@@ -84,61 +74,41 @@ def _before_exec(guard: int) -> None:
     die_with_parent(guard, signal.SIGKILL)  # nobody would wait for its end
 
 
-def _wait(pid: int, deadline: float | None) -> tuple[int | None, int | None]:
-    """The command's exit code, or the signal that asked to stop; neither when the deadline passed."""
-    while True:
-        if (code := _reap(pid)) is not None:
-            return code, None
+def _wait(pid: int, seconds: float | None) -> tuple[int | None, int | None]:
+    """The command's exit code, or the signal that asked to stop; neither when the time passed."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while (code := _reap(pid)) is None:
         left = 3600.0 if deadline is None else deadline - time.monotonic()
         if left <= 0:
             return None, None
         received = signal.sigtimedwait(_WATCHED, left)
         if received and received.si_signo != signal.SIGCHLD:
             return None, received.si_signo
+    return code, None
 
 
 def _reap(pid: int) -> int | None:
-    """Waits for every child that has ended; returns the command's exit code if it is among them."""
+    """Buries every child that has ended; returns the command's exit code if it is among them."""
     code = None
-    while True:
-        try:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if ended == 0:
-            return code
-        if ended == pid:
-            number = os.waitstatus_to_exitcode(status)
-            code = 128 - number if number < 0 else number
+    with suppress(ChildProcessError):  # there is none
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                number = os.waitstatus_to_exitcode(ended[1])
+                code = 128 - number if number < 0 else number
+    return code
 
 
-def _sweep(guard: int, code: int | None) -> None:
-    patience = 0.0 if code is None else _SWEEP_SECONDS
-    _signal_all(guard, signal.SIGTERM)
-    if not _gone(guard, patience):
-        _signal_all(guard, signal.SIGKILL)
-        _gone(guard, _SWEEP_SECONDS)
-
-
-def _gone(guard: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while _alive(guard):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        signal.sigtimedwait({signal.SIGCHLD}, min(left, 0.2))
-    return True
-
-
-def _alive(guard: int) -> list[int]:
-    _reap(-1)
-    return descendants(guard)
-
-
-def _signal_all(guard: int, number: signal.Signals) -> None:
-    for pid in descendants(guard):
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(pid, number)
+def _sweep(patience: float) -> None:
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, _SWEEP_SECONDS)):
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            _reap(-1)
+            if not descendants(os.getpid()):
+                return
+            signal.sigtimedwait({signal.SIGCHLD}, min(left, _LOOK_SECONDS))
 
 
 if __name__ == "__main__":

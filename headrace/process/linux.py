@@ -1,4 +1,4 @@
-"""Linux calls that keep process trees together: parent-death signals, subreapers, and lists of descendants."""
+"""What ties process trees together on Linux: parent-death signals, subreapers, and lists of descendants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _PARENT, _CPU_TIMES, _START_TIME = 0, 1, slice(11, 13), 19
+_STATE, _CPU_TIMES, _START_TIME = 0, slice(11, 13), 19
 """Their places among the fields of /proc/PID/stat behind the name."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -30,21 +32,17 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every live process below `pid`, nearest first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
-    found = list(children.get(pid, []))
-    for each in found:
-        found.extend(children.get(each, []))
-    return found
+    """Every process below `pid`; none below one that has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def parent_of(pid: int) -> int:
     """0 for a process that has ended, or that nobody here has started."""
-    stat = _stat(pid)
-    return int(stat[_PARENT]) if stat else 0
+    with suppress(psutil.NoSuchProcess):
+        return int(psutil.Process(pid).ppid())
+    return 0
 
 
 def kill_descendants() -> None:
@@ -58,7 +56,10 @@ def kill_descendants() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children that run, with adopted orphans. Zombies are left out."""
+    """Direct children that run, with adopted orphans.
+
+    Asked after each call of user code: psutil reads all of /proc, which takes twenty times as long.
+    """
     found: set[int] = set()
     with suppress(OSError):  # it ended while we looked
         for thread in Path(f"/proc/{pid}/task").iterdir():

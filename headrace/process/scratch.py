@@ -1,55 +1,56 @@
-"""Folders in the temporary folder that do not outlive their service: not even by a kill.
+"""Folders outside of a run's own, named after it so that nothing stays: in shared memory and for temporary files.
 
-A link in a folder of the service's own names each of them. The folder goes when its work ends; what a service that was
-killed has left goes when the next one with the same folder of links starts.
+What a service that was killed has left there goes when the next one of the same owner starts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import tempfile
 import uuid
 from pathlib import Path
 
-_PREFIX = "headrace-"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # not for temporary files: the folder that Linux has for this
+
+
+def memory_folder(run: Path) -> Path:
+    """The folder of a run in the machine's shared memory, the same for each of its processes; it need not exist.
+
+    Processes of one machine give each other large things there.
+    """
+    return SHARED_MEMORY / f"headrace-{os.geteuid()}-{_digest(run)[:16]}"
 
 
 class Scratch:
-    """One folder, readable by this user alone; its path is short enough for a socket in it."""
+    """One temporary folder, readable by this user alone; its path is short enough for a socket in it."""
 
-    def __init__(self, links: Path, name: str) -> None:
-        self._link = links / _link_name(name)
-        self.folder = Path(tempfile.gettempdir()) / f"{_PREFIX}{name}-{uuid.uuid4().hex[:16]}"
+    def __init__(self, owner: Path, name: str) -> None:
+        """`owner` is a folder that one service at a time has."""
+        self._owner = owner
+        self._called = name
+        self.folder = Path(tempfile.gettempdir()) / f"{_prefix(owner)}{name}-{uuid.uuid4().hex[:8]}"
 
     def make(self) -> None:
-        """Creates the link first, so that a kill never leaves a folder without its link."""
-        _delete(self._link)
-        self._link.parent.mkdir(parents=True, exist_ok=True)
-        self._link.symlink_to(self.folder)
+        """Creates the folder in the place of an earlier one of this name."""
+        delete_scratch(self._owner, self._called)
         self.folder.mkdir(mode=0o700)
 
     def delete(self) -> None:
-        """Deletes the folder and the link; repeats do nothing."""
-        if self._link.is_symlink() and self._link.readlink() == self.folder:
-            _delete(self._link)
+        """Deletes the folder; repeats do nothing."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # a process that is being killed may still write there
 
 
-def delete_leftovers(links: Path, names: str) -> None:
-    """Deletes what killed services left with links in this folder; only their successor may call it.
-
-    `names` is a pattern.
-    """
-    for link in links.glob(_link_name(names)):
-        _delete(link)
+def delete_scratch(owner: Path, names: str) -> None:
+    """Deletes what killed services of this owner left; only their successor may call it. `names` is a pattern."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(owner)}{names}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _link_name(name: str) -> str:
-    return f".{name}.tmp"
+def _prefix(owner: Path) -> str:
+    return f"headrace-{_digest(owner)[:12]}-"
 
 
-def _delete(link: Path) -> None:
-    if link.is_symlink():
-        folder = link.readlink()
-        if folder.name.startswith(_PREFIX):
-            shutil.rmtree(folder, ignore_errors=True)  # a process that is being killed may still write there
-        link.unlink(missing_ok=True)
+def _digest(folder: Path) -> str:
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The body of a service's `__main__`: an expected error becomes one line to a person and one of `exit_codes`.
+"""The body of a service's `__main__`: an expected error becomes one line to a person and one of `exit_status`.
 
 Any other exception is a defect: it ends the process with its traceback and exit code 1.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from headrace.errors import HeadraceError
-from headrace.process.exit_codes import NOT_WORTH_RESTARTING, exit_code
+from headrace.process.exit_status import NOT_WORTH_RESTARTING, exit_code
 from headrace.rpc.log import log
 
 

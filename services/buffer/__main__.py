@@ -32,7 +32,7 @@ _DATABASES_ERRORS = (Unavailable,)
 
 
 def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
-    """Returns 0 after a signal; otherwise one of `exit_codes`, with one line that says why."""
+    """Returns 0 after a signal; otherwise one of `exit_status`, with one line that says why."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
     keep_large_blocks()

@@ -21,7 +21,7 @@ from services.reward.server import RewardServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 after a signal; otherwise one of `exit_codes`, with one line on stderr that says why."""
+    """Returns 0 after a signal; otherwise one of `exit_status`, with one line on stderr that says why."""
     options = vars(_parser().parse_args(arguments))
     configure_logging("reward")
     return run_service("reward", lambda: asyncio.run(_serve(options)), alone=options["config"] is None)

@@ -24,17 +24,17 @@ from headrace.rpc.http.trust import trust_authority
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
-from services.rollout.build import job_of_service, rollout_service
+from services.rollout.build import job_for_replica, rollout_service
 from services.rollout.engine.arguments import has_accelerator, listening_for_weights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.server import REQUEST_LIMITS, WAITING, RolloutServicer, WhenStarted
+from services.rollout.server import REQUEST_LIMITS, WAITING, RolloutServicer, WaitUntilStarted
 
 DRAIN_SECONDS = 10.0
 """The time in which started responses may finish. Engines, router and leases end in what is left of the grace."""
 
 
 def main() -> int:
-    """0 after a signal; otherwise the code of `exit_codes`, and one line that says why.
+    """0 after a signal; otherwise the code of `exit_status`, and one line that says why.
 
     Engines and router are its own, and it waits for its peers: none of its errors means that a peer is away.
     """
@@ -42,7 +42,7 @@ def main() -> int:
     configure_logging("rollout")
 
     def body() -> None:
-        job = job_of_service(Job.model_validate_json(arguments.config.read_text()), arguments.number)
+        job = job_for_replica(Job.model_validate_json(arguments.config.read_text()), arguments.number)
         configure_logging("rollout", run=job.run.run_name)
         allow_insecure_sandbox(job.reward.insecure_sandbox)
         asyncio.run(_serve(job, arguments))
@@ -66,7 +66,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     )
     if arguments.listener is not None:
         service.adopt_listener(arguments.listener)
-    servicer = WhenStarted(RolloutServicer(service.parts), service.started)
+    servicer = WaitUntilStarted(RolloutServicer(service.parts), service.started)
     server = RpcServer(
         "rollout",
         listen.address,

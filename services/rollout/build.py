@@ -533,7 +533,7 @@ def _required(value: str | None, name: str) -> str:
     return value
 
 
-def job_of_service(job: Job, number: int | None) -> Job:
+def job_for_replica(job: Job, number: int | None) -> Job:
     """Returns the job with this service's share of external engines and of groups, and a port of its own for agents.
 
     None: it is the only one.

@@ -13,7 +13,7 @@ from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
 from headrace.process.openmp import threads_of_each
-from headrace.process.scratch import delete_leftovers
+from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
@@ -79,7 +79,7 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
     Engines of `service`, one of several, have seeds of their own. Their start raises ConfigError for --sglang-* flags
     that SGLang does not know.
     """
-    delete_leftovers(log_dir, "engine-*")
+    delete_scratch(log_dir, "engine-*")
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)

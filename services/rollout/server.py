@@ -380,7 +380,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 AT_ONCE = frozenset({"GetFleet"})
 
 
-class WhenStarted:
+class WaitUntilStarted:
     """Has the methods of `servicer`."""
 
     def __init__(self, servicer: Any, started: asyncio.Event) -> None:

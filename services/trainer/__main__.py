@@ -19,9 +19,7 @@ from pathlib import Path
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.errors import DeadlineExceeded, DiskFull, NothingToLearn, Unavailable
 from headrace.job.schema.job import read_job
-from headrace.process.ending import Ending
-from headrace.process.exit_codes import PEER_LOST
-from headrace.process.rank_signals import ENDING
+from headrace.process.exit_status import ASK_TO_END, PEER_LOST, ExitStatus
 from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import Listen, RpcServer, Service, add_listen_arguments, listen_of
@@ -46,7 +44,7 @@ async def run_rank0(
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
-    for number in ENDING:
+    for number in ASK_TO_END:
         asyncio.get_running_loop().add_signal_handler(number, console.leave)
     server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
@@ -107,7 +105,7 @@ _PEERS_ERRORS = (Unavailable, DeadlineExceeded, DiskFull)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: the run is finished, or was stopped by request; otherwise the code of `exit_codes`, and a line says why."""
+    """0: the run is finished, or was stopped by request; otherwise the code of `exit_status`, and a line says why."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
     add_listen_arguments(parser, address="127.0.0.1:0")
@@ -128,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def ended(code: int, message: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # the disk may be why it ended
-                Ending(code, message).write(RunFolder(args.run_dir).ending)
+                ExitStatus(code, message).write(RunFolder(args.run_dir).exit_status)
 
     return run_service("trainer", body, peers_errors=_PEERS_ERRORS, ended=ended)
 
@@ -142,7 +140,7 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         await run_rank0(build, listen, buffer, fetch, compute)
     else:
-        for number in ENDING:  # rank 0 is asked too, saves with all ranks, and lets them go
+        for number in ASK_TO_END:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)
         joined = await join(build.join, compute)
 

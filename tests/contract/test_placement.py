@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.run import ModelSection
-from headrace.launch.ranks.placement import starter
-from headrace.launch.ranks.slurm import first_host, rank_environment
+from headrace.launch.ranks.slurm import first_host, task_environment
+from headrace.launch.specs import starter
 from headrace.process.linux import runs
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
@@ -29,11 +30,10 @@ ROOT = Path(__file__).parents[2]
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 PLACEMENTS = [
     ("local", 1, 3),
-    ("torchrun", 1, 2),
     ("slurm", 2, 1),
     *([("slurm", 1, 2), pytest.param("ray", 2, 1, marks=needs_ray)] if ALL else []),
 ]
-EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
+EXIT_CODES = {"slurm": {137, 143}}
 """Other than SIGKILL's. srun says the highest: 143 when it ended rank 0 before that had noticed."""
 
 
@@ -109,9 +109,9 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
     assert "no such model" in ended.stderr
 
 
-def test_torchrun_is_for_one_machine(folder: RunFolder) -> None:
-    with pytest.raises(ConfigError, match="actor_num_nodes 2: placement torchrun uses one machine"):
-        starter(job("torchrun", 2, 1).placement, folder)
+def test_torchrun_is_refused_with_what_takes_its_place() -> None:
+    with pytest.raises(ValidationError, match="torchrun is no longer there: leave placement out"):
+        job("torchrun", 1, 1)
 
 
 def test_several_machines_need_slurm_or_ray_or_a_place_to_meet(folder: RunFolder) -> None:
@@ -191,10 +191,10 @@ def test_a_task_of_slurm_has_its_place_and_the_first_machine_where_the_environme
         "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2",
         "SLURM_STEP_NODELIST": "gpu[7-8]",
     }  # fmt: skip
-    found = rank_environment(slurm, "/shared/.rendezvous-1")
+    found = task_environment(slurm, "/shared/.rendezvous-1")
     place = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert found == place | {"HEADRACE_RENDEZVOUS": "/shared/.rendezvous-1", "MASTER_ADDR": "gpu7"}
-    assert "MASTER_ADDR" not in rank_environment(slurm | {"MASTER_ADDR": "10.0.0.7"}, "/shared/.rendezvous-1")
+    assert "MASTER_ADDR" not in task_environment(slurm | {"MASTER_ADDR": "10.0.0.7"}, "/shared/.rendezvous-1")
 
 
 @pytest.mark.parametrize(

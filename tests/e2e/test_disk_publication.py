@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job
-from headrace.process.shared_memory import memory_folder
+from headrace.process.scratch import memory_folder
 from headrace.publication import Probe
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import has_accelerator

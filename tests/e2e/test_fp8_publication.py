@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from headrace.errors import ChecksumMismatch
 from headrace.job.schema.job import Job
 from headrace.models.folders import BlockFp8
-from headrace.process.shared_memory import memory_folder
+from headrace.process.scratch import memory_folder
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.fleet_build import sglang_factory

@@ -15,7 +15,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.main import main
-from headrace.process.exit_codes import NOTHING_TO_LEARN
+from headrace.process.exit_status import NOTHING_TO_LEARN
 from headrace.trajectory import Status
 from tests.support.fakes.certain_rollout import certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif("HEADRACE_PLACEMENTS" not in os.environ, reason="long: make chaos sets HEADRACE_PLACEMENTS"),
 ]
 
-PLACEMENTS = ["torchrun", "local", "slurm", "ray"]
+PLACEMENTS = ["local", "slurm", "ray"]
 REASONS = itertools.cycle([("SCORER_RAISED", "KeyError: 'answer'")] * 3 + [("SCORER_TIMEOUT", "60 s"), ("OTHER", "x")])
 
 

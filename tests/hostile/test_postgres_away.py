@@ -21,7 +21,7 @@ from headrace.errors import Fenced, Unavailable
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
 from headrace.launch.health import is_serving
-from headrace.process.exit_codes import PEER_AWAY
+from headrace.process.exit_status import PEER_AWAY
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.buffer.store.postgres import sessions as postgres_sessions
 from services.buffer.store.postgres.store import PostgresStore

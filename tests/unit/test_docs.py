@@ -32,14 +32,14 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*\b")
 _VARIABLE = re.compile(r"\bHEADRACE_[A-Z_]+\b")
 _OTHERS_FLAGS = {
-    *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
+    *("--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
     *("--require-hashes", "--security-opt"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
 }
-"""Of torchrun, Slurm, Ray, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
+"""Of Slurm, Ray, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 

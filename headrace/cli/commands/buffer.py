@@ -23,7 +23,7 @@ from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.backup import Backup, require_new, restore_backup, write_backup
 from headrace.ledger_tools.export import export_parquet
 from headrace.limits import did_you_mean
-from headrace.process.one_shot import run_once
+from headrace.process.child import run_once
 from headrace.sample_log import SampleLog
 
 _MAX_LISTED = 20

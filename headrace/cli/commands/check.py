@@ -14,7 +14,7 @@ from headrace.cli.view.plan import plan
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, scope_of_check
 from headrace.job.schema.job import Job
-from headrace.launch.shards import require_shards
+from headrace.launch.previous_run import require_shards
 from headrace.preflight.preflight import preflight
 from headrace.preflight.process import READ_SECONDS
 from headrace.preflight.report import Report

@@ -21,7 +21,7 @@ from headrace.errors import InvalidArgument, NotFound
 from headrace.job.eval_sets import EvalSet, eval_dataset, eval_sets
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.launch.earlier import has_ended
+from headrace.launch.previous_run import has_ended
 from headrace.limits import shown
 from headrace.run_folder import RunFolder
 

@@ -16,10 +16,10 @@ from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.cli.words import count
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
-from headrace.launch.earlier import checkpoints_of, has_ended
+from headrace.launch.previous_run import checkpoints_of, has_ended
 from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.torch_dist import FORMAT
-from headrace.process.one_shot import run_once
+from headrace.process.child import run_once
 from headrace.run_folder import RunFolder
 
 

@@ -21,7 +21,7 @@ from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import DebugSection
-from headrace.launch.earlier import checkpoints_of
+from headrace.launch.previous_run import checkpoints_of
 from headrace.recorded_steps import RecordedSteps
 from headrace.run_folder import RunFolder
 

@@ -22,10 +22,10 @@ from headrace.cli.view.step_line import duration
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
-from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
+from headrace.launch.previous_run import has_ended, previous_run
 from headrace.limits import one_line
-from headrace.process.ending import Ending
+from headrace.process.exit_status import ExitStatus
 from headrace.process.log_file import doing
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of
 
@@ -44,7 +44,7 @@ def status(argv: Sequence[str]) -> int:
 
 def _ended(folder: RunFolder) -> int:
     """Returns 0 for a run that has finished, and 1 for one that the same command would continue."""
-    earlier = earlier_start(folder)
+    earlier = previous_run(folder)
     if earlier is None:
         print(f"{folder.path}: ended; its job.json cannot be read, so its progress is unknown")
         return 1
@@ -54,7 +54,7 @@ def _ended(folder: RunFolder) -> int:
             f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` can read it"
         )
         return 0
-    if ending := Ending.read(folder.ending):
+    if ending := ExitStatus.read(folder.exit_status):
         print(f"{folder.path}: the trainer ended: {ending.message}")
     print(
         f"{folder.path}: ended; its checkpoints hold {steps} of {wanted} steps: the command that started it continues "

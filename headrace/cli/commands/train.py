@@ -14,12 +14,11 @@ from headrace.cli.view.plan import in_short
 from headrace.cli.view.run_view import RunView
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.launch.earlier import earlier_start, is_finished, resumption, saved_step
-from headrace.launch.launcher import Launcher, until_signal
-from headrace.launch.leftovers import outlast_leftovers
+from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans
+from headrace.launch.previous_run import is_finished, previous_run, resumption, saved_step
 from headrace.launch.specs import folder_here, without_address
 from headrace.preflight.preflight import require_startable
-from headrace.process.exit_codes import INTERRUPTED
+from headrace.process.exit_status import INTERRUPTED
 from headrace.run_folder import RunFolder
 
 
@@ -30,7 +29,7 @@ def train(argv: Sequence[str]) -> int:
         return 0
     job = load_job(argv)
     run = RunFolder.of(job)
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     if earlier is not None and is_finished(run, job):
         print(_finished(run, job.rollout.num_rollout))
         return 0
@@ -42,7 +41,7 @@ def train(argv: Sequence[str]) -> int:
 def start(job: Job, *, resumed_step: int) -> int:
     """Checks the job, starts its services and shows them until the run ends."""
     services = without_address(job)
-    outlast_leftovers(folder_here(job, services), services, lambda line: print(line, flush=True))
+    wait_for_orphans(folder_here(job, services), services, lambda line: print(line, flush=True))
     print(f"{job.run.folder}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
     view = RunView(job.run, job.rollout.num_rollout, resumed_step=resumed_step)

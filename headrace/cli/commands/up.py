@@ -9,12 +9,11 @@ from pathlib import Path
 from headrace.cli.job_arguments import load_job, wants_help
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
-from headrace.launch.launcher import Launcher, until_signal
-from headrace.launch.leftovers import outlast_leftovers
+from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans
 from headrace.launch.specs import SERVICES, folder_here
 from headrace.limits import did_you_mean
 from headrace.preflight.preflight import require_startable
-from headrace.process.exit_codes import INTERRUPTED
+from headrace.process.exit_status import INTERRUPTED
 
 _USAGE = """usage: headrace up SERVICE --config JOB.toml [flags]
 
@@ -33,7 +32,7 @@ def up(argv: Sequence[str]) -> int:
         raise ConfigError(f"unknown service {service}{near}; there are {', '.join(SERVICES)}")
     scope = Scope([service])
     job = load_job(_config_first(words), lambda _: scope)
-    outlast_leftovers(folder_here(job, [service]), [service], _tell)
+    wait_for_orphans(folder_here(job, [service]), [service], _tell)
     for warning in require_startable(job, scope).warnings:
         _tell(f"warning: {warning}")
     finished = asyncio.run(_up(Launcher(job, [service], _tell)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.job.schema.section import FromJson, NonNegative, Port, Positive, Seconds, Section, plain
 
@@ -32,6 +32,12 @@ class EngineGroup(Section):
         """The tensor-parallel size of a resolved group's engines."""
         assert self.num_gpus_per_engine is not None, "the group is not resolved"
         return self.num_gpus_per_engine
+
+
+def _no_torchrun(value: Any) -> Any:
+    if value == "torchrun":
+        raise ValueError("placement torchrun is no longer there: leave placement out, and headrace starts the ranks")
+    return value
 
 
 class NodeOptions(Section):
@@ -90,8 +96,8 @@ class PlacementSection(NodeOptions):
     offload_rollout: bool | None = Field(
         None, description="With colocate: engines give up weights and KV cache while the trainer trains; absent: on."
     )
-    placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
-        "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
+    placement: Annotated[Literal["local", "slurm", "ray"], BeforeValidator(_no_torchrun)] = Field(
+        "local", description="Who starts the trainer's ranks: headrace, srun in an allocation, or Ray actors."
     )
     rollout_placement: Literal["local", "ray"] = Field(
         "local",

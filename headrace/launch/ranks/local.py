@@ -2,9 +2,8 @@
 
 As torchrun does it: RANK, WORLD_SIZE and their local twins tell the processes apart. HEADRACE_RENDEZVOUS is where they
 find each other, or, with `--nodes N --node-rank K --master HOST:PORT` in front, MASTER_ADDR and MASTER_PORT: then each
-of N machines starts its own. Unlike torchrun it needs no torch (some seconds of every start), keeps exit codes, and
-says what the rank that died said last. The first rank writes where this process writes, rank n into
-LOG_DIR/trainer-rank-n.log.
+of N machines starts its own. It imports no torch (5 s of a start), keeps exit codes, and says what the rank that died
+said last. The first rank writes where this process writes, rank n into LOG_DIR/trainer-rank-n.log.
 
 all run → (one ends badly) → the others end by themselves, or are ended after PEER_SECONDS → exit with its code
 all run → (SIGTERM or SIGINT, passed on to all) → all have ended → exit
@@ -20,11 +19,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace.process.ended import meaning
-from headrace.process.exit_codes import PEER_AWAY, PEER_LOST
+from headrace.process.exit_status import PEER_AWAY, PEER_LOST, meaning, of_shell
 from headrace.process.linux import die_with_parent
 from headrace.process.log_file import open_log, tail
 from headrace.process.memory import resident_bytes
@@ -32,10 +30,8 @@ from headrace.rpc.net import Address
 
 PEER_SECONDS = 20.0
 """Longer than ranks need to notice that one of them is gone."""
-
-
+RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _LAST_LINES = 8
-_RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
@@ -51,96 +47,108 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for, not handled
     rendezvous = new_rendezvous(args.log_dir)
-    meet = {_RENDEZVOUS: str(rendezvous)}
+    join = {RENDEZVOUS: str(rendezvous)}
     if args.master is not None:
-        meet = {"MASTER_ADDR": args.master.host, "MASTER_PORT": str(args.master.port)}
-    num_ranks, first = args.nodes * args.num_ranks, args.node_rank * args.num_ranks
-    places = [
-        {
-            "RANK": str(first + local),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(args.num_ranks),
-            **meet,
-        }
+        join = {"MASTER_ADDR": args.master.host, "MASTER_PORT": str(args.master.port)}
+    first = args.node_rank * args.num_ranks
+    environments = [
+        rank_environment(first + local, args.nodes * args.num_ranks, args.num_ranks) | join
         for local in range(args.num_ranks)
     ]
     try:
-        code = _Ranks(places, args.log_dir, args.command).wait()
+        code = _Ranks(first, environments, args.log_dir, args.command).wait()
     finally:
         rendezvous.unlink(missing_ok=True)
     return PEER_AWAY if code == PEER_LOST and args.node_rank else code
 
 
+def rank_environment(rank: int, num_ranks: int, ranks_per_node: int) -> dict[str, str]:
+    """The variables, named as torchrun does, that tell a rank which one it is."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+    }
+
+
 def new_rendezvous(log_dir: Path) -> Path:
     """The name of a new file. Deletes those of ranks whose launcher was killed."""
-    for leftover in log_dir.glob(".rendezvous-*"):
-        leftover.unlink(missing_ok=True)
+    for orphan in log_dir.glob(".rendezvous-*"):
+        orphan.unlink(missing_ok=True)
     return log_dir / f".rendezvous-{uuid.uuid4().hex}"
 
 
-class _Ranks:
-    """The processes, and the order in which they failed."""
+def rank_log(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"trainer-rank-{rank}.log"
 
-    def __init__(self, places: Sequence[dict[str, str]], log_dir: Path, command: Sequence[str]) -> None:
-        """`places`: the variables that tell each rank which one it is, and where it meets the others."""
-        self._names = [place["RANK"] for place in places]
-        self._logs = [None, *(log_dir / f"trainer-rank-{name}.log" for name in self._names[1:])]
-        self._processes = [_start(place, command, log) for place, log in zip(places, self._logs, strict=True)]
-        self._failed: list[int] = []
+
+def rank_to_blame(exit_codes: Mapping[int, int]) -> int:
+    """The first of ranks that failed, in their order, whose end is not another's."""
+    return min(exit_codes, key=lambda rank: exit_codes[rank] == PEER_LOST)
+
+
+def tell_of_end(rank: int, how: str, log: Path | None) -> None:
+    """Says to the person who started the ranks how one ended, with the end of its log."""
+    print(f"rank {rank} ended with {how}", file=sys.stderr)  # noqa: T201
+    if log is not None:
+        print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201
+
+
+class _Ranks:
+    """The processes, and in which order they failed."""
+
+    def __init__(
+        self, first: int, environments: Sequence[Mapping[str, str]], log_dir: Path, command: Sequence[str]
+    ) -> None:
+        """`first` is the first one's rank."""
+        ranks = range(first, first + len(environments))
+        self._logs = {rank: None if rank == first else rank_log(log_dir, rank) for rank in ranks}
+        self._processes = {
+            rank: _start(command, environment, self._logs[rank])
+            for rank, environment in zip(ranks, environments, strict=True)
+        }
+        self._failed: dict[int, int] = {}
         self._resident: dict[int, int] = {}
         self._deadline: float | None = None
 
     def wait(self) -> int:
         """Returns when all ranks have ended: the exit code of the rank to blame, or 0."""
-        while any(process.poll() is None for process in self._processes):
-            self._look_for_failures()
-            self._look_at_memory()
+        while any(process.poll() is None for process in self._processes.values()):
+            self._look()
             received = signal.sigtimedwait(_SIGNALS, 1.0)
             if received and received.si_signo != signal.SIGCHLD:
                 self._signal_all(signal.Signals(received.si_signo))
-        self._look_for_failures()
+        self._look()
         if not self._failed:
             return 0
-        to_blame = min(self._failed, key=lambda rank: self._exit_code(rank) == PEER_LOST)
-        self._tell(to_blame)
-        return self._exit_code(to_blame)
+        rank = rank_to_blame(self._failed)
+        tell_of_end(rank, meaning(self._failed[rank], self._resident.get(rank)), self._logs[rank])
+        return self._failed[rank]
 
-    def _look_for_failures(self) -> None:
-        self._failed += [r for r, process in enumerate(self._processes) if process.poll() and r not in self._failed]
+    def _look(self) -> None:
+        for rank, process in self._processes.items():
+            if (code := process.poll()) is None:
+                self._resident[rank] = resident_bytes(process.pid) or self._resident.get(rank, 0)
+            elif code and rank not in self._failed:
+                self._failed[rank] = of_shell(code)
         if self._failed and self._deadline is None:
             self._deadline = time.monotonic() + PEER_SECONDS
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._signal_all(signal.SIGKILL)
 
-    def _look_at_memory(self) -> None:
-        for rank, process in enumerate(self._processes):
-            self._resident[rank] = resident_bytes(process.pid) or self._resident.get(rank, 0)
-
-    def _exit_code(self, rank: int) -> int:
-        code = self._processes[rank].wait()
-        return 128 - code if code < 0 else code
-
     def _signal_all(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(number)
 
-    def _tell(self, rank: int) -> None:
-        code, log = self._exit_code(rank), self._logs[rank]
-        said = meaning(code, self._resident.get(rank))
-        print(f"rank {self._names[rank]} ended with {said}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
-        if log is not None:
-            print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
 
-
-def _start(place: dict[str, str], command: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
-    inherited = {name: value for name, value in os.environ.items() if name != _RENDEZVOUS}
-    output = None if log is None else open_log(log)
-    starter = os.getpid()
+def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    inherited = {name: value for name, value in os.environ.items() if name != RENDEZVOUS}
+    output, starter = None if log is None else open_log(log), os.getpid()
     return subprocess.Popen(
         command,
-        env=inherited | place,
+        env={**inherited, **environment},
         stdout=output,
         stderr=output,
         preexec_fn=lambda: _before_exec(starter),

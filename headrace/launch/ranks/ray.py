@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +22,22 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.devices import rank_devices
-from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
-from headrace.process.ended import meaning
-from headrace.process.exit_codes import PEER_LOST
-from headrace.process.guard import SWEEP_NOW, UNDER_RAY, guard_command
-from headrace.process.log_file import open_log, tail
+from headrace.launch.ranks.local import (
+    PEER_SECONDS,
+    RENDEZVOUS,
+    new_rendezvous,
+    rank_environment,
+    rank_log,
+    rank_to_blame,
+    tell_of_end,
+)
+from headrace.process.child import Child
+from headrace.process.exit_status import meaning
+from headrace.process.guard import UNDER_RAY
 
 _PLACE_SECONDS = 300.0
-_LAST_LINES = 8
+_STOP_SECONDS = 3600.0
+"""The launcher decides how long it may take, and it is less."""
 _PASSED_ON = ("HEADRACE_", "OMP_", "GOMP_", "PYTHON", "NCCL_", "TORCH_", "GLOO_")
 
 
@@ -38,32 +45,25 @@ class Rank:
     """One rank's process, on the machine where its actor is."""
 
     def __init__(self, log: str) -> None:
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log = Path(log)
+        self._child: Child | None = None
 
     def host(self) -> str:
         """The address of this machine in the cluster."""
         address: str = get_node_ip_address()
         return address
 
-    def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
+    async def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
         """Starts the process and waits for its end; 128 + n when signal n ended it."""
-        with open_log(Path(self._log)) as output:
-            self._process = subprocess.Popen(
-                guard_command(0.0, command),
-                cwd=folder,
-                env=os.environ | environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ray may kill the group of an actor that ends
-            )
-        code = self._process.wait()
-        return 128 - code if code < 0 else code
+        os.chdir(folder)
+        self._child = Child(command, self._log, environment)
+        await self._child.start()
+        return await self._child.wait()
 
-    def signal(self, number: int) -> None:
-        """Sends the signal to the process if it runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(SWEEP_NOW if number == signal.SIGKILL else number)
+    async def stop(self, grace_seconds: float) -> None:
+        """Asks the process to end, and kills it after the grace period."""
+        if self._child is not None:
+            await self._child.stop(grace_seconds)
 
 
 class RankActors:
@@ -72,7 +72,7 @@ class RankActors:
     def __init__(self, num_nodes: int, ranks_per_node: int, log_dir: Path) -> None:
         resource = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         self._per_node = ranks_per_node
-        self._logs = [log_dir / f"trainer-rank-{rank}.log" for rank in range(num_nodes * ranks_per_node)]
+        self._logs = [rank_log(log_dir, rank) for rank in range(num_nodes * ranks_per_node)]
         bundles = [{resource: float(ranks_per_node)} for _ in range(num_nodes)]
         bundles[0][f"node:{get_node_ip_address()}"] = 0.001
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -97,46 +97,37 @@ class RankActors:
             done, _ = ray.wait(list(running), timeout=PEER_SECONDS if failed else None)
             if not done:
                 for rank in running.values():
-                    self._actors[rank].signal.remote(signal.SIGKILL)
+                    self._actors[rank].stop.remote(0.0)
             for reference in done:
                 rank, code = running.pop(reference), _result(reference)
                 if code:
                     failed[rank] = code
-        return self._blame(failed)
+        if not failed:
+            return 0
+        rank = rank_to_blame(failed)
+        tell_of_end(rank, meaning(failed[rank]), self._logs[rank])
+        return failed[rank]
 
-    def signal(self, number: int) -> None:
-        """Sends the signal to all ranks."""
+    def stop(self) -> None:
+        """Asks all ranks to end."""
         for actor in self._actors:
-            actor.signal.remote(number)
+            actor.stop.remote(_STOP_SECONDS)
 
     def _actor(self, rank: int, resource: str, log: str) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=rank // self._per_node
         )
         share = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
-        # Two at once: a signal while it runs.
-        options = {"scheduling_strategy": strategy, "max_concurrency": 2, "runtime_env": {"env_vars": UNDER_RAY}}
+        options = {"scheduling_strategy": strategy, "runtime_env": {"env_vars": UNDER_RAY}}
         return ray.remote(Rank).options(**options, **share).remote(log)
 
     def _environment(self, rank: int, host: str, rendezvous: Path) -> dict[str, str]:
-        world_size = len(self._actors)
         found = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank % self._per_node),
-            "LOCAL_WORLD_SIZE": str(self._per_node),
-            "HEADRACE_RENDEZVOUS": str(rendezvous),
+            **rank_environment(rank, len(self._actors), self._per_node),
+            RENDEZVOUS: str(rendezvous),
             **rank_devices(os.environ),
         }
-        return found if world_size == self._per_node else found | {"MASTER_ADDR": host}
-
-    def _blame(self, failed: Mapping[int, int]) -> int:
-        if not failed:
-            return 0
-        rank = min(failed, key=lambda rank: failed[rank] == PEER_LOST)
-        print(f"rank {rank} ended with {meaning(failed[rank])}; the end of {self._logs[rank]}:", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
-        print(tail(self._logs[rank], _LAST_LINES), file=sys.stderr)  # noqa: T201  # to the person who started the ranks
-        return failed[rank]
+        return found if len(self._actors) == self._per_node else found | {"MASTER_ADDR": host}
 
 
 def _result(reference: Any) -> int:
@@ -159,7 +150,7 @@ def main(argv: list[str]) -> int:
     rendezvous = new_rendezvous(log_dir)
     try:
         actors = RankActors(num_nodes, ranks_per_node, log_dir)
-        signal.signal(signal.SIGTERM, lambda number, _: actors.signal(number))
+        signal.signal(signal.SIGTERM, lambda *_: actors.stop())
         return actors.run(command, rendezvous)
     finally:
         rendezvous.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.disk import WatchedFile, one_at_a_time, replacing
+from headrace.disk import WatchedFile, atomic_write, file_lock
 from headrace.errors import ConfigError
 from headrace.rpc.access.caller import Peer
 from headrace.rpc.access.certificate import valid_from
@@ -87,8 +87,8 @@ def read(path: Path) -> _Names | None:
 
 def add(folder: Path, name: str, until: datetime.datetime) -> None:
     """Refuses certificates of that name that are valid from `until` or earlier. Raises ConfigError for a bad file."""
-    with one_at_a_time(folder / FILE):
+    with file_lock(folder / FILE):
         names = read(folder / FILE) or {}
         names = {**names, name: max(until, names.get(name, until))}
-        with replacing(folder / FILE) as draft:
+        with atomic_write(folder / FILE) as draft:
             draft.write_text(_File(revoked=names).model_dump_json(indent=2) + "\n")

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.disk import one_at_a_time, replacing
+from headrace.disk import atomic_write, file_lock
 from headrace.errors import ConfigError
 from headrace.rpc.access.roles import Role
 
@@ -74,7 +74,7 @@ def add(path: Path, name: str, role: Role) -> str:
         raise ConfigError(f"a token cannot be named {name[:80]!r}: use up to 64 letters, digits, '.', '_', '-' and '@'")
     token = _PREFIX + secrets.token_urlsafe(32)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with one_at_a_time(path):
+    with file_lock(path):
         entries = dict(entries_in(path)) if path.exists() else {}
         if name in entries:
             raise ConfigError(
@@ -87,7 +87,7 @@ def add(path: Path, name: str, role: Role) -> str:
 
 def revoke(path: Path, name: str) -> None:
     """Raises ConfigError for a name that is not there."""
-    with one_at_a_time(path):
+    with file_lock(path):
         entries = dict(entries_in(path))
         if entries.pop(name, None) is None:
             raise ConfigError(f"{path} has no token {name[:80]}: its tokens are {', '.join(entries) or 'none'}")
@@ -97,7 +97,7 @@ def revoke(path: Path, name: str) -> None:
 def _write(path: Path, entries: Mapping[str, Entry]) -> None:
     """A reader finds the old file or the new one, which is its user's alone from the start."""
     text = json.dumps(_File(tokens=entries).model_dump(mode="json"), indent=2) + "\n"
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as out:
             out.write(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
 from headrace.hooks.buffer_filter import load_buffer_filter, run_packed_buffer_filter
-from headrace.process.scratch import Scratch, delete_leftovers
+from headrace.process.scratch import Scratch, delete_scratch
 from headrace.process.workers import WorkerError, WorkerPool
 from services.buffer.prompts.data_source import DataSourceReader
 
@@ -21,11 +21,11 @@ _LOAD_SECONDS = 120.0
 class GroupChooser:
     """Its choice is durable before it is answered, so a restart does not ask again."""
 
-    def __init__(self, path: str, args: HookArgs, links: Path, *, seconds: float) -> None:
-        """`links` is the folder of the ledger, which one process at a time owns."""
+    def __init__(self, path: str, args: HookArgs, ledger: Path, *, seconds: float) -> None:
+        """`ledger` is its folder, which one process at a time owns."""
         self._path = path
         self._args = args
-        self._links = links
+        self._ledger = ledger
         self._seconds = seconds
         self._pool = WorkerPool(1)
 
@@ -34,7 +34,7 @@ class GroupChooser:
 
         Raises ConfigError when the function cannot be loaded or takes other arguments.
         """
-        delete_leftovers(self._links, "filter-*")
+        delete_scratch(self._ledger, "filter-*")
         try:
             await self._pool.run(
                 load_buffer_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
@@ -48,7 +48,7 @@ class GroupChooser:
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """Yields a folder for the groups of one choice, and deletes it afterwards."""
-        scratch = Scratch(self._links, f"filter-{secrets.token_hex(4)}")
+        scratch = Scratch(self._ledger, f"filter-{secrets.token_hex(4)}")
         try:
             scratch.make()
             yield scratch.folder
@@ -79,14 +79,14 @@ class UserCode:
     args: HookArgs | None = None
     buffer_filter_path: str | None = None
     seconds: float = 60.0
-    links: Path | None = None
-    """The ledger's folder, with links to the temporary folders of choices."""
+    ledger: Path | None = None
+    """Its folder, after which the temporary folders of choices are named."""
 
     async def chooser(self) -> GroupChooser | None:
         """Returns None without a buffer_filter. Raises ConfigError when the function cannot be loaded."""
-        if self.buffer_filter_path is None or self.args is None or self.links is None:
+        if self.buffer_filter_path is None or self.args is None or self.ledger is None:
             return None
-        chooser = GroupChooser(self.buffer_filter_path, self.args, self.links, seconds=self.seconds)
+        chooser = GroupChooser(self.buffer_filter_path, self.args, self.ledger, seconds=self.seconds)
         await chooser.start()
         return chooser
 

@@ -14,8 +14,8 @@ from typing import Any
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.rules.engine_rules import OURS
 from headrace.limits import nearest
+from headrace.process.child import run_once
 from headrace.process.gloo import gloo_at
-from headrace.process.one_shot import run_once
 from headrace.process.openmp import openmp
 from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address

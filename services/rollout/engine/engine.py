@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.job.schema.placement import PlacementSection
-from headrace.process.ended import meaning
+from headrace.process.exit_status import meaning
 from headrace.rpc.log import log
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, Unavailable
 from headrace.process import memory
-from headrace.process.ended import meaning
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
+from headrace.process.exit_status import meaning
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import Address, free_port
@@ -63,7 +63,7 @@ class ServerProcess:
 
     def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self.url = url
-        self._child = GuardedProcess(command, log_path, environment, asks_group=True)
+        self._child = Child(command, log_path, environment, asks_group=True)
 
     async def start(self, *, seconds: float) -> None:
         """Returns when it answers. Raises Unavailable with its last log lines when it does not."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.job.schema.production import RolloutSection
-from headrace.process.ended import meaning
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
+from headrace.process.exit_status import meaning
 from headrace.rpc.log import log
 from headrace.rpc.net import free_port
 from headrace.rpc.proxies import direct_to_all
@@ -75,7 +75,7 @@ class Router:
         self._timing = timing
         self._http = Http(self.url)
         self._engines: set[str] = set()
-        self._child: GuardedProcess | None = None
+        self._child: Child | None = None
         self._runs = asyncio.Event()
 
     @property
@@ -128,8 +128,8 @@ class Router:
         if self._child:
             await self._child.stop(grace_seconds=1.0)
 
-    async def _started(self) -> GuardedProcess:
-        child = GuardedProcess(self._command, self._log_path, direct_to_all())
+    async def _started(self) -> Child:
+        child = Child(self._command, self._log_path, direct_to_all())
         await child.start()
         end = time.monotonic() + _READY_SECONDS
         try:

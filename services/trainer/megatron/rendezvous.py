@@ -1,4 +1,4 @@
-"""Ranks find each other through torchrun's environment, or through a file that rank 0 leaves for the others.
+"""Ranks find each other through MASTER_ADDR, or through a file that rank 0 leaves for the others.
 
 MASTER_ADDR and MASTER_PORT are where rank 0 listens. The others join when their machines have started them, and say
 what they were started with. When all are there with rank 0's own options, or one has others, rank 0 says so to all.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.gloo import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved
@@ -50,10 +50,6 @@ def join(
     """
     if RENDEZVOUS in os.environ:
         store = _by_file(Path(os.environ[RENDEZVOUS]), rank, world_size)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
-        listen_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-        return
     elif "MASTER_ADDR" in os.environ:
         place = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         listen_towards(place.host)
@@ -231,7 +227,7 @@ def _by_file(file: Path, rank: int, world_size: int) -> dist.Store:
         listen_towards(host)
         store = listening_store(host, _WAIT)
         with (
-            replacing(file) as draft,
+            atomic_write(file) as draft,
             open(draft, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text,
         ):
             text.write(f"{host} {store.port} {token}")

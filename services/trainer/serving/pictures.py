@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 
 MOST_POINTS = 500
 """A picture is some 1,300 pixels wide."""
@@ -144,7 +144,7 @@ def new_figure(points: Sequence[Point], path: Path, size: tuple[float, float]) -
 
 def save(figure: Figure, path: Path) -> None:
     """Writes the PNG, whole or not at all."""
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from headrace.disk import replacing
+from headrace.disk import atomic_write
 from headrace.errors import ConfigError
 from headrace.job.schema.run import TrackingSection, without_secrets
 from headrace.rpc.log import log
@@ -107,7 +107,7 @@ class MetricsFile:
             if not any(_is_later(line, step) for line in file):
                 return
             file.seek(0)
-            with replacing(self._path) as draft, draft.open("wb") as shorter:
+            with atomic_write(self._path) as draft, draft.open("wb") as shorter:
                 shorter.writelines(line for line in file if not _is_later(line, step))
 
 

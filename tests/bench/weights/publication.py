@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
-from headrace.process.shared_memory import memory_folder
+from headrace.process.scratch import memory_folder
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply

@@ -82,7 +82,7 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
 
 
 @pytest.mark.skipif("HEADRACE_PLACEMENTS" not in os.environ, reason="long: make chaos sets HEADRACE_PLACEMENTS")
-async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weights(
+async def test_slurm_and_ray_survive_a_kill_and_train_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -91,7 +91,7 @@ async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weigh
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     weights = {}
-    for placement in ("local", "torchrun", "slurm", "ray"):
+    for placement in ("local", "slurm", "ray"):
         async with running(tmp_path / placement, checkpoint, "--placement", placement) as (run, _):
             starter = await the_starter(run)
             await run.until_step(4)

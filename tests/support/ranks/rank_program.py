@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from headrace.process.exit_codes import PEER_LOST
+from headrace.process.exit_status import PEER_LOST
 from services.trainer.control.channel import PeerLost
 from services.trainer.control.ranks import open_channel
 from services.trainer.megatron.parallel import Layout

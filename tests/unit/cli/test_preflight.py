@@ -21,7 +21,7 @@ from headrace.cli.main import main
 from headrace.errors import Internal
 from headrace.preflight.process import CheckOptions, CheckProcess
 from headrace.preflight.report import Prompts, Report
-from headrace.process.one_shot import OneShot
+from headrace.process.child import OneShot
 from headrace.score import ScoreItem
 from services.buffer.check import ReadingClock
 from services.buffer.check import check as check_buffer

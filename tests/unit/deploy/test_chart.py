@@ -12,7 +12,7 @@ import yaml
 from helm_python import Chart, lint
 from helm_python.errors import HelmError
 
-from headrace.launch.grace import GRACE_SECONDS, LONGEST_GRACE_SECONDS
+from headrace.launch.process import GRACE_SECONDS, LONGEST_GRACE_SECONDS
 from tests.support.deployments import DEPLOY, PORTS, PROBE, SERVICES, job_of, targets
 
 CHART = DEPLOY / "helm" / "headrace"

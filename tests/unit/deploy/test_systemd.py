@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN
+from headrace.process.exit_status import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN
 from tests.support.deployments import DEPLOY, PORTS, SERVICES, job_of
 
 UNITS = DEPLOY / "systemd"

@@ -14,9 +14,9 @@ from headrace.errors import ConfigError
 from headrace.job.rules.machines.gpus import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.launch.gpus import gpu_environments
 from headrace.launch.launcher import Launcher
-from headrace.launch.ranks.slurm import rank_environment
+from headrace.launch.ranks.slurm import task_environment
+from headrace.launch.specs import gpu_environments
 
 ALL = ("buffer", "reward", "rollout", "trainer")
 ROWS = "".join(f"{k}, GPU-{k}{k}{k}{k}0000-0000-0000-0000-000000000000, 00000000:{k:02X}:00.0\\n" for k in range(8))
@@ -135,8 +135,8 @@ def test_processes_are_started_with_their_gpus(load_with, tmp_path: Path) -> Non
 def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engines() -> None:
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(slurm, "meeting")
-    assert rank_environment(slurm | {RANK_DEVICES: "1"}, "meeting")["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in task_environment(slurm, "meeting")
+    assert task_environment(slurm | {RANK_DEVICES: "1"}, "meeting")["CUDA_VISIBLE_DEVICES"] == "1"
     assert rank_devices({}) == {}
 
 

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 from headrace.launch import launcher
-from headrace.launch.grace import grace_seconds
 from headrace.launch.launcher import until_signal
-from headrace.launch.process import ServiceSpec
+from headrace.launch.process import ServiceSpec, grace_seconds
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.rpc.net import free_port
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from headrace.launch import launcher as launcher_module
-from headrace.launch.grace import grace_seconds
+from headrace.launch.process import grace_seconds
 from headrace.process.linux import runs
 from tests.unit.launch.test_supervisor import HERE
 

@@ -12,7 +12,7 @@ import pytest
 from headrace.job.schema.job import Job
 from headrace.job.schema.services import ServicesSection
 from headrace.launch.specs import SERVICES, spec
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
@@ -43,7 +43,7 @@ def engine_sees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         environment = arguments.environment(engine_options(job()), has_accelerator=False)
 
         async def run() -> None:
-            child = GuardedProcess([sys.executable, "-c", SHOW], log, environment)
+            child = Child([sys.executable, "-c", SHOW], log, environment)
             await child.start()
             assert await child.wait() == 0, child.last_lines()
 

@@ -15,7 +15,7 @@ from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving
 from headrace.launch.specs import SERVICES, specs
 from headrace.launch.supervisor import ServiceFailed
-from headrace.process.exit_codes import NOT_WORTH_RESTARTING
+from headrace.process.exit_status import NOT_WORTH_RESTARTING
 from headrace.rpc.net import Address, free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 from tests.unit.launch.test_supervisor import Stage, becomes, running

@@ -14,7 +14,7 @@ from headrace.launch.launcher import Launcher
 from headrace.launch.specs import SERVICES
 from headrace.run_folder import number_of, service_of
 from headrace.sample_log import SampleLog
-from services.rollout.build import groups_at_once, job_of_service
+from services.rollout.build import groups_at_once, job_for_replica
 from services.rollout.fleet_build import engine_options
 from tests.unit.launch.test_shards import after, processes_of
 
@@ -54,16 +54,16 @@ def test_a_service_by_hand_listens_at_its_own_address_and_knows_of_all(load_with
 
 def test_services_divide_the_engines_elsewhere_the_cores_and_what_is_generated_at_once(load_with) -> None:
     job = load_with("--rollout-services", "2", "--openai-port", "9000", *ENGINES)
-    shares = [job_of_service(job, number) for number in range(2)]
+    shares = [job_for_replica(job, number) for number in range(2)]
     assert [each.placement.rollout_external_engine_addrs for each in shares] == [("e:1", "e:2"), ("e:3", "e:4")]
     assert [each.rollout.openai_port for each in shares] == [9000, 9001]
-    assert job_of_service(job, None) is job
+    assert job_for_replica(job, None) is job
     many = load_with("--rollout-services", "64")
     assert engine_options(many).threads == 1
 
     def of_one(count: int, *flags: str) -> int:
         job = load_with("--rollout-services", str(count), *flags)
-        return groups_at_once(job_of_service(job, 0 if count > 1 else None).rollout)
+        return groups_at_once(job_for_replica(job, 0 if count > 1 else None).rollout)
 
     at_once = [of_one(count) for count in (1, 2, 3)]
     assert at_once == [8, 2, 2], "two steps' worth; of several a step's, so that the first does not take all"

@@ -12,12 +12,12 @@ from threading import Barrier
 
 import pytest
 
-from headrace.disk import one_at_a_time
+from headrace.disk import file_lock
 from headrace.job.schema.job import Job
 from headrace.launch import launcher as launcher_module
 from headrace.launch.buffer_of_run import living_buffer
-from headrace.launch.earlier import has_ended
 from headrace.launch.launcher import Launcher
+from headrace.launch.previous_run import has_ended
 from tests.support.faults.file_limit import files_end_at
 
 NUM_WRITES = 200
@@ -56,7 +56,7 @@ def test_a_launcher_that_is_stopped_in_its_change_holds_up_no_run(
 ) -> None:
     launcher = launcher_of(tmp_path, "buffer")
     monkeypatch.setattr(launcher_module, "_LOCK_SECONDS", 0.05)
-    with one_at_a_time(launcher.folder.services_file):
+    with file_lock(launcher.folder.services_file):
         launcher._write_services({"buffer": os.getpid()})
     assert list(launcher.folder.running_services()) == ["buffer"]
 

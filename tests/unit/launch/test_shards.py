@@ -13,8 +13,8 @@ from headrace.cli.view.plan import in_short, plan
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.buffer_of_run import living_buffer
-from headrace.launch.earlier import earlier_start, resumption
 from headrace.launch.launcher import Launcher
+from headrace.launch.previous_run import previous_run, resumption
 from headrace.launch.specs import SERVICES
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry, number_of, service_of
@@ -147,7 +147,7 @@ def test_a_start_that_never_had_a_ledger_binds_nobody(load_with, tmp_path: Path)
     for shard in range(2):
         run.ledger_of(shard).mkdir(parents=True)
     run.create(two_shards(load_with, tmp_path))
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     assert earlier is not None
     assert not earlier.has_ledger
     assert processes_of(
@@ -179,7 +179,7 @@ def test_a_resumed_run_keeps_its_number_of_shards(load_with, tmp_path: Path) -> 
     run = RunFolder(tmp_path / "runs" / "one")
     run.create(job)
     touch(run.ledger_of(0) / "lock")
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     assert earlier is not None
     assert resumption(earlier, two_shards(load_with, tmp_path)) == "starting again: no checkpoint yet"
     with pytest.raises(FailedPrecondition, match="was started with --buffer-shards 2, .* now it is 3"):

@@ -22,8 +22,7 @@ from headrace.errors import HeadraceError, NothingToLearn
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
-from headrace.process.ending import Ending
-from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
+from headrace.process.exit_status import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
 from headrace.rpc.net import free_port
 
 HERE = Path(__file__).parent
@@ -304,10 +303,12 @@ async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_cod
     stage: Stage, starters_code: int
 ) -> None:
     written, ending = stage.folder / "written", stage.folder / "ending"
-    Ending(NOTHING_TO_LEARN, "40 of the last 40 samples failed:\n  40 HOOK_RAISED: why").write(written)
+    ExitStatus(NOTHING_TO_LEARN, "40 of the last 40 samples failed:\n  40 HOOK_RAISED: why").write(written)
     dying = stage.dying(starters_code)
     script = f'"$@"; code=$?; cp {written} {ending}; exit $code'
-    spec = replace(dying, command=["/bin/sh", "-c", script, "sh", *dying.command], ending=ending, keeps_exit_code=False)
+    spec = replace(
+        dying, command=["/bin/sh", "-c", script, "sh", *dying.command], exit_status=ending, keeps_exit_code=False
+    )
     with pytest.raises(
         NothingToLearn, match="fake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\ncorrect that"
     ):
@@ -317,8 +318,8 @@ async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_cod
 
 async def test_what_an_earlier_start_left_does_not_count(stage: Stage) -> None:
     ending = stage.folder / "ending"
-    Ending(NOTHING_TO_LEARN, "of yesterday").write(ending)
-    spec = replace(stage.dying(7), ending=ending, keeps_exit_code=False, no_restart="pass --a-flag")
+    ExitStatus(NOTHING_TO_LEARN, "of yesterday").write(ending)
+    spec = replace(stage.dying(7), exit_status=ending, keeps_exit_code=False, no_restart="pass --a-flag")
     with pytest.raises(ServiceFailed, match="fake ended with exit code 7: pass --a-flag"):
         await stage.supervisor(spec).run()
 

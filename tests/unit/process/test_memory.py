@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.process import ended
-from headrace.process.ended import ResidentMemory
+from headrace.process import child
+from headrace.process.child import ResidentMemory
 from headrace.process.memory import free_bytes, of_tree
 
 HOLDS_64_MIB = "import sys; held = bytearray(64 << 20); print('.', flush=True); sys.stdin.read()"
@@ -19,16 +19,16 @@ HOLDS_64_MIB = "import sys; held = bytearray(64 << 20); print('.', flush=True); 
 
 async def test_a_process_takes_its_memory_and_that_of_those_below_it() -> None:
     before = of_tree(os.getpid())
-    child = subprocess.Popen([sys.executable, "-c", HOLDS_64_MIB], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS_64_MIB], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert child.stdout is not None
-        await asyncio.to_thread(child.stdout.readline)
-        assert 64 << 20 < of_tree(child.pid) < 256 << 20
+        assert holder.stdout is not None
+        await asyncio.to_thread(holder.stdout.readline)
+        assert 64 << 20 < of_tree(holder.pid) < 256 << 20
         assert of_tree(os.getpid()) > before + (32 << 20)
     finally:
-        child.kill()
-        child.communicate()
-    assert of_tree(child.pid) == 0
+        holder.kill()
+        holder.communicate()
+    assert of_tree(holder.pid) == 0
 
 
 async def test_what_a_tree_had_is_told_though_its_largest_process_ended_before_it(
@@ -43,8 +43,8 @@ async def test_what_a_tree_had_is_told_though_its_largest_process_ended_before_i
         return looks.pop(0) if looks else 0
 
     loop, memory = asyncio.get_running_loop(), ResidentMemory(os.getpid())
-    monkeypatch.setattr(ended, "resident_of_tree", look)
-    monkeypatch.setattr(ended, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(child, "resident_of_tree", look)
+    monkeypatch.setattr(child, "LOOK_SECONDS", 0.0)
     assert memory.most is None
     await memory.watch(over.wait)
     assert looks == []

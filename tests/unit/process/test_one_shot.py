@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from headrace.process.child import OneShot, run_once
 from headrace.process.linux import runs
-from headrace.process.one_shot import OneShot, run_once
 
 ENDLESS = "import os, sys, threading; print(os.getpid(), file=sys.stderr, flush=True); threading.Event().wait()"
 

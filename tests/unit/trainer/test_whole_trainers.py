@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.models.folders import BlockFp8, is_whole
-from headrace.process.shared_memory import memory_folder
+from headrace.process.scratch import memory_folder
 from services.trainer.weights.quantization import quantized
 from tests.long_forms import ALL
 from tests.support.devices.shared_device import SharedDevice

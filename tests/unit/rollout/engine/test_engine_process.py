@@ -14,7 +14,7 @@ import pytest
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job
-from headrace.process.scratch import Scratch, delete_leftovers
+from headrace.process.scratch import Scratch, delete_scratch
 from services.rollout.engine import launch
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.process import SglangProcess
@@ -58,10 +58,6 @@ class Engines:
         self.temporary.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
 
-    @property
-    def links(self) -> list[Path]:
-        return list(self._folder.glob(".engine-*"))
-
     def __call__(self, behaviour: str) -> SglangProcess:
         def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
             return [sys.executable, "-c", ENGINE, str(port), behaviour]
@@ -79,13 +75,13 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
 async def test_nothing_is_left_of_an_engine_that_does_not_start(engines: Engines) -> None:
     with pytest.raises(Unavailable, match="exit code 3"):
         await engines("fails").start(seconds=50.0)
-    assert not [*engines.temporary.iterdir(), *engines.links]
+    assert not list(engines.temporary.iterdir())
 
 
 async def test_an_argument_that_the_launcher_refuses_is_a_mistake_in_the_job(engines: Engines) -> None:
     with pytest.raises(ConfigError, match=r"^--sglang-statik is no argument of SGLang's$"):
         await engines("refused").start(seconds=50.0)
-    assert not [*engines.temporary.iterdir(), *engines.links]
+    assert not list(engines.temporary.iterdir())
 
 
 async def test_nothing_is_left_of_an_engine_that_ends_by_itself(engines: Engines) -> None:
@@ -93,7 +89,7 @@ async def test_nothing_is_left_of_an_engine_that_ends_by_itself(engines: Engines
     await engine.start(seconds=50.0)
     async with asyncio.timeout(60):
         assert await engine.wait() == 0
-    assert not [*engines.temporary.iterdir(), *engines.links]
+    assert not list(engines.temporary.iterdir())
 
 
 async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) -> None:
@@ -101,13 +97,16 @@ async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) ->
     await engine.start(seconds=50.0)
     assert list(engines.temporary.iterdir())
     await engine.stop()
-    assert not [*engines.temporary.iterdir(), *engines.links]
+    assert not list(engines.temporary.iterdir())
 
 
-async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all its engines, also of those that the next one does not have."""
     temporary, logs = tmp_path / "temporary", tmp_path / "logs"
     temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     killed = await asyncio.create_subprocess_exec(
         sys.executable, "-c", KILLED, str(logs), env={**os.environ, "TMPDIR": str(temporary)}
     )
@@ -115,9 +114,8 @@ async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_pa
     strangers = temporary / "of another program"
     strangers.mkdir()
     assert len(list(temporary.iterdir())) == 3
-    delete_leftovers(logs, "engine-*")
+    delete_scratch(logs, "engine-*")
     assert list(temporary.iterdir()) == [strangers]
-    assert not list(logs.iterdir())
 
 
 KILLED = """
@@ -131,15 +129,6 @@ for engine in range(2):
     (scratch.folder / "ranks").write_text("ranks meet here")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def test_a_link_to_anything_else_costs_nobody_a_folder(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (tmp_path / ".engine-0.tmp").symlink_to(precious)
-    delete_leftovers(tmp_path, "engine-*")
-    assert precious.is_dir()
-    assert not (tmp_path / ".engine-0.tmp").is_symlink()
 
 
 def test_an_engines_folder_is_its_users_alone_and_short_enough_for_sockets(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
 from headrace.job.schema.services import ServicesSection
 from headrace.job_buffer import buffer_of
-from headrace.process.exit_codes import PEER_AWAY
+from headrace.process.exit_status import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
 from services.trainer.control import publication

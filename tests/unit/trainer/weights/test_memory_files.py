@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import FailedPrecondition, ResourceExhausted
-from headrace.process.shared_memory import SHARED_MEMORY, memory_folder
+from headrace.process.scratch import SHARED_MEMORY, memory_folder
 from services.trainer.control.senders import WeightWriter
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles, make_private, segments_of

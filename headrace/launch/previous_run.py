@@ -1,4 +1,4 @@
-"""Reads what an earlier start of a run left in its folder, and decides what a new start may change."""
+"""Reads what a previous start of a run left in its folder, and decides what a new start may change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import DataLoss, FailedPrecondition, NotFound
+from headrace.errors import ConfigError, DataLoss, FailedPrecondition, NotFound
 from headrace.job.changes import changed_options, changes
 from headrace.job.schema.job import Job
+from headrace.job.schema.services import BufferSection
 from headrace.limits import MAX_COUNTER, whole_number
 from headrace.models.folders import is_whole
 from headrace.run_folder import RunFolder
@@ -28,7 +29,7 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierStart:
+class PreviousRun:
     """Steps are counted from 1, as on the console."""
 
     job: Job
@@ -38,14 +39,14 @@ class EarlierStart:
     """Groups are there already, or in a database."""
 
 
-def earlier_start(run: RunFolder) -> EarlierStart | None:
+def previous_run(run: RunFolder) -> PreviousRun | None:
     """None for a folder that no run has used, or that an earlier version of headrace wrote."""
     try:
         job = run.job()
     except (NotFound, DataLoss):
         return None
     has_ledger = job.buffer.buffer_store == "postgres" or has_files(run.ledger)
-    return EarlierStart(job, saved_step(run, job), has_ledger)
+    return PreviousRun(job, saved_step(run, job), has_ledger)
 
 
 def has_files(folder: Path) -> bool:
@@ -80,7 +81,7 @@ def has_ended(run: RunFolder) -> bool:
     return started and not run.running_services()
 
 
-def resumption(earlier: EarlierStart, job: Job) -> str:
+def resumption(earlier: PreviousRun, job: Job) -> str:
     """Describes where this start continues and what changes.
 
     Raises FailedPrecondition for changes that the ledger would refuse.
@@ -102,3 +103,28 @@ def resumption(earlier: EarlierStart, job: Job) -> str:
 def differences(earlier: Job, job: Job) -> list[str]:
     """The options that decide what is trained and are not the same: `lora_rank 8 there, 16 here`."""
     return [f"{each.name} {each.old} there, {each.new} here" for each in changes(earlier, job) if each.is_told]
+
+
+def require_shards(run: RunFolder, buffer: BufferSection) -> None:
+    """Raises ConfigError when the run's ledger was made with another number of shards than would be started over it.
+
+    A shard that is started by hand has the folder to itself; its own stream says which one it is.
+    """
+    there = _num_shards(run, buffer)
+    if there in (None, buffer.buffer_shards) or buffer.buffer_addresses:
+        return
+    made_with = "one buffer" if there == 1 else f"{there} shards"
+    raise ConfigError(
+        f"the ledger of {run.path} was made with {made_with}, and buffer_shards is {buffer.buffer_shards}: a ledger "
+        f"keeps its number of shards; pass --buffer-shards {there} to continue it, or start a new run with another "
+        "--run-name",
+        field="buffer_shards",
+    )
+
+
+def _num_shards(run: RunFolder, buffer: BufferSection) -> int | None:
+    """None for a run that has no ledger yet. A database does not say it; the run's earlier job does."""
+    if has_files(run.ledger):
+        return len([path for path in run.ledger.glob("shard-*") if path.is_dir()]) or 1
+    earlier = previous_run(run) if buffer.buffer_store == "postgres" else None
+    return None if earlier is None else earlier.job.buffer.buffer_shards

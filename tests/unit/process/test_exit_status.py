@@ -1,4 +1,4 @@
-"""A service ends with the code that `headrace.process.exit_codes` has for what ended it."""
+"""A service ends with the code that `headrace.process.exit_status` has for what ended it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.job.schema.job import Job
-from headrace.process import exit_codes as codes
-from headrace.process.ending import Ending
+from headrace.process import exit_status as codes
+from headrace.process.exit_status import ExitStatus
 from headrace.run_folder import RunFolder
 from services.buffer import __main__ as buffer
 from services.reward import __main__ as reward
@@ -105,6 +105,6 @@ def test_a_mistake_in_the_job_is_known_where_srun_keeps_no_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended_by(trainer, DataLoss("never raised"), tmp_path, monkeypatch, text="{}")
-    ending = Ending.read(RunFolder(tmp_path).ending)
+    ending = ExitStatus.read(RunFolder(tmp_path).exit_status)
     assert ending is not None
     assert ending.exit_code == 2

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import FailedPrecondition
-from headrace.launch.leftovers import leftovers, outlast_leftovers
+from headrace.launch.launcher import orphans, wait_for_orphans
 from headrace.process.linux import runs
 from headrace.run_folder import RunFolder
 
 _LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
 async def main():
-    await GuardedProcess(sys.argv[2:], Path(sys.argv[1]), {}, orphan_seconds=60.0).start()
+    await Child(sys.argv[2:], Path(sys.argv[1]), {}, orphan_seconds=60.0).start()
     print("started", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -59,25 +59,25 @@ def launcher(tmp_path: Path, run: RunFolder) -> Iterator[subprocess.Popen[str]]:
         yield process
         process.kill()
         (tmp_path / "may-end").touch()
-        outlast_leftovers(run, ["buffer"], print)
+        wait_for_orphans(run, ["buffer"], print)
 
 
 def test_a_start_waits_until_the_services_of_a_killed_launcher_have_ended(
     tmp_path: Path, run: RunFolder, launcher: subprocess.Popen[str]
 ) -> None:
-    assert leftovers(run, ["buffer"]) == [], "a launcher that lives has left nothing"
+    assert orphans(run, ["buffer"]) == [], "a launcher that lives has left nothing"
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    (guard,) = leftovers(run, ["buffer", "trainer"])
-    assert leftovers(run, ["trainer"]) == leftovers(RunFolder(run.path.with_name("other")), ["buffer"]) == []
+    (guard,) = orphans(run, ["buffer", "trainer"])
+    assert orphans(run, ["trainer"]) == orphans(RunFolder(run.path.with_name("other")), ["buffer"]) == []
     told: list[str] = []
 
     def hear(line: str) -> None:
         told.append(line)
         threading.Timer(0.2, (tmp_path / "may-end").touch).start()
 
-    outlast_leftovers(run, ["buffer"], hear)
-    assert leftovers(run, ["buffer"]) == []
+    wait_for_orphans(run, ["buffer"], hear)
+    assert orphans(run, ["buffer"]) == []
     assert not runs(guard)
     assert told == [f"{run.path}: waiting for the end of what an earlier start has left, processes {guard}"]
 
@@ -86,4 +86,4 @@ def test_what_does_not_end_is_named_with_the_way_out(run: RunFolder, launcher: s
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     with pytest.raises(FailedPrecondition, match=r"processes of an earlier start of run .* do not end: kill -9 \d+"):
-        outlast_leftovers(run, ["buffer"], print, patience_seconds=0.0)
+        wait_for_orphans(run, ["buffer"], print, patience_seconds=0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
-from headrace.launch.earlier import earlier_start, has_ended, is_finished, resumption
+from headrace.launch.previous_run import has_ended, is_finished, previous_run, resumption
 from headrace.run_folder import RunFolder, ServiceEntry
 
 
@@ -25,7 +25,7 @@ def started(load_with, folder: Path, *flags: str, step: int = 0) -> tuple[RunFol
 
 def test_a_start_says_where_it_goes_on_and_what_changed(load_with, tmp_path: Path) -> None:
     run, _ = started(load_with, tmp_path, "--lr", "5e-6", step=6)
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     assert earlier is not None
     again = load_with(
         "--run-dir", str(tmp_path), "--num-rollout", "12", "--lr", "1e-5", "--buffer-address", "127.0.0.1:1"
@@ -44,7 +44,7 @@ def test_what_the_ledger_was_made_with_is_refused_in_the_flags_words(
     load_with, tmp_path: Path, flag: str, value: str, said: str
 ) -> None:
     run, _ = started(load_with, tmp_path, step=6)
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     assert earlier is not None
     size = ["--global-batch-size", "32"] if flag == "--rollout-batch-size" else []
     again = load_with("--run-dir", str(tmp_path), "--num-rollout", "9", flag, value, *size)
@@ -55,7 +55,7 @@ def test_what_the_ledger_was_made_with_is_refused_in_the_flags_words(
 def test_a_run_without_a_ledger_may_change_everything(load_with, tmp_path: Path) -> None:
     run, _ = started(load_with, tmp_path)
     (run.ledger / "state.sqlite").unlink()
-    earlier = earlier_start(run)
+    earlier = previous_run(run)
     assert earlier is not None
     assert "rollout_seed 42 -> 7" in resumption(earlier, load_with("--rollout-seed", "7"))
 
@@ -76,6 +76,6 @@ def test_a_run_has_ended_when_nothing_that_it_started_lives(tmp_path: Path) -> N
 
 
 def test_a_folder_of_an_earlier_version_says_nothing(tmp_path: Path) -> None:
-    assert earlier_start(RunFolder(tmp_path)) is None
+    assert previous_run(RunFolder(tmp_path)) is None
     (tmp_path / "job.json").write_text('{"run": 3}')
-    assert earlier_start(RunFolder(tmp_path)) is None
+    assert previous_run(RunFolder(tmp_path)) is None

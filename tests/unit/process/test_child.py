@@ -1,4 +1,4 @@
-"""A guarded process: it ends with its starter, leaves nothing behind, and its log keeps what it said."""
+"""A child: it ends with its starter, leaves nothing behind, and its log keeps what it said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.process.guarded import GuardedProcess
+from headrace.process.child import Child
 from tests.support.faults.file_limit import files_end_at
 
 ELSEWHERE = (
@@ -38,9 +38,8 @@ command = [sys.executable, "-m", "headrace.launch.ranks.local", "2", str(log.par
 start = ServiceProcess.start(ServiceSpec("trainer", command, "127.0.0.1:1", "127.0.0.1:1", log, 600.0))
 """,
     "a rank of Ray": """
-import asyncio
 from headrace.launch.ranks.ray import Rank
-start = asyncio.to_thread(Rank(str(log)).run, command, ".", {})
+start = Rank(str(log)).run(command, ".", {})
 """,
 }
 
@@ -79,7 +78,7 @@ async def test_nothing_outlives_a_starter_that_was_killed(starter: str, tmp_path
 
 
 async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_path: Path) -> None:
-    process = GuardedProcess([sys.executable, "-c", IGNORES + ELSEWHERE], tmp_path / "log", {})
+    process = Child([sys.executable, "-c", IGNORES + ELSEWHERE], tmp_path / "log", {})
     await process.start()
     grandchild = await grandchild_in(tmp_path / "log")
     await process.stop(grace_seconds=0.1)
@@ -90,7 +89,7 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
 
 
 async def test_a_stop_without_grace_ends_a_process_that_is_stopped(tmp_path: Path) -> None:
-    process = GuardedProcess([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
+    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
     await process.start()
     await until_said(process, "grandchild")
     os.kill(process.pid, signal.SIGSTOP)
@@ -99,7 +98,7 @@ async def test_a_stop_without_grace_ends_a_process_that_is_stopped(tmp_path: Pat
 
 
 async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
-    process = GuardedProcess([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
+    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
     await process.start()
     grandchild = await grandchild_in(tmp_path / "log")
     os.kill(process.pid, signal.SIGKILL)
@@ -110,7 +109,7 @@ async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_pa
 async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     for words in ("out of memory", "all is well"):
-        process = GuardedProcess([sys.executable, "-c", f"print({words!r})"], log, {})
+        process = Child([sys.executable, "-c", f"print({words!r})"], log, {})
         await process.start()
         assert await process.wait() == 0
         assert process.last_lines() == words
@@ -121,7 +120,7 @@ async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
-async def until_said(process: GuardedProcess, word: str) -> None:
+async def until_said(process: Child, word: str) -> None:
     async with asyncio.timeout(60):
         while word not in process.last_lines():  # another party's state
             await asyncio.sleep(0.01)
@@ -154,7 +153,7 @@ def is_running(pid: int) -> bool:
 async def test_a_process_starts_again_though_its_log_cannot_grow(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("what the start before said\n")
-    process = GuardedProcess([sys.executable, "-c", "raise SystemExit(7)"], log, {})
+    process = Child([sys.executable, "-c", "raise SystemExit(7)"], log, {})
     with files_end_at(log.stat().st_size):
         await process.start()
         assert await process.wait() == 7

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.authority import issue_client, issue_service, revoke_client
-from headrace.disk import one_at_a_time
+from headrace.disk import file_lock
 from headrace.errors import ConfigError
 from headrace.rpc.access import revoked, tokens_file
 from headrace.rpc.access.roles import Role
@@ -57,11 +57,11 @@ def test_a_folder_gets_one_authority_and_whole_pairs_of_certificate_and_key(tmp_
 def test_who_waits_too_long_is_told_and_a_command_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     if (pid := os.fork()) == 0:
-        with one_at_a_time(file):
+        with file_lock(file):
             os._exit(0)
     os.waitpid(pid, 0)
     said = r"another command has been changing .*tokens\.json for 0.1 s: end it"
-    with one_at_a_time(file), pytest.raises(ConfigError, match=said), one_at_a_time(file, 0.1):
+    with file_lock(file), pytest.raises(ConfigError, match=said), file_lock(file, 0.1):
         pass
     tokens_file.add(file, "eve", Role.VIEWER)
 
