@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.option import ALIASES, options
-from headrace.job.rules.warned.algorithm_warnings import algorithm_warnings
+from headrace.job.rules.warnings import algorithm_warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
 LONE = "--n-samples-per-prompt 1"

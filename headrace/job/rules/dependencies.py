@@ -85,7 +85,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
 """An option that has no effect without another one."""
 
 
-def check_needs(job: Job) -> None:
+def check_dependencies(job: Job) -> None:
     """Raises ConfigError for an option that is set and would be ignored."""
     known = options()
     for name, (needed, has_it) in _NEEDS.items():
