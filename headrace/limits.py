@@ -40,6 +40,8 @@ MAX_WAIT_SECONDS: Final = 86_400.0
 """Longer waits are cut to it, and to the deadline of the call."""
 MAX_LEASE_SECONDS: Final = 30 * 86_400.0
 """A lease unless it is renewed."""
+PEER_WAIT_SECONDS: Final = 300.0
+"""How long the trainer waits for a service that does not answer, and rollout for a score."""
 
 LAST_PORT: Final = 65_535
 """TCP's last one."""

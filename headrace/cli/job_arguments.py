@@ -17,9 +17,9 @@ from headrace.job.schema.job import Job
 
 _ALL = "--help-all"
 FIRST = (
-    *("hf_checkpoint", "run_name", "prompt_data", "input_key", "label_key", "apply_chat_template"),
+    *("hf_checkpoint", "max_staleness", "run_name", "prompt_data", "input_key", "label_key", "apply_chat_template"),
     *("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "rollout_temperature"),
-    *("custom_generate_function_path", "rm_type", "custom_rm_path", "max_staleness"),
+    *("custom_generate_function_path", "rm_type", "custom_rm_path"),
     *("advantage_estimator", "use_kl_loss", "kl_loss_coef", "global_batch_size", "max_tokens_per_gpu", "lr", "bf16"),
     *("tensor_model_parallel_size", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
     *("eval_prompt_data", "eval_interval", "save_interval", "save_hf", "use_wandb"),

@@ -28,6 +28,10 @@ def _encodable(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
+PASS_REWARD = 1.0
+"""Least reward of a sample that passes, for pass@k, where its set names none."""
+
+
 class EvalSet(Section):
     """One data set. What is absent is as the job's --eval-* flags say."""
 
@@ -189,7 +193,7 @@ def eval_dataset(
         metadata_overrides_json=_overrides(of_set),
         generate_function_path=of_set.custom_generate_function_path or "",
         image_key=data.image_key or "",
-        pass_reward=_first(of_set.pass_reward, evaluation.eval_pass_reward),
+        pass_reward=_first(of_set.pass_reward, PASS_REWARD),
     )
 
 

@@ -211,12 +211,16 @@ def _path(name: str, path: Path | None) -> list[str]:
     return [] if path is None else [name, str(path.absolute())]
 
 
+MAX_TRAINER_RESTARTS = 5
+"""Restarts of the trainer within ten minutes before the run fails."""
+
+
 def _restarts(job: Job, service: str) -> dict[str, Any]:
     """A trainer restarts only when the job says so, because the cause of its death may come back with every restart."""
     if service != "trainer":
         return {}
     if job.placement.use_fault_tolerance:
-        return {"max_restarts": job.placement.max_trainer_restarts}
+        return {"max_restarts": MAX_TRAINER_RESTARTS}
     return {
         "no_restart": "--use-fault-tolerance would restart it from its last checkpoint; the same command does so, too"
     }

@@ -16,7 +16,7 @@ import msgspec
 from headrace.errors import ConfigError, Internal
 from headrace.hooks.slime_names import slime_environment
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.warned.warnings import warnings
+from headrace.job.rules.warnings import warnings
 from headrace.job.schema.job import Job
 from headrace.preflight.process import CheckProcess
 from headrace.preflight.report import BufferReport, Prompts, Report

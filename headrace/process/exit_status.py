@@ -10,7 +10,7 @@
 | 76 | a trainer's rank that another rank has left | counts as the other rank's end |
 
 The rollout service waits for a buffer that is away for as long as it takes, because engines take minutes to start. It
-asks a reward service for `peer_wait_seconds` and then puts the samples as FAILED. The reward service needs nobody.
+asks a reward service for five minutes and then puts the samples as FAILED. The reward service needs nobody.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from services.buffer.store.base import Store
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
 _DATABASES_ERRORS = (Unavailable,)
+MIN_FREE_DISK_BYTES = 256 << 20
+"""Puts are refused while the ledger's disk has less space left."""
 
 
 def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
@@ -52,7 +54,6 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Serves until a signal. Raises the error with which the store failed."""
-    reserve = job.buffer.min_free_disk_bytes
     with long_lived():
         buffer = await BufferApplication.open(
             store,
@@ -60,7 +61,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
             user_code=user_code_of(job, arguments.data_dir),
             prompt_files=PromptFiles(job.buffer.prompt_root, [file.path for file in train_stream(job).files]),
             max_column_bytes=job.buffer.max_payload_bytes,
-            min_free_disk_bytes=reserve,
+            min_free_disk_bytes=MIN_FREE_DISK_BYTES,
             retain_events=job.buffer.retain_events,
         )
     try:
@@ -88,7 +89,6 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         insecure=listen.insecure,
         tls=listen.tls,
         tokens=listen.tokens,
-        max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
         waiting=WAITING,

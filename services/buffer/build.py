@@ -14,12 +14,26 @@ from headrace.limits import share_of_count, share_of_least, share_of_limit
 from headrace.models.registry import read_architecture
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource
-from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.ledger.stream import (
+    DEFAULT_MAX_GROUPS,
+    DEFAULT_MAX_LEASES,
+    ExpiryAction,
+    Selection,
+    StreamConfig,
+)
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import open_store
 
 TRAIN_STREAM = "train"
+LEASE_SECONDS = 60.0
+"""A producer that is silent for longer loses its groups."""
+MAX_ATTEMPTS = 3
+"""Leases of a group before it is FAILED."""
+RETAIN_STEPS = 100
+"""Committed and dropped groups are deleted this number of steps after their own."""
+HOOK_SECONDS = 60.0
+"""Limit of one call of buffer_filter_path or data_source_path."""
 
 
 def train_stream(job: Job) -> StreamConfig:
@@ -36,16 +50,16 @@ def train_stream(job: Job) -> StreamConfig:
         n_samples_per_prompt=job.rollout.samples_per_group,
         groups_per_step=share_of_count(job.rollout.groups_per_step, shard, num_shards),
         max_staleness=job.buffer.max_staleness,
-        lease_seconds=job.buffer.lease_seconds,
-        max_attempts=job.buffer.max_attempts,
+        lease_seconds=LEASE_SECONDS,
+        max_attempts=MAX_ATTEMPTS,
         expiry_action=ExpiryAction(job.buffer.expiry_action.upper()),
         selection=_selection(job.buffer),
         files=() if job.data.data_source_path else _files(job.data),
         data_source=job.data.data_source_path,
         max_payload_bytes=share_of_limit(job.buffer.max_payload_bytes, num_shards),
-        max_groups=share_of_limit(job.buffer.max_groups, num_shards),
-        max_leases=share_of_limit(job.buffer.max_leases, num_shards),
-        retain_steps=job.buffer.retain_steps,
+        max_groups=share_of_limit(DEFAULT_MAX_GROUPS, num_shards),
+        max_leases=share_of_limit(DEFAULT_MAX_LEASES, num_shards),
+        retain_steps=RETAIN_STEPS,
         over_sampling_groups=share_of_count(
             _surplus(job.rollout.over_sampling_batch_size, job.rollout.groups_per_step), shard, num_shards
         ),
@@ -70,7 +84,7 @@ def store_of_job(job: Job, folder: Path) -> Store:
 
 def user_code_of(job: Job, links: Path) -> UserCode:
     """The Python that the job names for the buffer; `links` is the ledger's folder."""
-    return UserCode(hook_args(job), job.buffer.buffer_filter_path, job.buffer.buffer_hook_timeout_seconds, links)
+    return UserCode(hook_args(job), job.buffer.buffer_filter_path, HOOK_SECONDS, links)
 
 
 def _vocab_size(checkpoint: Path) -> int | None:

@@ -18,7 +18,7 @@ from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.prompts import rows_of
-from services.buffer.build import of_shard, train_stream
+from services.buffer.build import HOOK_SECONDS, of_shard, train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.data_source import prompt_of_sample
@@ -165,13 +165,13 @@ def _rm_type(metadata_json: str) -> str:
 
 
 async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> None:
-    job, limit = options.job, options.job.buffer.buffer_hook_timeout_seconds
+    job = options.job
     async with hook_pool(options, report) as pool:
         if job.buffer.buffer_filter_path:
-            await pool.run(load_buffer_filter, job.buffer.buffer_filter_path, timeout_seconds=limit)
+            await pool.run(load_buffer_filter, job.buffer.buffer_filter_path, timeout_seconds=HOOK_SECONDS)
         if path := job.data.data_source_path:
             given: list[Given] = await pool.run(
-                try_data_source, path, hook_args(job), _TRIED_PROMPTS, timeout_seconds=limit, name=f"hook {path}"
+                try_data_source, path, hook_args(job), _TRIED_PROMPTS, timeout_seconds=HOOK_SECONDS, name=f"hook {path}"
             )
             report.facts.append(("prompts", f"from {path}, which gave {len(given)} when asked for {_TRIED_PROMPTS}"))
             for number, each in enumerate(given, 1):

@@ -146,8 +146,8 @@ class EngineSlots:
         waiting = self.shares.waiting(Kind.CLIENTS)
         if count > self.shares.room(Kind.CLIENTS) + self._max_waiting - waiting:
             raise ResourceExhausted(
-                f"{waiting} requests of clients wait for an engine and {count} more would exceed max_waiting_requests "
-                f"{self._max_waiting}: ask again in {_RETRY_SECONDS:g} s, or start the service with a larger one",
+                f"{waiting} requests of clients wait for an engine and {count} more would exceed the "
+                f"{self._max_waiting} that may: ask again in {_RETRY_SECONDS:g} s",
                 retry_after_seconds=_RETRY_SECONDS,
                 reason="TOO_MANY_WAITING",
             )

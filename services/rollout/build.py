@@ -17,7 +17,7 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit, EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
-from headrace.limits import MAX_COUNTER
+from headrace.limits import MAX_COUNTER, PEER_WAIT_SECONDS
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.rpc.server import Listen
@@ -91,6 +91,10 @@ def samples_together(rollout: RolloutSection, num_engines: int) -> int:
     return max(1, min(rollout.n_samples_per_prompt or 1, samples // (_SHARES_OF_AN_ENGINE * num_engines)))
 
 
+MAX_WAITING_REQUESTS = 256
+"""Requests of clients that may wait for an engine; more are refused, and told to come again."""
+
+
 def evaluated_beside_training(rollout: RolloutSection, evaluation: EvalSection) -> int:
     """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
     if evaluation.eval_samples_in_flight is not None:
@@ -102,7 +106,7 @@ def evaluated_beside_training(rollout: RolloutSection, evaluation: EvalSection) 
 
 def requested_beside_training(rollout: RolloutSection) -> int:
     """Clients' requests in flight beside training's samples."""
-    return rollout.client_requests_in_flight or max(1, samples_at_once(rollout) // _TRAINING_SHARE)
+    return max(1, samples_at_once(rollout) // _TRAINING_SHARE)
 
 
 def engine_slots(rollout: RolloutSection, evaluation: EvalSection) -> EngineSlots:
@@ -112,7 +116,7 @@ def engine_slots(rollout: RolloutSection, evaluation: EvalSection) -> EngineSlot
         Kind.EVALUATION: evaluated_beside_training(rollout, evaluation),
         Kind.CLIENTS: requested_beside_training(rollout),
     }
-    return EngineSlots(Shares(slots, alone=SAMPLES_AT_ONCE), max_waiting=rollout.max_waiting_requests)
+    return EngineSlots(Shares(slots, alone=SAMPLES_AT_ONCE), max_waiting=MAX_WAITING_REQUESTS)
 
 
 _ANSWER_SECONDS = 1.0
@@ -462,7 +466,7 @@ class _Build:
         return SampleScorer(
             _required(address, "reward_address") if self.job.asks_engines else address,
             item_seconds=self.job.reward.reward_timeout_seconds,
-            patience_seconds=self.job.services.peer_wait_seconds,
+            patience_seconds=PEER_WAIT_SECONDS,
         )
 
     @cached_property

@@ -18,6 +18,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError
 from headrace.job.schema.job import Job, read_job
+from headrace.limits import PEER_WAIT_SECONDS
 from headrace.rpc.log import configure_logging
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.http import Http
@@ -63,7 +64,7 @@ async def evaluate_url(
     scorer = SampleScorer(
         job.services.reward_address,
         item_seconds=job.reward.reward_timeout_seconds,
-        patience_seconds=job.services.peer_wait_seconds,
+        patience_seconds=PEER_WAIT_SECONDS,
     )
     at_once = job.eval.eval_samples_in_flight or SAMPLES_AT_ONCE
     evaluator = Evaluator(

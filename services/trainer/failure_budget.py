@@ -43,9 +43,9 @@ class FailureBudget:
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> FailureBudget:
-        """A window is one step's samples unless the job says otherwise."""
+        """A window is one step's samples, and 32 at least."""
         step = (rollout.rollout_batch_size or 1) * (rollout.n_samples_per_prompt or 1)
-        return cls(rollout.max_failed_share, rollout.failure_window or max(step, _MIN_WINDOW))
+        return cls(rollout.max_failed_share, max(step, _MIN_WINDOW))
 
     def verdict(self, stats: pb.StreamStats) -> str | None:
         """Why the run should end, for a person; None while it should go on."""

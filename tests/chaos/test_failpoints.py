@@ -47,8 +47,8 @@ def failpoints() -> Sequence[str]:
 async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
-    section = BufferSection(max_staleness=1, retain_steps=2)
-    buffer = BufferProcess(tmp_path, prompts, buffer=section)
+    retained = "services.buffer.build:RETAIN_STEPS=2"
+    buffer = BufferProcess(tmp_path, prompts, constants=[retained], buffer=BufferSection(max_staleness=1))
     await buffer.start(failpoint, _FILE_BYTES)
     try:
         async with working(buffer, tmp_path) as workload:

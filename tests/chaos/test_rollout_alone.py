@@ -36,7 +36,8 @@ async def test_a_rollout_service_without_its_buffer_or_its_reward_service_waits_
     buffer = BufferProcess(
         tmp_path,
         prompts,
-        buffer=BufferSection(max_staleness=10_000, lease_seconds=10.0),  # shorter than an absence
+        constants=["services.buffer.build:LEASE_SECONDS=10.0"],  # shorter than an absence
+        buffer=BufferSection(max_staleness=10_000),
         data=DataSection(prompt_data=(str(prompts),), label_key="label"),
     )
     reward = reward_process(tmp_path)

@@ -23,13 +23,15 @@ from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun
+from tests.support.processes.with_constants import python_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 FLAGS = (
     *("--rollout-services", "2", "--rollout-num-gpus", "1", "--num-rollout", "100000", "--rollout-batch-size", "4"),
     *("--n-samples-per-prompt", "2", "--micro-batch-size", "2", "--actor-num-gpus-per-node", "1", "--lr", "1e-6"),
-    *("--rollout-max-response-len", "8", "--lease-seconds", "3", "--rollout-health-check-interval", "0.2"),
+    *("--rollout-max-response-len", "8", "--rollout-health-check-interval", "0.2"),
+    *("--buffer-python", python_with("services.buffer.build:LEASE_SECONDS=3.0")),
 )
 WITHOUT_MODEL = ("--update-weight-probe-tolerance", "1e6")
 

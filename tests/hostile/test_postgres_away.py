@@ -54,9 +54,9 @@ def buffer_of(folder: Path, postgres: PostgresServer, run_name: str, *, wait_sec
         max_staleness=1,
         buffer_store="postgres",
         buffer_postgres=postgres.dsn,
-        buffer_postgres_wait_seconds=wait_seconds,
     )
-    return BufferProcess(folder, prompts, buffer=section, run=RunSection(run_name=run_name))
+    wait = f"services.buffer.store.kinds:DATABASE_WAIT_SECONDS={wait_seconds}"
+    return BufferProcess(folder, prompts, constants=[wait], buffer=section, run=RunSection(run_name=run_name))
 
 
 @pytest.mark.timeout(600)
@@ -170,7 +170,7 @@ async def test_a_database_that_stays_away_ends_the_buffer_with_its_own_exit_code
             submitting = asyncio.create_task(client.submit_prompts("train", text_prompts("x")))
             assert await buffer.wait() == PEER_AWAY
             submitting.cancel()
-        assert "this buffer waits 1 s (--buffer-postgres-wait-seconds)" in buffer.log
+        assert "this buffer waits 1 s" in buffer.log
     finally:
         await buffer.kill()
         await asyncio.to_thread(postgres.start)

@@ -20,6 +20,7 @@ import pytest
 from tests.support.hosts.hosts import NAMES, Network, network
 from tests.support.hosts.run_on_hosts import RunOnHosts
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.with_constants import python_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(3600)]
 long_form = pytest.mark.skipif("HEADRACE_HOSTS" not in os.environ, reason="long: make chaos sets HEADRACE_HOSTS")
@@ -27,6 +28,11 @@ long_form = pytest.mark.skipif("HEADRACE_HOSTS" not in os.environ, reason="long:
 CLEAN = "lost, doubled, unaccounted: 0 0 0"
 DETECTED_SECONDS = 45.0
 """Longer than `headrace.rpc.net` needs."""
+
+
+def lease_of(seconds: float) -> tuple[str, str]:
+    """Words that give the buffer another lease."""
+    return "--buffer-python", python_with(f"services.buffer.build:LEASE_SECONDS={seconds}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ async def test_ranks_of_two_hosts_go_on_after_cables_are_pulled_and_callers_have
     tmp_path: Path,
 ) -> None:
     with network((*NAMES, "second")) as hosts:
-        run = endless(hosts, tmp_path, "--lease-seconds", "3", trainers=("trainer", "second"))
+        run = endless(hosts, tmp_path, *lease_of(3.0), trainers=("trainer", "second"))
         async with run.started():
             await run.until_step(2)
             for cell in SHORT:
@@ -106,7 +112,7 @@ async def test_a_run_goes_on_after_a_cable_is_pulled_in_every_phase_for_less_and
     tmp_path: Path,
 ) -> None:
     with network() as hosts:
-        run = endless(hosts, tmp_path, "--lease-seconds", "40")
+        run = endless(hosts, tmp_path, *lease_of(40.0))
         async with run.started():
             await run.until_step(2)
             for cell in CELLS:
@@ -122,7 +128,7 @@ async def test_a_run_goes_on_after_a_host_loses_its_power_behind_a_pulled_cable_
 ) -> None:
     """No FIN comes through. What the others have are connections to a host that knows nothing of them."""
     with network() as hosts:
-        run = endless(hosts, tmp_path, "--lease-seconds", "10")
+        run = endless(hosts, tmp_path, *lease_of(10.0))
         async with run.started():
             await run.until_step(2)
             for lost in ("reward", "buffer", "rollout", "trainer"):

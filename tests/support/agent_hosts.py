@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.rpc.tls import VARIABLE, TlsFolder
+from services.rollout.agents import build
 from services.rollout.server import REQUEST_LIMITS, RolloutServicer
 from tests.support.agents import AGENT, Producing, producing
 from tests.support.fakes.fake_engine import FakeEngine
@@ -26,24 +29,34 @@ NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 @contextlib.asynccontextmanager
 async def lending(
-    folder: Path, *, token_seconds: float = 0.0, code: str = AGENT, tls: TlsFolder | None = None, **options: Any
+    folder: Path,
+    *,
+    token_seconds: float = 0.0,
+    code: str = AGENT,
+    tls: TlsFolder | None = None,
+    lease_seconds: float = LEASE_SECONDS,
+    **options: Any,
 ) -> AsyncIterator[tuple[Producing, FakeEngine, RolloutClient, str]]:
     """A rollout service whose tasks are lent, behind gRPC."""
-    options = {"agent_hosts": True, "agent_lease_seconds": LEASE_SECONDS, **options}
+    options = {"agent_hosts": True, **options}
     engine = FakeEngine(WIRE, token_seconds=token_seconds)
     listen = Listen("127.0.0.1:0", tls=tls)
-    async with producing(folder, code, lambda job: lambda number: engine, listen=listen, **options) as made:
-        server = RpcServer(
-            "rollout",
-            "127.0.0.1:0",
-            [Service(RolloutServicer(made.service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
-            request_limits=REQUEST_LIMITS,
-            tls=tls,
-        )
-        await server.start()
-        async with RolloutClient(server.address) as client:
-            yield made, engine, client, server.address
-        await server.stop(grace_seconds=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "TASK_LEASE_SECONDS", lease_seconds)
+        producer = producing(folder, code, lambda job: lambda number: engine, listen=listen, **options)
+        async with producer as made:
+            servicer = RolloutServicer(made.service.parts)
+            server = RpcServer(
+                "rollout",
+                "127.0.0.1:0",
+                [Service(servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
+                request_limits=REQUEST_LIMITS,
+                tls=tls,
+            )
+            await server.start()
+            async with RolloutClient(server.address) as client:
+                yield made, engine, client, server.address
+            await server.stop(grace_seconds=0.0)
 
 
 @contextlib.asynccontextmanager

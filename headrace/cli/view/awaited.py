@@ -15,6 +15,8 @@ from headrace.cli.view.failures import failures_line
 from headrace.cli.view.step_line import duration
 from headrace.limits import one_line
 
+FIRST_BATCH_SECONDS = 30.0
+"""How long the first batch should take."""
 _TIMES_AS_LONG = 10
 _WAITS_REMEMBERED = 20
 _NOBODY: Mapping[str, str] = MappingProxyType({})
@@ -23,8 +25,8 @@ _NOBODY: Mapping[str, str] = MappingProxyType({})
 class Patience:
     """Says when a wait has taken ten times as long as expected, and again whenever it has doubled since."""
 
-    def __init__(self, first_batch_seconds: float) -> None:
-        self._first_batch_seconds = first_batch_seconds
+    def __init__(self, first_seconds: float = FIRST_BATCH_SECONDS) -> None:
+        self._first_seconds = first_seconds
         self._waits: deque[float] = deque(maxlen=_WAITS_REMEMBERED)
         self._told: tuple[int, float] = (-1, 0.0)
         """The step that was spoken of last, and how long it had waited."""
@@ -35,7 +37,7 @@ class Patience:
 
     def is_over(self, step: int, seconds: float) -> bool:
         """True when a person should be told; remembers that they were."""
-        expected = max(statistics.median(self._waits), 1.0) if self._waits else self._first_batch_seconds
+        expected = max(statistics.median(self._waits), 1.0) if self._waits else self._first_seconds
         told_step, told_seconds = self._told
         limit = max(_TIMES_AS_LONG * expected, 2 * told_seconds if told_step == step else 0.0)
         if seconds < limit:

@@ -25,7 +25,7 @@ async def overdue(folder: RunFolder, deadline_seconds: float) -> str | None:
         status = await _answer(trainer.status())
     if status is None or status.phase != trainer_pb2.PHASE_WAITING:
         return None
-    patience = Patience(folder.job().run.first_batch_seconds)
+    patience = Patience()
     for fields in fields_in(folder.metrics):
         if "time/wait_seconds" in fields:
             patience.waited(fields["time/wait_seconds"])

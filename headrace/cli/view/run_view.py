@@ -50,7 +50,7 @@ class RunView:
         self._stats: buffer_pb2.StreamStats | None = None
         self._silence = Silence()
         self._failure_notes = FailureNotes()
-        self._patience = Patience(run.first_batch_seconds)
+        self._patience = Patience()
         self._long_phase = LongPhase()
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._trained: set[int] = set()

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
+from headrace.job.schema.job import CONSTANTS
 from headrace.job.schema.section import literal
 from headrace.limits import did_you_mean, shown, syntax_tree
 
@@ -60,6 +61,7 @@ _STEPS = "the length of a run is --num-rollout, or --num-epoch over --prompt-dat
 _ALWAYS = "it is always on"
 _REPORTED = "the run's folder has every metric, and --use-tensorboard and --use-wandb show them"
 _CHUNKS = "log-probs are always computed in chunks, within a fixed memory"
+_CONSTANT = "it is a constant, which fits every job: leave it out"
 _MTP = "layers that predict further tokens are kept as they are and not trained"
 
 _REASONS: Mapping[str, Sequence[str]] = {
@@ -105,9 +107,13 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "the collective library follows the machine: NCCL on GPUs, gloo on CPUs": ("distributed_backend",),
     "--start-timeout-seconds and --update-weight-timeout-seconds bound what may hang": ("distributed_timeout_minutes",),
     "it is called --lr": ("learning_rate",),
+    _CONSTANT: CONSTANTS,
 }
 
-FOREIGN: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+FOREIGN: Mapping[str, str] = {
+    **{name: reason for reason, names in _REASONS.items() for name in names},
+    "eval_pass_reward": "a set of --eval-config has its own pass_reward; without one it is 1",
+}
 """Why a name is refused, and what to do instead."""
 
 

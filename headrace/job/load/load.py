@@ -19,7 +19,7 @@ from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.option import ALIASES, Arity, Option, Setting, options
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, without_constants
 from headrace.job.schema.section import literal, plain
 from headrace.limits import did_you_mean, shown
 from headrace.rpc.client import VARIABLES as TOKENS
@@ -62,7 +62,10 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(table, dict) for table in tree.values()):
         raise ConfigError(f"{path} is not a job: it must be an object of sections, each an object")
-    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
+    return {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in without_constants(tree).items()
+    }
 
 
 def _text(path: Path) -> str:

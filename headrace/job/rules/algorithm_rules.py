@@ -52,7 +52,6 @@ ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "rs_veto_threshold": ("use_rs", lambda job: job.train.use_rs),
     "custom_tis_function_path": ("use_tis", lambda job: job.train.use_tis),
     "opsm_delta": ("use_opsm", lambda job: job.train.use_opsm),
-    "true_on_policy_bound": ("true_on_policy_mode", lambda job: job.train.true_on_policy_mode),
     "opd_type": ("use_opd", lambda job: job.distillation.use_opd),
     "opd_kl_coef": ("use_opd", lambda job: job.distillation.use_opd),
     "opd_teacher_url": ("use_opd", lambda job: job.distillation.use_opd),

@@ -12,6 +12,7 @@ from headrace.job.model import check_layout, contradictions, virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
 from headrace.job.rules.debug_rules import check_debug
+from headrace.job.rules.dependencies import check_dependencies
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
@@ -21,7 +22,6 @@ from headrace.job.rules.machines.colocation import check_colocation
 from headrace.job.rules.machines.gpus import check_gpus
 from headrace.job.rules.machines.nodes import check_meeting, check_nodes
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus, require_states_that_are_saved
-from headrace.job.rules.needs import check_needs
 from headrace.job.rules.paths.files import check_files
 from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
@@ -266,7 +266,7 @@ def known_architecture(job: Job) -> Architecture | None:
 
 _RULES: Sequence[Callable[[Job], None]] = (
     check_colocation,
-    check_needs,
+    check_dependencies,
     check_buffer,
     _micro_batches,
     _ranks,

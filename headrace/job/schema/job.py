@@ -7,6 +7,7 @@ job.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,44 @@ from headrace.job.schema.services import BufferSection, RewardSection, ServicesS
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, LoraSection, TrainSection
 
 Arguments = Annotated[dict[str, Any], AfterValidator(plain)]
+
+
+CONSTANTS = (
+    "first_batch_seconds",
+    "agent_lease_seconds",
+    "client_requests_in_flight",
+    "max_waiting_requests",
+    "failure_window",
+    "router_cache_threshold",
+    "router_balance_abs_threshold",
+    "router_balance_rel_threshold",
+    "true_on_policy_bound",
+    "lease_seconds",
+    "max_attempts",
+    "min_free_disk_bytes",
+    "buffer_postgres_wait_seconds",
+    "max_groups",
+    "max_calls_per_peer",
+    "max_leases",
+    "retain_steps",
+    "buffer_hook_timeout_seconds",
+    "eval_pass_reward",
+    "peer_wait_seconds",
+    "max_trainer_restarts",
+    "max_engine_restarts",
+    "rollout_health_check_misses",
+)
+"""Options of earlier releases that are constants now."""
+
+
+def without_constants(tree: Any) -> Any:
+    """Leaves out of a resolved job what an earlier release wrote into it and is a constant now."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: {key: value for key, value in table.items() if key not in CONSTANTS} if isinstance(table, dict) else table
+        for name, table in tree.items()
+    }
 
 
 class Job(Section):
@@ -139,7 +178,12 @@ def _require_equal(four: dict[str, int]) -> None:
 
 def read_job(path: Path) -> Job:
     """Raises OSError, and pydantic's ValidationError for a file that no launcher of this version wrote."""
-    return Job.model_validate_json(path.read_bytes())
+    content = path.read_bytes()
+    try:
+        tree = without_constants(json.loads(content))
+    except (ValueError, RecursionError):
+        tree = None
+    return Job.model_validate_json(content) if tree is None else Job.model_validate(tree)
 
 
 def to_toml(job: Job) -> str:

@@ -107,19 +107,8 @@ class PlacementSection(NodeOptions):
     use_fault_tolerance: bool = Field(
         False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
     )
-    max_trainer_restarts: NonNegative = Field(
-        5, description="Restarts of the trainer within ten minutes before the run fails."
-    )
-    max_engine_restarts: NonNegative = Field(
-        5,
-        description="Restarts of an engine that each time ends within ten minutes, before it stays down; when all "
-        "engines do, the rollout service ends and says why.",
-    )
     rollout_health_check_interval: Seconds = Field(2.0, description="Seconds between checks of an engine or router.")
     rollout_health_check_timeout: Seconds = Field(10.0, description="A check that is not answered within it is missed.")
-    rollout_health_check_misses: Positive = Field(
-        5, description="Checks missed in a row before an engine or the router is ended and replaced."
-    )
 
     @property
     def num_engines(self) -> int:

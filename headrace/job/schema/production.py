@@ -17,7 +17,6 @@ from headrace.job.schema.section import (
     NonNegative,
     Port,
     Positive,
-    Score,
     Seconds,
     Section,
     Seed,
@@ -143,9 +142,6 @@ class RolloutSection(Section):
         description="agent_function_path is played by `headrace agent`, in processes that may be anywhere, and not by "
         "the rollout service's own.",
     )
-    agent_lease_seconds: Seconds = Field(
-        30.0, description="Tasks of an agent host that is not heard of for so long are given to another."
-    )
     openai_host: str = Field(
         "127.0.0.1",
         description="Address of the OpenAI-compatible endpoint, under which agents find it; one that other machines "
@@ -182,39 +178,15 @@ class RolloutSection(Section):
         description="Lower the number of groups generated at once while engines say that requests queue or their cache "
         "is full, and raise it to max_groups_in_flight again; off: it is fixed.",
     )
-    client_requests_in_flight: Positive | None = Field(
-        None,
-        description="Requests of clients (Generate, and the OpenAI endpoint without a session) at the engines at once "
-        "while training's samples are there too; absent: one for each eight that training may have.",
-    )
-    max_waiting_requests: NonNegative = Field(
-        256, description="Requests of clients that may wait for an engine; more are refused, and told to come again."
-    )
     max_failed_share: Share = Field(
         0.5,
         description="The run ends, with the reasons, when a larger share of the latest samples failed, or none of ten "
         "times as many could be used; 1: never.",
     )
-    failure_window: Positive | None = Field(
-        None,
-        description="Number of latest samples of which max_failed_share is a share; absent: one step's, at least 32.",
-    )
     router_policy: Literal["manual", "cache_aware", "round_robin", "random"] = Field(
         "manual",
         description="How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to "
         "one engine together.",
-    )
-    router_cache_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.3,
-        description="With router_policy cache_aware: the share of a prompt that an engine must know to be preferred.",
-    )
-    router_balance_abs_threshold: NonNegative = Field(
-        8,
-        description="With router_policy cache_aware: the engine with the fewest requests is chosen where another has "
-        "this many more, and router_balance_rel_threshold times as many.",
-    )
-    router_balance_rel_threshold: Annotated[float, Field(ge=1)] = Field(
-        1.1, description="With router_policy cache_aware: see router_balance_abs_threshold."
     )
 
     @property
@@ -288,7 +260,6 @@ class EvalSection(Section):
         description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
         "on, and eval_min_version and eval_max_version say which versions answered.",
     )
-    eval_pass_reward: Score = Field(1.0, description="Least reward of a sample that passes, for pass@k.")
     eval_samples_in_flight: Positive | None = Field(
         None,
         description="Samples of evaluations generated at once while training's are generated too; absent: one for each "

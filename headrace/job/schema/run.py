@@ -29,11 +29,6 @@ class RunSection(Section):
         description="Let hooks import slime's names (slime.utils.types.Sample, slime.rollout.sglang_rollout."
         "GenerateState, slime.utils.http_utils.post, …): they get headrace's own. docs/hooks.md lists them.",
     )
-    first_batch_seconds: Seconds = Field(
-        30.0,
-        description="How long the first batch should take. When it takes ten times as long (later ones: ten times the "
-        "usual wait), the console says what the trainer waits for, and on whom.",
-    )
 
     @property
     def folder(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.job.schema.section import Above, Bytes, NonNegative, Port, Positive, Seconds, Section, Share
-from headrace.limits import MAX_ATTEMPTS, MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
+from headrace.limits import MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
 
 
 class ServicesSection(Section):
@@ -78,9 +78,6 @@ class ServicesSection(Section):
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
     )
-    peer_wait_seconds: Seconds = Field(
-        300.0, description="The trainer waits this long for a service that does not answer, and rollout for a score."
-    )
 
     def python_of(self, service: str) -> Sequence[str]:
         """The words before `-m services.SERVICE`."""
@@ -113,19 +110,11 @@ class BufferSection(Section):
     max_staleness: Annotated[NonNegative, Field(le=MAX_STALENESS)] = Field(
         0, description="Steps that a token's policy may be behind: 0 on-policy, 1 one-step-off, k asynchronous."
     )
-    lease_seconds: Seconds = Field(60.0, description="A producer that is silent for longer loses its groups.")
-    max_attempts: Annotated[Positive, Field(le=MAX_ATTEMPTS)] = Field(
-        3, description="Leases of a group before it is FAILED."
-    )
     buffer_store: Annotated[Literal["memory", "sqlite", "postgres"], BeforeValidator(_no_segments)] = Field(
         "sqlite", description="Where the ledger is stored; memory loses it with the process."
     )
-    min_free_disk_bytes: Bytes = Field(256 << 20, description="Puts are refused while the disk has less space left.")
     buffer_postgres: str | None = Field(
         None, description="URL of the database of buffer_store postgres; its password comes from ~/.pgpass."
-    )
-    buffer_postgres_wait_seconds: Seconds = Field(
-        120.0, description="A database that is away for longer (a failover) ends the buffer; until then it waits."
     )
     buffer_shards: Annotated[Positive, Field(le=MAX_SHARDS)] = Field(
         1,
@@ -145,15 +134,6 @@ class BufferSection(Section):
     prompt_root: Path | None = Field(
         None, description="Folder below which clients may name prompt files; absent: they may name none."
     )
-    max_groups: Positive = Field(2_000_000, description="Largest number of groups queued, leased, ready and consumed.")
-    max_calls_per_peer: Positive = Field(
-        40_000,
-        description="Calls that one peer may have in progress at the buffer (docs/security.md says what a peer is).",
-    )
-    max_leases: Positive = Field(100_000, description="Largest number of leases at a time.")
-    retain_steps: Annotated[NonNegative, Field(le=MAX_STALENESS)] = Field(
-        100, description="Committed and dropped groups are deleted this number of steps after their own."
-    )
     retain_events: Positive | None = Field(
         None,
         description="Events of the ledger's history that are at least kept; absent: all, which `headrace audit` needs.",
@@ -163,9 +143,6 @@ class BufferSection(Section):
     )
     buffer_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that chooses the next batch, in place of selection."
-    )
-    buffer_hook_timeout_seconds: Seconds = Field(
-        60.0, description="Limit of one call of buffer_filter_path or data_source_path."
     )
     expiry_action: Literal["requeue", "drop"] = Field(
         "requeue", description="What happens to a group that is too stale."

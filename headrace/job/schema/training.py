@@ -117,9 +117,6 @@ class TrainSection(Section):
         description="Refuse settings that make the importance ratio differ from 1; stop when trainer and engine "
         "disagree.",
     )
-    true_on_policy_bound: Above = Field(
-        1e-3, description="Largest difference of trainer's and engine's log-probs that true_on_policy_mode allows."
-    )
     only_train_params_name_list: tuple[str, ...] = Field(
         (), description="Regular expressions: parameters whose names match are trained, the others frozen."
     )

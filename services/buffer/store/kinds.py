@@ -11,6 +11,9 @@ from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import FILE
 from services.buffer.store.sqlite.store import SqliteStore
 
+DATABASE_WAIT_SECONDS = 120.0
+"""A database that is unreachable for longer (a failover) ends the buffer; until then it waits."""
+
 
 def open_store(section: BufferSection, folder: Path, name: str) -> Store:
     """Raises ConfigError when the folder holds a ledger of another kind, which would be ignored otherwise."""
@@ -32,10 +35,10 @@ def open_store(section: BufferSection, folder: Path, name: str) -> Store:
         case "postgres":
             if section.buffer_postgres is None:
                 raise ConfigError("buffer_store postgres needs a database: pass --buffer-postgres postgresql://…")
-            return _postgres_store(section.buffer_postgres, name, section.buffer_postgres_wait_seconds)
+            return _postgres_store(section.buffer_postgres, name)
 
 
-def _postgres_store(dsn: str, name: str, wait_seconds: float) -> Store:
+def _postgres_store(dsn: str, name: str) -> Store:
     from services.buffer.store.postgres.store import PostgresStore  # its driver is an extra: headrace[postgres]
 
-    return PostgresStore(dsn, name, wait_seconds=wait_seconds)
+    return PostgresStore(dsn, name, wait_seconds=DATABASE_WAIT_SECONDS)

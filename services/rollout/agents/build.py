@@ -9,6 +9,7 @@ from headrace.hooks import HookArgs
 from headrace.hooks.kit.sglang_parser import tool_call_parser
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
+from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.architecture import Architecture
 from headrace.rpc.access.access import Access
 from headrace.rpc.server import Listen
@@ -24,6 +25,9 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
+
+TASK_LEASE_SECONDS = 30.0
+"""Tasks of an agent host that is not heard of for so long are given to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,8 @@ def openai_parts(
             args,
             server.url,
             seconds=seconds,
-            lease_seconds=rollout.agent_lease_seconds,
-            patience_seconds=job.services.peer_wait_seconds,
+            lease_seconds=TASK_LEASE_SECONDS,
+            patience_seconds=PEER_WAIT_SECONDS,
             warn=warn,
             ended=ended,
         )

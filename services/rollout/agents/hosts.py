@@ -204,7 +204,7 @@ class AgentHosts:
                 self._resolve(
                     offer,
                     Unavailable(
-                        f"no agent host has asked for tasks for {self._patience_seconds:g} s (--peer-wait-seconds): "
+                        f"no agent host has asked for tasks for {self._patience_seconds:g} s: "
                         "start one with headrace agent --rollout-address HOST:PORT"
                     ),
                 )

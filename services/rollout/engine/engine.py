@@ -180,8 +180,6 @@ class FleetTiming:
             start_seconds=start_seconds,
             check_interval_seconds=placement.rollout_health_check_interval,
             check_timeout_seconds=placement.rollout_health_check_timeout,
-            missed_checks=placement.rollout_health_check_misses,
-            max_restarts=placement.max_engine_restarts,
         )
 
 

@@ -34,6 +34,12 @@ _POLL_SECONDS = 0.1
 _REPLACEMENTS = 5
 _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 4.0
+# Of router_policy cache_aware. By sglang-router's own 64 requests and 1.5 times as many, one engine does a whole step.
+_CACHE_THRESHOLD = 0.3
+"""The share of a prompt that an engine must know to be preferred."""
+_BALANCE_ABS_THRESHOLD = 8
+_BALANCE_REL_THRESHOLD = 1.1
+"""The engine with the fewest requests is chosen where another has so many more, and so many times as many."""
 
 
 def command(rollout: RolloutSection, port: int, metrics_port: int, request_seconds: float) -> list[str]:
@@ -55,9 +61,9 @@ def _of_policy(rollout: RolloutSection) -> list[str]:
             return ["--assignment-mode", "min_group"]
         case "cache_aware":
             return [
-                *("--cache-threshold", str(rollout.router_cache_threshold)),
-                *("--balance-abs-threshold", str(rollout.router_balance_abs_threshold)),
-                *("--balance-rel-threshold", str(rollout.router_balance_rel_threshold)),
+                *("--cache-threshold", str(_CACHE_THRESHOLD)),
+                *("--balance-abs-threshold", str(_BALANCE_ABS_THRESHOLD)),
+                *("--balance-rel-threshold", str(_BALANCE_REL_THRESHOLD)),
             ]
         case _:
             return []

@@ -16,6 +16,7 @@ from headrace.job.changes import changed_options
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
+from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.folders import BlockFp8
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
@@ -250,8 +251,7 @@ class TrainerBuild:
 
     @property
     def _away_seconds(self) -> float:
-        services = self._job.services
-        return services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
+        return self._job.services.start_timeout_seconds + PEER_WAIT_SECONDS  # its engines may be starting
 
     def _devices(self, group: RankGroup, rollout: Rollout | None) -> Devices:
         placement = self._job.placement

@@ -58,6 +58,8 @@ from services.trainer.rl.objective import Objective, custom_correction
 from services.trainer.rl.whole_batch import WholeBatchHooks
 
 _DEFAULT = "build_default"
+TRUE_ON_POLICY_BOUND = 1e-3
+"""Largest difference of trainer's and engine's log-probs that true_on_policy_mode allows."""
 
 
 def model_provider(path: str | None) -> ModelProvider | None:
@@ -342,7 +344,7 @@ def _pipeline(
         job.rollout.rollout_temperature,
         model.packing,
         stopwatch,
-        agreement_bound=job.train.true_on_policy_bound if job.train.true_on_policy_mode else None,
+        agreement_bound=TRUE_ON_POLICY_BOUND if job.train.true_on_policy_mode else None,
         vision=architecture.vision,
     )
 

@@ -287,8 +287,8 @@ class Pipeline:
         if self._agreement_bound is not None and gap > self._agreement_bound:
             raise FailedPrecondition(
                 f"true_on_policy_mode: the trainer gives a token log-prob {trainer:.6f}, the engine gave it "
-                f"{engine:.6f}: {gap:.2g} apart, true_on_policy_bound is {self._agreement_bound:g}. Use the same dtype "
-                "and kernels on both sides, or raise the bound",
+                f"{engine:.6f}: {gap:.2g} apart, at most {self._agreement_bound:g} is on-policy. Use the same dtype "
+                "and kernels on both sides, or leave --true-on-policy-mode out",
                 reason="NOT_ON_POLICY",
             )
         return float(gap)

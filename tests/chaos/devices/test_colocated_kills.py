@@ -91,8 +91,9 @@ async def running(
         "--rollout-address", address, "--reward-address", "127.0.0.1:9",
         "--num-rollout", str(num_steps), "--save-interval", "1", "--lr", "1e-3", "--save-hf", str(folder / "export"),
         "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
-        "--use-fault-tolerance", "--max-trainer-restarts", "100",
+        "--use-fault-tolerance",
         environment=mortal,
+        constants=["headrace.launch.specs:MAX_TRAINER_RESTARTS=100"],
     )  # fmt: skip
     weights = RunFolder(run.folder.path).weights_of(PublishSection(update_weight_transport="ipc"))
     words = [address, str(device.folder), str(weights), str(folder)]

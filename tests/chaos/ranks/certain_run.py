@@ -34,9 +34,10 @@ async def certain_run(
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
             "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
             "--peak-tflops", "0.1",
-            "--use-fault-tolerance", "--max-trainer-restarts", str(max_restarts),
+            "--use-fault-tolerance",
             *flags,
             environment=environment,
+            constants=[f"headrace.launch.specs:MAX_TRAINER_RESTARTS={max_restarts}"],
         )  # fmt: skip
         yield run, rollout
 

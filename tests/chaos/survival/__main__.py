@@ -28,14 +28,14 @@ _JUMPS = (1.0, -1.0, 72.0, -72.0)
 async def survive(folder: Path, kind: str, phases: Sequence[str]) -> Survived:
     """Runs it all in `folder`."""
     checkpoint = make_tiny_qwen3(folder / "model")
-    flags, environment = _FLAGS, {}
+    constants, environment = tuple[str, ...](), dict[str, str]()
     faults: list[Fault]
     launcher = None
     how = _HOW.get(kind)
     if kind == "disk":
         runs = folder / "runs"
         disk, ledger = SmallDisk(runs, 48), SmallDisk(runs / "survive" / "ledger", 24)
-        flags = (*_FLAGS, "--min-free-disk-bytes", "1")
+        constants = ("services.buffer.__main__:MIN_FREE_DISK_BYTES=1",)
         faults = [FullDisk("the run's folder", disk), FullDisk("the ledger", ledger)]
     elif kind == "clock":
         offset = folder / "clock"
@@ -46,7 +46,7 @@ async def survive(folder: Path, kind: str, phases: Sequence[str]) -> Survived:
         name = {"memory": "out of memory", "kill": "kill -9"}[kind]
         faults = [Killed(name, process, how) for process in (*PROCESSES, ENGINE)]
         launcher = KilledLauncher(name, how)
-    run = StandInRun(folder, checkpoint, *flags, environment=environment)
+    run = StandInRun(folder, checkpoint, *_FLAGS, environment=environment, constants=constants)
     return await campaign(run, [(fault, phase) for phase in phases for fault in faults], launcher)
 
 

@@ -22,7 +22,6 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient, LargeColumn, taken_out
 from headrace.errors import DataLoss, FailedPrecondition, HeadraceError, NotFound
-from headrace.job.schema.services import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
 from services.buffer.store import column_file
@@ -318,7 +317,7 @@ async def test_a_put_that_names_a_damaged_column_uploads_it_again(client: Buffer
 
 @pytest.mark.timeout(600)
 async def test_four_large_columns_pass_through_little_memory_and_a_kill(tmp_path: Path) -> None:
-    buffer = BufferProcess(tmp_path, None, buffer=BufferSection(min_free_disk_bytes=0))
+    buffer = BufferProcess(tmp_path, None, constants=["services.buffer.__main__:MIN_FREE_DISK_BYTES=0"])
     await buffer.start()
     try:
         async with BufferClient(buffer.address, deadline_seconds=120) as client:

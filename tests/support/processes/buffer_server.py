@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,7 @@ from services.buffer.runtime.application import NO_USER_CODE, BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
+from tests.support.processes.with_constants import python_with
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,9 +77,15 @@ async def served_buffer(
 
 
 class BufferProcess:
-    """`python -m services.buffer` on one port and one data folder, started as often as one likes."""
+    """`python -m services.buffer` on one port and one data folder, started as often as one likes.
 
-    def __init__(self, folder: Path, prompts: Path | None, **sections: object) -> None:
+    `constants` are those that it has other values of, as MODULE:NAME=VALUE.
+    """
+
+    def __init__(
+        self, folder: Path, prompts: Path | None, *, constants: Sequence[str] = (), **sections: object
+    ) -> None:
+        self._python = shlex.split(python_with(*constants)) if constants else [sys.executable]
         self.address = f"127.0.0.1:{free_port()}"
         self.folder = folder
         self._config = folder / "job.json"
@@ -104,7 +112,7 @@ class BufferProcess:
         if compacting:
             environment["HEADRACE_COMPACTING"] = "1"
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
+            *self._python, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),
             *(("--metrics-address", metrics_address) if metrics_address else ()), *arguments,
             cwd=ROOT, env=environment, stderr=(self.folder / "log").open("a"),

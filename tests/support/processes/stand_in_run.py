@@ -17,6 +17,7 @@ from typing import Any
 from headrace.rpc.net import free_port
 from tests.support.hosts import reward
 from tests.support.processes.training_run import ROOT, SUMS, TrainingRun
+from tests.support.processes.with_constants import python_with
 
 
 class StandInRun:
@@ -31,7 +32,9 @@ class StandInRun:
         environment: Mapping[str, str] | None = None,
         token_seconds: float = 0.002,
         reward_file: Path | None = None,
+        constants: Sequence[str] = (),
     ) -> None:
+        """`constants` are the buffer's, as MODULE:NAME=VALUE."""
         self.engine_port = free_port()
         self.engine: asyncio.subprocess.Process | None = None
         self._engine_log = folder / "engine.log"
@@ -43,7 +46,8 @@ class StandInRun:
             "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--micro-batch-size", "2",
             "--rollout-max-response-len", "8", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1",
             "--lr", "1e-6", "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
-            "--custom-rm-path", f"{reward_file or Path(reward.__file__)}:judge", "--lease-seconds", "3",
+            "--custom-rm-path", f"{reward_file or Path(reward.__file__)}:judge",
+            "--buffer-python", python_with("services.buffer.build:LEASE_SECONDS=3.0", *constants),
             "--rollout-health-check-interval", "0.5",
             # The engine gives a group's samples the same tokens: advantages that sum to 0 in it would teach nothing.
             "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages",

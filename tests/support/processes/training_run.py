@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from headrace.trajectory import Sample
 from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
 from tests.support.processes.buffer_server import served_buffer
+from tests.support.processes.with_constants import python_with
 
 ROOT = Path(__file__).parents[3]
 STREAM = "train"
@@ -53,14 +55,19 @@ class TrainingRun:
         environment: Mapping[str, str] | None = None,
         code: Path = ROOT,
         where: Sequence[str] = (),
+        constants: Sequence[str] = (),
     ) -> None:
-        """`code` is the tree whose headrace runs, `where` the words that start the command in a host of its own."""
+        """`code` is the tree whose headrace runs, `where` the words that start the command in a host of its own.
+
+        `constants` are those that the launcher has other values of, as MODULE:NAME=VALUE.
+        """
         self.folder = RunFolder(folder / "runs" / name)
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompts))
         shape = [word for flag, value in _SHAPE.items() if flag not in flags for word in (flag, value)]
+        python = shlex.split(python_with(*constants)) if constants else [sys.executable]
         self.command = [
-            *where, sys.executable, "-m", "headrace.cli.main", *program,
+            *where, *python, "-m", "headrace.cli.main", *program,
             "--run-name", name, "--run-dir", str(folder / "runs"), "--hf-checkpoint", str(checkpoint),
             "--prompt-data", str(self.prompts), *shape, *flags,
         ]  # fmt: skip

@@ -54,11 +54,11 @@ def test_shards_share_a_step() -> None:
 
 
 def test_a_job_with_buffer_shards_starts_each_with_its_share_of_a_step_and_of_the_limits() -> None:
-    limits = {"max_payload_bytes": 1001, "max_groups": 100, "max_leases": 7, "min_size_to_sample": 3}
+    limits = {"max_payload_bytes": 1001, "min_size_to_sample": 3}
     job = job_of(buffer=BufferSection(buffer_shards=2, **limits))
     first, second = (train_stream(of_shard(job, shard)) for shard in range(2))
     assert [(s.groups_per_step, s.shard, s.num_shards) for s in (first, second)] == [(2, 0, 2), (2, 1, 2)]
-    assert (first.max_payload_bytes, first.max_groups, first.max_leases) == (501, 50, 4)
+    assert (first.max_payload_bytes, first.max_groups, first.max_leases) == (501, 1_000_000, 50_000)
     assert [s.limiter and s.limiter.min_size for s in (first, second)] == [2, 1]
     with pytest.raises(ConfigError, match="one of 2 shards and was not told which"):
         train_stream(job)
@@ -69,9 +69,6 @@ def test_policies_of_the_buffer() -> None:
         buffer=BufferSection(
             selection="surprise",
             expiry_action="drop",
-            retain_steps=5,
-            max_groups=100,
-            max_leases=7,
             max_payload_bytes=1 << 20,
             min_size_to_sample=6,
             samples_per_insert=0.5,
@@ -80,7 +77,7 @@ def test_policies_of_the_buffer() -> None:
         rollout=RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2, over_sampling_batch_size=6),
     )
     assert (config.selection, config.expiry_action) == (Selection.SURPRISE, ExpiryAction.DROP)
-    assert (config.retain_steps, config.max_groups, config.max_leases) == (5, 100, 7)
+    assert (config.retain_steps, config.max_groups, config.max_leases) == (100, 2_000_000, 100_000)
     assert config.max_payload_bytes == 1 << 20
     assert config.limiter == Limiter(6, 0.5, 4.0)
     assert config.over_sampling_groups == 2
@@ -110,16 +107,16 @@ def test_a_file_is_walked_as_the_job_says(flag: str, value: object, name: str) -
 
 
 def test_user_code_chooses_the_batch_and_gives_the_prompts_within_its_time() -> None:
-    buffer = BufferSection(buffer_filter_path="a.choose", buffer_hook_timeout_seconds=5.0)
+    buffer = BufferSection(buffer_filter_path="a.choose")
     config = stream_of(buffer=buffer, data=DataSection(data_source_path="a.Source"))
     assert (config.selection, config.data_source) == (Selection.HOOK, "a.Source")
     code = user_code_of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), Path("/ledger"))
-    assert (code.buffer_filter_path, code.seconds) == ("a.choose", 5.0)
+    assert (code.buffer_filter_path, code.seconds) == ("a.choose", 60.0)
 
 
-def test_leases_and_staleness_are_the_jobs() -> None:
-    config = stream_of(buffer=BufferSection(lease_seconds=7.5, max_attempts=9, max_staleness=4))
-    assert (config.lease_seconds, config.max_attempts, config.max_staleness) == (7.5, 9, 4)
+def test_staleness_is_the_jobs_and_a_lease_takes_a_minute_and_three_attempts() -> None:
+    config = stream_of(buffer=BufferSection(max_staleness=4))
+    assert (config.lease_seconds, config.max_attempts, config.max_staleness) == (60.0, 3, 4)
 
 
 @pytest.mark.parametrize(("buffer_store", "kind"), [("memory", MemoryStore), ("sqlite", SqliteStore)])

@@ -33,7 +33,6 @@ class Parts:
 
     folder: Path
     buffer: Any
-    max_calls_per_peer: int
 
     @property
     def stream(self) -> Any:
@@ -52,11 +51,6 @@ FILES: Readers = {
             "n_samples_per_prompt": "n_samples_per_prompt",
             "rollout_batch_size": "groups_per_step",
             "max_staleness": "max_staleness",
-            "lease_seconds": "lease_seconds",
-            "max_attempts": "max_attempts",
-            "max_groups": "max_groups",
-            "max_leases": "max_leases",
-            "retain_steps": "retain_steps",
         }.items()
     },
     "over_sampling_batch_size": [lambda p: p.stream.over_sampling_groups + p.stream.groups_per_step],
@@ -88,11 +82,9 @@ FILES: Readers = {
         }.items()
     },
     "multimodal_keys": [lambda p: {"image": p.stream.files[0].image_key}],
-    "min_free_disk_bytes": [lambda p: p.buffer._incoming._min_free_disk_bytes],
     "loss_type": [lambda p: "policy_loss" if p.stream.needs_reward else "sft_loss"],
     "prompt_root": [lambda p: p.buffer._sources.files.root],
     "retain_events": [lambda p: p.buffer.ledger._retain_events],
-    "max_calls_per_peer": [lambda p: p.max_calls_per_peer],
     "buffer_store": [lambda p: "memory" if isinstance(p.buffer._store, MemoryStore) else "another"],
 }
 HOOKS: Readers = {
@@ -101,7 +93,6 @@ HOOKS: Readers = {
         lambda p: "filter.py:choose" if p.stream.selection is Selection.HOOK else None,
     ],
     "data_source_path": [lambda p: p.stream.data_source, lambda p: p.source._path],
-    "buffer_hook_timeout_seconds": [lambda p: p.buffer._chooser._seconds, lambda p: p.source._seconds],
     "use_opd": [lambda p: not p.stream.needs_reward],
 }
 SHARDS: Readers = {
@@ -115,7 +106,6 @@ ADDRESSES: Readers = {
 SHOWN_BY = {
     "run_name": "test_a_database_is_the_jobs, below",
     "buffer_postgres": "test_a_database_is_the_jobs, below",
-    "buffer_postgres_wait_seconds": "test_a_database_is_the_jobs, below",
     "vocab_size": "of config.json, and no option here",
     "update_weights_interval": "test_weights_that_are_published_too_seldom_are_refused, below",
 }
@@ -161,19 +151,11 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
         "train": {"loss_type": "sft_loss"},
         "buffer": {
             "max_staleness": 5,
-            "lease_seconds": 83.0,
-            "max_attempts": 7,
             "buffer_store": "memory",
-            "min_free_disk_bytes": 12_345,
             "max_payload_bytes": 6_543_210,
             "prompt_root": folder / "root",
-            "max_groups": 3_217,
-            "max_calls_per_peer": 217,
-            "max_leases": 913,
-            "retain_steps": 23,
             "retain_events": 1_999,
             "selection": "priority",
-            "buffer_hook_timeout_seconds": 37.0,
             "expiry_action": "drop",
             "min_size_to_sample": 17,
             "samples_per_insert": 0.75,
@@ -222,7 +204,7 @@ async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> P
         def __init__(self, name: str, address: str, services: Sequence[Service], **given: Any) -> None:
             super().__init__(name, address, services, **given)
             (service,) = services
-            found.append(Parts(folder, service.servicer._buffer, given["max_calls_per_peer"]))
+            found.append(Parts(folder, service.servicer._buffer))
 
         async def start(self, *, ready: bool = True) -> None:
             pass
@@ -279,11 +261,11 @@ def test_a_database_is_the_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             opened.append((given, named))
 
     monkeypatch.setattr(postgres, "PostgresStore", NoStore)
-    url, wait = "postgresql://somebody@database/ledgers", {"buffer_postgres_wait_seconds": 71.0}
-    job = job_of(folder, {"buffer": {"buffer_store": "postgres", "buffer_postgres": url, **wait}})
+    url = "postgresql://somebody@database/ledgers"
+    job = job_of(folder, {"buffer": {"buffer_store": "postgres", "buffer_postgres": url}})
     store_of_job(job, folder / "ledger")
     store_of_job(of_shard(job, 1), folder / "ledger")
-    assert opened == [((url, name), {"wait_seconds": 71.0}) for name in ("unusual", "unusual/1")]
+    assert opened == [((url, name), {"wait_seconds": 120.0}) for name in ("unusual", "unusual/1")]
 
 
 def test_a_ledger_is_in_files_where_the_job_does_not_say_otherwise(folder: Path) -> None:

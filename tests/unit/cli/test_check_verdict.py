@@ -95,7 +95,7 @@ def test_bfloat16_is_called_slow_on_a_cpu_without_its_instructions(
         return f"flags : {cpu}" if str(path) == "/proc/cpuinfo" else read_text(path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", with_this_cpu)
-    monkeypatch.setattr("headrace.job.rules.warned.launch_line_warnings.num_gpus", lambda: 0, raising=False)
+    monkeypatch.setattr("headrace.job.rules.warnings.num_gpus", lambda: 0, raising=False)
     main(["check", str(job_file), *SERVICES, "--bf16"])
     assert "bf16 on this machine is slower than float32" in said(capsys)
     main(["check", str(job_file), *SERVICES])
@@ -151,7 +151,7 @@ SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precisio
 def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing_on_a_cpu(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, named: str
 ) -> None:
-    for module in ("job.rules.megatron_rules", "job.rules.warned.launch_line_warnings"):
+    for module in ("job.rules.megatron_rules", "job.rules.warnings"):
         monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 0, raising=False)
     assert main(["check", str(job_file), *SERVICES, *flags.split()]) == 0
     assert named in said(capsys)
@@ -170,7 +170,7 @@ def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing
 def test_on_a_gpu_states_that_no_checkpoint_holds_are_refused(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
 ) -> None:
-    for module in ("job.rules.megatron_rules", "job.rules.warned.launch_line_warnings"):
+    for module in ("job.rules.megatron_rules", "job.rules.warnings"):
         monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 8, raising=False)
     assert main(["check", str(job_file), *SERVICES, *flags.split()]) == (2 if refused else 0)
     if refused:

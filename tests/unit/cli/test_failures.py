@@ -90,19 +90,19 @@ def test_a_line_of_failures_has_drops_three_reasons_and_what_came_back() -> None
 def test_a_first_batch_that_takes_ten_times_as_long_as_expected_is_told_and_again_when_that_has_doubled(
     load_with,
 ) -> None:
-    view = view_of(load_with("--first-batch-seconds", "6"))
-    for seconds in (1.0, 59.0, 60.0, 61.0, 119.0, 120.0):
+    view = view_of(load_with())
+    for seconds in (1.0, 299.0, 300.0, 301.0, 599.0, 600.0):
         view.on_status(waiting(seconds))
     lines = view.unread()
     assert [line.partition(" for its batch")[0] for line in lines] == [
-        "step 1 has waited 60 s",
-        "step 1 has waited 2 min",
+        "step 1 has waited 5 min",
+        "step 1 has waited 10 min",
     ]
     assert "1/4 groups ready: waiting on the buffer, which does not answer" in lines[0]
 
 
 def test_a_later_batch_is_compared_with_those_before_it() -> None:
-    patience = Patience(30.0)
+    patience = Patience()
     for seconds in (9.0, 11.0, 400.0):
         patience.waited(seconds)
     assert [patience.is_over(3, seconds) for seconds in (100.0, 110.0)] == [False, True]
@@ -134,17 +134,17 @@ def test_the_line_says_on_whom_it_waits(fleet, stats: buffer_pb2.StreamStats | N
 
 @pytest.mark.parametrize("service", ["rollout", "buffer"])
 def test_the_line_says_since_when_a_service_that_answered_before_is_away(load_with, service: str) -> None:
-    view = view_of(load_with("--first-batch-seconds", "6"))
+    view = view_of(load_with())
     view.on_stats(STATS)
     view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
     view.on_silence(service)
-    view.on_status(waiting(60.0))
+    view.on_status(waiting(300.0))
     (line,) = view.unread()
     assert re.search(rf"waiting on the {service}.*, which has not answered since \d\d:\d\d:\d\d", line)
     assert "being generated" not in line
     view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
     view.on_stats(STATS)
-    view.on_status(waiting(120.0))
+    view.on_status(waiting(600.0))
     assert "48 samples are being generated" in view.unread()[0]
 
 
@@ -234,11 +234,11 @@ async def run_that_waits(folder: RunFolder, job: Job, seconds: float, step: int 
         await server.stop(0.0)
 
 
-@pytest.mark.parametrize(("seconds", "is_told"), [(59.0, False), (60.0, True)])
+@pytest.mark.parametrize(("seconds", "is_told"), [(299.0, False), (300.0, True)])
 async def test_status_has_the_consoles_sentence_of_a_first_batch_that_is_overdue(
     load_with, tmp_path: Path, seconds: float, is_told: bool
 ) -> None:
-    job = load_with("--first-batch-seconds", "6")
+    job = load_with()
     async with run_that_waits(RunFolder(tmp_path), job, seconds):
         sentence = await overdue(RunFolder(tmp_path), 0.5)
     assert sentence == (awaited(waiting(seconds), None, None) if is_told else None)
@@ -257,7 +257,7 @@ async def test_status_compares_a_later_batch_with_those_before_it_as_the_console
 
 
 async def test_status_prints_it_below_its_table(load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with run_that_waits(RunFolder(tmp_path), load_with("--first-batch-seconds", "1"), 3600.0):
+    async with run_that_waits(RunFolder(tmp_path), load_with(), 3600.0):
         assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 1
     assert "step 1 has waited 60 min for its batch, 1/4 groups ready: waiting on the buffer" in capsys.readouterr().out
 

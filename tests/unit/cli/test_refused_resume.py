@@ -25,7 +25,7 @@ def resumed(job_file: Path, tmp_path: Path, load_with: Callable[..., Job]) -> Ca
     recorded.mkdir()
     (recorded / "0.samples").touch()
     steps = ("--load-debug-rollout-data", f"{recorded}/{{rollout_id}}.samples", "--num-rollout", "9")
-    common = (*steps, "--run-dir", str(tmp_path / "runs"), "--max-trainer-restarts", "1", "--use-fault-tolerance")
+    common = (*steps, "--run-dir", str(tmp_path / "runs"), "--use-fault-tolerance")
 
     def start(before: str, after: str, trainer: str) -> tuple[int, Job]:
         run = RunFolder(tmp_path / "runs" / "run")

@@ -48,8 +48,6 @@ def test_a_client_divides_a_stream_as_the_jobs_own_shards_do(groups: int) -> Non
         section = BufferSection(
             buffer_shards=num_shards,
             max_payload_bytes=1 << 20,
-            max_groups=1_000,
-            max_leases=100,
             min_size_to_sample=2,
             samples_per_insert=0.5,
             samples_per_insert_error_buffer=9.0,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.load.load import load
+from headrace.job.load.load import load, read_environment, read_file
+from headrace.job.option import options
+from headrace.job.schema.job import CONSTANTS, Job, read_job
 from headrace.launch.specs import address_in
 
 ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
@@ -94,7 +98,6 @@ ON_TWO = "--colocate --actor-num-nodes 2 --rollout-address 10.0.0.1:7002"
         ),
         ("--wandb-project x", "wandb_project has no effect without use_wandb"),
         ("--custom-rm-path http://me:secret@host/judge", "custom_rm_path holds a URL with a password"),
-        ("--max-trainer-restarts 3", "max_trainer_restarts has no effect without use_fault_tolerance"),
         ("--max-tokens-per-gpu 4096", "max_tokens_per_gpu has no effect without use_dynamic_batch_size"),
         ("--use-dynamic-batch-size", "fills micro-batches up to max_tokens_per_gpu: pass --max-tokens-per-gpu"),
         (
@@ -303,3 +306,29 @@ def test_everybody_finds_all_shards(load_with) -> None:
     job = load_with("--buffer-addresses", "a:1", "b:1", "--buffer-shard", "1")
     assert job.services.buffer_address == "a:1,b:1"
     assert address_in(job, "buffer") == "b:1"
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_an_option_that_is_a_constant_now_is_refused_wherever_a_job_names_it(
+    load_with: Callable[..., Job], tmp_path: Path, name: str
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} is not a flag of headrace: (it is a constant|a set of)"):
+        load_with(flag, "1")
+    with pytest.raises(ConfigError, match=f"HEADRACE_{name.upper()} is not a variable"):
+        read_environment({f"HEADRACE_{name.upper()}": "1"}, options())
+    file = tmp_path / "job.toml"
+    file.write_text(f"[buffer]\n{name} = 1\n")
+    with pytest.raises(ConfigError, match=f"{name}: not a key of headrace"):
+        read_file(file, options())
+
+
+def test_a_job_that_an_earlier_release_resolved_is_read_without_its_constants(
+    load_with: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = load_with()
+    tree = job.model_dump(mode="json")
+    tree["buffer"]["max_leases"] = 100_000
+    (tmp_path / "job.json").write_text(json.dumps(tree))
+    assert read_job(tmp_path / "job.json") == job
+    assert "max_leases" not in {setting.name for setting in read_file(tmp_path / "job.json", options())}

@@ -32,9 +32,9 @@ def test_a_service_has_start_timeout_seconds_to_answer(tmp_path: Path, service: 
     assert spec(job, service, RunFolder(tmp_path)).start_seconds == 12.0
 
 
-def test_a_trainer_is_started_again_as_often_as_max_trainer_restarts_says(tmp_path: Path) -> None:
-    job = job_of(tmp_path, use_fault_tolerance=True, max_trainer_restarts=3)
-    assert spec(job, "trainer", RunFolder(tmp_path)).max_restarts == 3
+def test_a_trainer_is_started_again_with_use_fault_tolerance_alone(tmp_path: Path) -> None:
+    job = job_of(tmp_path, use_fault_tolerance=True)
+    assert spec(job, "trainer", RunFolder(tmp_path)).max_restarts == 5
     assert spec(job_of(tmp_path), "trainer", RunFolder(tmp_path)).no_restart is not None
 
 

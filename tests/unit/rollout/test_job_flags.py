@@ -63,16 +63,10 @@ def test_the_router_is_started_with_router_policy_and_outlasts_generate_timeout_
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("router_cache_threshold", 0.75),
-        ("router_balance_abs_threshold", 2),
-        ("router_balance_rel_threshold", 1.25),
-    ],
+    ("word", "value"), [("--cache-threshold", 0.3), ("--balance-abs-threshold", 8), ("--balance-rel-threshold", 1.1)]
 )
-def test_thresholds_of_cache_aware_reach_the_router_and_no_other_policy(flag: str, value: float) -> None:
-    word = f"--{flag.removeprefix('router_').replace('_', '-')}"
-    words = command(job_of(router_policy="cache_aware", **{flag: value}).rollout, 1, 2, 90.0)
+def test_thresholds_of_cache_aware_reach_the_router_and_no_other_policy(word: str, value: float) -> None:
+    words = command(job_of(router_policy="cache_aware").rollout, 1, 2, 90.0)
     assert words[words.index(word) + 1] == str(value)
     assert word not in command(job_of().rollout, 1, 2, 90.0)
 

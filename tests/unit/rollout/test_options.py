@@ -139,9 +139,7 @@ ENGINES: Readers = {
         lambda b: b.service.load_watch._limit.now,
     ],
     "adapt_groups_in_flight": [lambda b: b.service.load_watch is not None],
-    "client_requests_in_flight": [lambda b: b.parts.slots.shares.slots(Kind.CLIENTS)],
     "eval_samples_in_flight": [lambda b: b.parts.slots.shares.slots(Kind.EVALUATION)],
-    "max_waiting_requests": [lambda b: b.parts.slots._max_waiting],
     "dynamic_sampling_filter_path": [lambda b: b.service._filter._path, lambda b: b.groups._filter._path],
     "rollout_sample_hook_path": [lambda b: b.sampler(HookedSampler)._hooks._paths],
     "rollout_all_samples_process_path": [
@@ -159,9 +157,6 @@ ENGINES: Readers = {
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
-    "router_cache_threshold": [lambda b: float(b.router_word("--cache-threshold"))],
-    "router_balance_abs_threshold": [lambda b: int(b.router_word("--balance-abs-threshold"))],
-    "router_balance_rel_threshold": [lambda b: float(b.router_word("--balance-rel-threshold"))],
     "openai_host": [lambda b: b.service._endpoint._address.host],
     "openai_port": [lambda b: b.service._endpoint._address.port],
     "eval_config": [lambda b: b.parts.evaluator._files.files[1].parent / "eval.toml"],
@@ -172,16 +167,10 @@ ENGINES: Readers = {
     "reward_timeout_seconds": [lambda b: b.parts.scorer._item_seconds],
     "reward_address": [lambda b: b.parts.scorer.target.address],
     "buffer_address": [lambda b: b.service._buffer._peer.removeprefix("the buffer at ")],
-    "peer_wait_seconds": [
-        lambda b: b.parts.scorer._patience_seconds,
-        lambda b: b.service._buffer._deadline_seconds,
-    ],
     "rollout_services": [lambda b: b.services],
     "start_timeout_seconds": [lambda b: same(b.watched("start_seconds"))],
     "rollout_health_check_interval": [lambda b: same(b.watched("check_interval_seconds"))],
     "rollout_health_check_timeout": [lambda b: same(b.watched("check_timeout_seconds"))],
-    "rollout_health_check_misses": [lambda b: same(b.watched("missed_checks"))],
-    "max_engine_restarts": [lambda b: same(b.watched("max_restarts"))],
     "rollout_num_gpus": [lambda b: sum(engine.tensor_parallel_size for engine in b.parts.fleet.engines)],
     "rollout_num_gpus_per_engine": [
         lambda b: b.parts.fleet.engines[0].tensor_parallel_size,
@@ -226,8 +215,6 @@ AGENTS: Readers = {
 }
 HOSTS: Readers = AGENTS | {
     "agent_hosts": [lambda b: b.parts.agent_hosts is not None],
-    "agent_lease_seconds": [lambda b: b.parts.agent_hosts.lease_seconds],
-    "peer_wait_seconds": [lambda b: b.parts.agent_hosts._patience_seconds],
 }
 STEPS: Readers = {
     "rollout_function_path": [
@@ -265,7 +252,6 @@ OF_A_SERVER: Readers = {
     "group_rm": [lambda evaluator: evaluator._scores_groups],
     "reward_address": [lambda evaluator: evaluator._scorer.target.address],
     "reward_timeout_seconds": [lambda evaluator: evaluator._scorer._item_seconds],
-    "peer_wait_seconds": [lambda evaluator: evaluator._scorer._patience_seconds],
 }
 """Of an evaluation that asks a server of somebody else's."""
 
@@ -281,7 +267,6 @@ OF_OTHERS = {
     "tool_key": "of an evaluation's request",
     "reward_key": "of an evaluation's request",
     "rm_type": "of an evaluation's request",
-    "lease_seconds": "of the ledger's lease",
     "master_port": "of a publication",
     "num_layers": "of config.json",
     "vocab_size": "of config.json",
@@ -321,16 +306,10 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "mask_offpolicy_in_partial_rollout": True,
             "generate_timeout_seconds": 91.0,
             "adapt_groups_in_flight": True,
-            "client_requests_in_flight": 29,
-            "max_waiting_requests": 31,
             "openai_host": "127.0.0.3",
             "openai_port": 7219,
             "router_policy": "cache_aware",
-            "router_cache_threshold": 0.75,
-            "router_balance_abs_threshold": 19,
-            "router_balance_rel_threshold": 1.75,
             "rollout_timeout_seconds": 407.0,
-            "agent_lease_seconds": 43.0,
             "max_turns": 17,
         },
         "reward": {"group_rm": True, "reward_timeout_seconds": 53.0},
@@ -350,7 +329,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "reward_address": "127.0.0.1:7002",
             "rollout_services": 2,
             "start_timeout_seconds": 811.0,
-            "peer_wait_seconds": 67.0,
         },
         "placement": {
             "rollout_num_gpus": 6,
@@ -359,8 +337,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "offload_rollout": True,
             "rollout_health_check_interval": 0.75,
             "rollout_health_check_timeout": 3.25,
-            "rollout_health_check_misses": 9,
-            "max_engine_restarts": 11,
         },
         "tracking": {"sample_log_bytes": 123_456},
         "megatron": {"bf16": True},

@@ -102,10 +102,10 @@ def test_an_example_of_many_lines_and_control_characters_is_a_part_of_one_line()
     assert len(verdict) < 700
 
 
-def test_the_window_is_a_steps_samples_and_the_flags_change_it(load_with) -> None:
+def test_the_window_is_a_steps_samples_and_32_at_least(load_with) -> None:
     job = load_with("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--global-batch-size", "64")
     assert FailureBudget.of(job.rollout).verdict(reading(0, {"A": 127})) is None
     assert FailureBudget.of(job.rollout).verdict(reading(0, {"A": 128})) is not None
-    flags = RolloutSection(failure_window=10, max_failed_share=0.9)
-    assert FailureBudget.of(flags).verdict(reading(2, {"A": 8})) is None
-    assert FailureBudget.of(flags).verdict(reading(0, {"A": 10})) is not None
+    small = RolloutSection(rollout_batch_size=2, n_samples_per_prompt=2, max_failed_share=0.9)
+    assert FailureBudget.of(small).verdict(reading(4, {"A": 28})) is None
+    assert FailureBudget.of(small).verdict(reading(0, {"A": 32})) is not None

@@ -237,7 +237,7 @@ class Sessions:
         if away > self.wait_seconds:
             raise Unavailable(
                 f"no PostgreSQL has answered at buffer_postgres for {away:.0f} s: {_said(error)}; this buffer waits "
-                f"{self.wait_seconds:g} s (--buffer-postgres-wait-seconds)"
+                f"{self.wait_seconds:g} s"
             ) from error
         if away - self._told >= _TELL_AGAIN_SECONDS or away < self._told:
             log.warning("postgres_away", ledger=self.schema, away_seconds=round(away, 1), error=_said(error))

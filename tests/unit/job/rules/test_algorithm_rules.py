@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.option import ALIASES, options
-from headrace.job.rules.warned.algorithm_warnings import algorithm_warnings
+from headrace.job.rules.warnings import algorithm_warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
 LONE = "--n-samples-per-prompt 1"
@@ -41,7 +41,6 @@ TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
         ("--opsm-delta 0.1", r"opsm_delta has no effect without use_opsm"),
         ("--use-unbiased-kl", r"use_unbiased_kl has no effect without use_kl_loss"),
         ("--opd-kl-coef 2", r"opd_kl_coef has no effect without use_opd"),
-        ("--true-on-policy-bound 1", r"true_on_policy_bound has no effect without true_on_policy_mode"),
         ("--custom-loss-function-path a.b", r"custom_loss_function_path is only read by loss_type custom_loss"),
         ("--loss-type sft_loss --use-tis", r"use_tis is only read by a policy loss"),
         ("--loss-type sft_loss --entropy-coef 0.1", r"entropy_coef is only read by a policy loss"),
@@ -102,7 +101,7 @@ def test_true_on_policy_mode_refuses_what_makes_the_ratio_differ_from_one(load_w
         "--use-kl-loss --kl-loss-coef 0.01 --use-unbiased-kl",
         f"{KL_IN_REWARD} --kl-reward-type low_var_kl",
         TEACHER,
-        "--true-on-policy-mode --num-steps-per-rollout 1 --true-on-policy-bound 1e-2",
+        "--true-on-policy-mode --num-steps-per-rollout 1",
     ],
 )
 def test_what_belongs_together_is_taken(load_with, flags: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, services_here
-from headrace.job.rules.warned.warnings import warnings
+from headrace.job.rules.warnings import warnings
 
 STEPS = ("--load-debug-rollout-data", "kept/{rollout_id}.samples")
 

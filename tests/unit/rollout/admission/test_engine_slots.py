@@ -95,7 +95,7 @@ async def test_more_clients_than_may_wait_are_told_to_come_again() -> None:
     slots = slots_of(clients=1, max_waiting=1)
     held, waits = Asker(slots), Asker(slots)
     await settled()
-    with pytest.raises(ResourceExhausted, match="would exceed max_waiting_requests 1") as refused:
+    with pytest.raises(ResourceExhausted, match="would exceed the 1 that may") as refused:
         async with slots.slot(Kind.CLIENTS):
             pass
     assert refused.value.retry_after_seconds > 0
@@ -153,13 +153,12 @@ def test_eval_samples_in_flight_says_how_many_are_evaluated_beside_training(
     assert evaluated_beside_training(job.rollout, job.eval) == expected
 
 
-async def test_client_requests_in_flight_and_max_waiting_requests_bound_clients(load_with) -> None:
+async def test_clients_have_an_eighth_of_trainings_slots_and_256_may_wait(load_with) -> None:
     batch = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4"]
-    by_default = load_with(*batch)
-    assert engine_slots(by_default.rollout, by_default.eval).shares.slots(Kind.CLIENTS) == 8
-    job = load_with(*batch, "--client-requests-in-flight", "2", "--max-waiting-requests", "3")
+    job = load_with(*batch)
     slots = engine_slots(job.rollout, job.eval)
+    assert slots.shares.slots(Kind.CLIENTS) == 8
     with slots.training(200):
-        slots.require_room(2 + 3)
-        with pytest.raises(ResourceExhausted, match="max_waiting_requests 3"):
-            slots.require_room(2 + 3 + 1)
+        slots.require_room(8 + 256)
+        with pytest.raises(ResourceExhausted, match="256"):
+            slots.require_room(8 + 256 + 1)

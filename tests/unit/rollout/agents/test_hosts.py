@@ -152,7 +152,7 @@ def test_a_lost_or_returned_task_goes_first_and_large_ones_come_alone() -> None:
 
 
 async def test_a_task_that_ends_its_hosts_fails_and_one_that_is_returned_does_not(tmp_path: Path) -> None:
-    async with lending(tmp_path, num_prompts=0, agent_lease_seconds=0.2) as (made, _, client, _):
+    async with lending(tmp_path, num_prompts=0, lease_seconds=0.2) as (made, _, client, _):
         playing = asyncio.create_task(made.play())
         for _ in range(MAX_LOSSES + 1):
             task = await lease_one(client)
@@ -263,7 +263,4 @@ def test_insecure_lets_services_listen_for_other_machines(tmp_path: Path) -> Non
 def test_options_of_hosts_need_an_agent(load_with: Any) -> None:
     with pytest.raises(ConfigError, match="agent_function_path"):
         load_with("--agent-hosts")
-    with pytest.raises(ConfigError, match="agent_hosts"):
-        load_with("--agent-function-path", "agents.run", "--agent-lease-seconds", "3")
-    job = load_with("--agent-function-path", "not/here.py:run", "--agent-hosts", "--agent-lease-seconds", "3")
-    assert job.rollout.agent_lease_seconds == 3.0
+    assert load_with("--agent-function-path", "not/here.py:run", "--agent-hosts").rollout.agent_hosts

@@ -15,6 +15,7 @@ import torch
 
 import services.trainer
 from headrace.job.schema.job import Job
+from headrace.limits import PEER_WAIT_SECONDS
 from headrace.publication import TensorSpec
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control import build
@@ -82,12 +83,8 @@ class Parts:
 ALL: Readers = {
     "buffer_address": [lambda p: p.buffer._peer.removeprefix("the buffer at ")],
     "rollout_address": [lambda p: ",".join(service.address for service in p.rollout.services)],
-    "peer_wait_seconds": [
-        lambda p: p.buffer._deadline_seconds,
-        lambda p: p.publisher._presence._away_seconds - p.job.services.start_timeout_seconds,
-    ],
     "start_timeout_seconds": [
-        lambda p: p.publisher._presence._away_seconds - p.job.services.peer_wait_seconds,
+        lambda p: p.publisher._presence._away_seconds - PEER_WAIT_SECONDS,
     ],
     "num_rollout": [lambda p: p.schedule.num_steps, lambda p: p.ranks._num_steps, lambda p: p.console.status.num_steps],
     "rollout_batch_size": [lambda p: p.console.status.groups_per_step],
@@ -104,7 +101,6 @@ ALL: Readers = {
     "save_hf": [lambda p: p.ranks._save_hf],
     "export_root": [lambda p: p.exports._root],
     "max_failed_share": [lambda p: p.failure_budget._max_failed_share],
-    "failure_window": [lambda p: p.failure_budget._recent._size, lambda p: p.failure_budget._long._size / 10],
     "save_debug_rollout_data": [lambda p: p.recorder._recorded.pattern],
     "sample_log_bytes": [lambda p: p.samples._max_bytes, lambda p: p.evaluations._evaluate._samples._max_bytes],
     "run_name": [lambda p: p.console.status.run, lambda p: p.trackers["run_name"]],
@@ -140,7 +136,6 @@ ALL: Readers = {
     "metadata_key": [lambda p: p.dataset.metadata_key],
     "multimodal_keys": [lambda p: {"image": p.dataset.image_key}],
     "eval_reward_key": [lambda p: p.dataset.reward_key],
-    "eval_pass_reward": [lambda p: p.dataset.pass_reward],
 }
 """Of a run whose weights go to the engines in a collective group."""
 AS_TRAINED: Readers = {
@@ -170,7 +165,6 @@ COLOCATED: Readers = {
         lambda p: "ipc" if p.publisher._transport._in_memory and p.sender._memory else "another"
     ],
     "update_weight_timeout_seconds": [lambda p: p.ranks._devices._to_host.args[0]],
-    "peer_wait_seconds": [lambda p: p.ranks._devices._seconds - p.job.services.start_timeout_seconds],
 }
 ALONE: Readers = {
     "load_debug_rollout_data": [lambda p: p.buffer._recorded.pattern],
@@ -215,7 +209,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "rollout_stop": ["</end>"],
             "rollout_stop_token_ids": [11, 13],
             "max_failed_share": 0.375,
-            "failure_window": 217,
         },
         "hooks": {"custom_eval_rollout_log_function_path": f"{folder / 'hooks.py'}:log"},
         "eval": {
@@ -236,7 +229,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "eval_tool_key": "eval_tools",
             "eval_reward_key": "correct",
             "eval_exact_version": True,
-            "eval_pass_reward": 0.5,
             "eval_timeout_seconds": 613.0,
         },
         "publish": {
@@ -262,7 +254,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "buffer_address": "127.0.0.1:7001",
             "rollout_address": "127.0.0.1:7002,127.0.0.1:7003",
             "start_timeout_seconds": 811.0,
-            "peer_wait_seconds": 67.0,
         },
         "placement": {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2},
         "tracking": {"sample_log_bytes": 123_456, "use_tensorboard": False, "use_wandb": True},
@@ -280,7 +271,6 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Mapping[str, Any]], Readers]] = {
                     *("eval_input_key", "eval_label_key", "eval_tool_key"),
                 )
             ),
-            "rollout": {"failure_window": None},
             "publish": {
                 "update_weight_transport": "disk",
                 "update_weight_disk_path": Path("/shared/weights"),

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+from headrace import job_buffer
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.buffer import Buffer
 from headrace.client.rollout import RolloutClient
@@ -20,7 +21,7 @@ from headrace.job_buffer import buffer_of
 from headrace.process.exit_status import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
-from services.trainer.control import publication
+from services.trainer.control import build, publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
@@ -55,11 +56,12 @@ async def rank0_that_publishes(build: TrainerBuild, *_: object) -> None:
         await rollout.begin_publish(rollout_pb2.BeginPublishRequest(), deadline_seconds=0.25)
 
 
-def test_after_peer_wait_seconds_without_its_buffer_the_trainer_ends_as_one_whose_peer_is_away(
+def test_after_the_peers_wait_without_its_buffer_the_trainer_ends_as_one_whose_peer_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer, "run_rank0", rank0_that_asks_the_buffer)
-    services = {"buffer_address": f"127.0.0.1:{free_port()}", "peer_wait_seconds": 0.25}
+    monkeypatch.setattr(job_buffer, "PEER_WAIT_SECONDS", 0.25)
+    services = {"buffer_address": f"127.0.0.1:{free_port()}"}
     config = tmp_path / "job.json"
     config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
     assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
@@ -93,7 +95,8 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
     monkeypatch.setattr(trainer, "run_rank0", rank0_that_awaits_a_batch)
     monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
     services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
-    services |= {"start_timeout_seconds": 0.4, "peer_wait_seconds": 0.2}
+    services |= {"start_timeout_seconds": 0.4}
+    monkeypatch.setattr(build, "PEER_WAIT_SECONDS", 0.2)
     config = tmp_path / "job.json"
     config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
     assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY

@@ -271,7 +271,7 @@ def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
     figures = re.search(r"a token log-prob (\S+), the engine gave it (\S+): 4\.4 apart", message)
     assert figures is not None
     assert [float(figure) for figure in figures.groups()] == pytest.approx([trainer, engine], abs=1e-4)
-    assert "true_on_policy_bound is 0.001" in message
+    assert "at most 0.001 is on-policy" in message
 
 
 @pytest.mark.parametrize("name", ["icepop", "mis"])

@@ -26,7 +26,6 @@ _OF_EVALUATIONS = (
     "eval_tool_key",
     "eval_reward_key",
     "eval_exact_version",
-    "eval_pass_reward",
     "eval_samples_in_flight",
     "eval_timeout_seconds",
 )
@@ -39,12 +38,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
-    "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
-    **{
-        name: ("router_policy", lambda job: job.rollout.router_policy == "cache_aware")
-        for name in ("router_cache_threshold", "router_balance_abs_threshold", "router_balance_rel_threshold")
-    },
     "rollout_service": ("rollout_address", lambda job: job.services.rollout_address is not None),
     "offload_train": ("colocate", lambda job: job.placement.colocate),
     "offload_rollout": ("colocate", lambda job: job.placement.colocate),
@@ -65,7 +59,6 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     ),
     "max_turns": ("custom_generate_function_path or agent_function_path", lambda job: bool(job.rollout.user_function)),
     "agent_hosts": ("agent_function_path", lambda job: job.rollout.agent_function_path is not None),
-    "agent_lease_seconds": ("agent_hosts", lambda job: job.rollout.agent_hosts),
     "openai_host": (
         "openai_port or agent_function_path",
         lambda job: bool(job.rollout.openai_port or job.rollout.agent_function_path),
@@ -81,10 +74,6 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),
     "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
-    "buffer_hook_timeout_seconds": (
-        "buffer_filter_path",
-        lambda job: bool(job.buffer.buffer_filter_path or job.data.data_source_path),
-    ),
     "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
     "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
     "wandb_project": ("use_wandb", lambda job: job.tracking.use_wandb),
@@ -92,12 +81,11 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "wandb_team": ("use_wandb", lambda job: job.tracking.use_wandb),
     "wandb_mode": ("use_wandb", lambda job: job.tracking.use_wandb),
     "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
 }
 """An option that has no effect without another one."""
 
 
-def check_needs(job: Job) -> None:
+def check_dependencies(job: Job) -> None:
     """Raises ConfigError for an option that is set and would be ignored."""
     known = options()
     for name, (needed, has_it) in _NEEDS.items():

@@ -1,13 +1,59 @@
-"""Warns about flags that command lines written for slime often contain."""
+"""Settings that are allowed and probably not intended: `headrace check` and `headrace train` warn and continue."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.devices import cpu_has_bfloat16, num_gpus
 from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.rules.algorithm_rules import uses_critic
+from headrace.job.rules.debug_rules import debug_warnings
 from headrace.job.schema.job import Job
+
+_COMPARES_SAMPLES = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+
+
+def algorithm_warnings(job: Job) -> list[str]:
+    """None for supervised fine-tuning, which samples nothing."""
+    if job.train.loss_type == "sft_loss":
+        return []
+    return [*_narrowed_sampling(job), *_lone_samples(job), *_greedy(job)]
+
+
+def _narrowed_sampling(job: Job) -> list[str]:
+    """Warns about top-p and top-k, which true on-policy mode refuses."""
+    top_p, top_k = job.rollout.rollout_top_p, job.rollout.rollout_top_k
+    given = [f"rollout_top_p {top_p:g}"] if top_p < 1 else []
+    given += [] if top_k is None else [f"rollout_top_k {top_k}"]
+    if not given:
+        return []
+    return [
+        f"{' and '.join(given)}: engines sample from fewer tokens than the recorded log-probs cover, so the policy "
+        "that generated the samples is not the one that the loss corrects for: train with rollout_top_p 1 and no "
+        "rollout_top_k"
+    ]
+
+
+def _lone_samples(job: Job) -> list[str]:
+    train, hooks = job.train, job.hooks
+    replaced = hooks.custom_reward_post_process_path or hooks.custom_advantage_function_path
+    if job.rollout.n_samples_per_prompt != 1 or train.disable_rewards_normalization or replaced:
+        return []
+    if train.advantage_estimator not in _COMPARES_SAMPLES or job.rollout.user_function:
+        return []
+    return [
+        f"advantage_estimator {train.advantage_estimator} compares the samples of a prompt, and n_samples_per_prompt "
+        "is 1: every advantage is 0 and nothing is learned: raise n_samples_per_prompt"
+    ]
+
+
+def _greedy(job: Job) -> list[str]:
+    if job.rollout.rollout_temperature > 0:
+        return []
+    return [
+        "rollout_temperature 0: all samples of a prompt are the same greedy response, so none is better than another: "
+        "train with a temperature of about 1"
+    ]
 
 
 def sequence_parallel_alone(job: Job) -> Sequence[str]:
@@ -63,3 +109,21 @@ def learns_nothing(job: Job) -> Sequence[str]:
         for name, (whose, rate) in rates.items()
         if rate == 0
     ]
+
+
+WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
+    sequence_parallel_alone,
+    begins_anew,
+    evaluates_nothing,
+    learns_nothing,
+    slow_bfloat16,
+    acts_on_gpus_alone,
+    algorithm_warnings,
+    debug_warnings,
+)
+"""Each answers sentences that say what will happen and what to set; nothing where all is well."""
+
+
+def warnings(job: Job) -> list[str]:
+    """All warnings for a resolved job."""
+    return [sentence for rule in WARNINGS for sentence in rule(job)]
