@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import HeadraceError
-from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerTimeout
+from headrace.process.workers import WorkerCrashed, WorkerError, WorkerTimeout
 from headrace.trajectory import Failure
 
 
@@ -13,5 +13,4 @@ def call_failure(error: WorkerError | HeadraceError) -> Failure:
         return Failure(error.reason, error.message)
     if isinstance(error, WorkerTimeout):
         return Failure("HOOK_TIMEOUT", error.message)
-    crashed = isinstance(error, WorkerCrashed | WorkerBroken)
-    return Failure("HOOK_CRASHED" if crashed else "HOOK_RAISED", error.message)
+    return Failure("HOOK_CRASHED" if isinstance(error, WorkerCrashed) else "HOOK_RAISED", error.message)

@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook, reward_hook
 from headrace.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
-from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
-from headrace.process.workers.turns import Caller
+from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.rpc.log import log
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
@@ -128,7 +127,7 @@ class BatchScorer:
         try:
             failures = await self._load_own(items)
             choices = [self._choice(_own_failure(item, failures) or item, scorer) for item in items]
-            return await self._scored(choices, (peer, next(self._calls)))
+            return await self._scored(choices, next(self._calls))
         finally:
             self._in_flight[peer] -= len(items)
             if not self._in_flight[peer]:
@@ -171,7 +170,7 @@ class BatchScorer:
                     reason="QUEUE_FULL",
                 )
 
-    async def _scored(self, choices: Sequence[Choice], caller: Caller) -> list[ScoreResult]:
+    async def _scored(self, choices: Sequence[Choice], caller: int) -> list[ScoreResult]:
         results: dict[int, ScoreResult] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
         for error in results.values():
             self._metrics.count("none", error)
@@ -180,7 +179,7 @@ class BatchScorer:
                 tasks.create_task(self._run(call, results, caller))
         return [results[i] for i in range(len(choices))]
 
-    async def _run(self, call: ScorerCall, results: dict[int, ScoreResult], caller: Caller) -> None:
+    async def _run(self, call: ScorerCall, results: dict[int, ScoreResult], caller: int) -> None:
         started = time.monotonic()
         batch = list(call.items.values())
         try:
@@ -197,7 +196,7 @@ class BatchScorer:
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
-    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[CustomResult]:
+    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[CustomResult]:
         if scorer.builtin is not None:
             return [CustomResult(await self._builtin(scorer, scorer.builtin, _seen_by(scorer, batch[0]), caller))]
         if scorer.hook is None:
@@ -216,7 +215,7 @@ class BatchScorer:
             raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
 
-    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: Caller) -> Reward:
+    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward:
         if builtin.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
             work: tuple[Any, ...] = (run_waiting_builtin if builtin.waits else run_builtin, builtin.name, item)
@@ -240,7 +239,7 @@ class BatchScorer:
         return builtin.wrong
 
     async def _in_time(
-        self, pool: WorkerPool, builtin: Builtin, item: ScoreItem, cpu_seconds: float, caller: Caller
+        self, pool: WorkerPool, builtin: Builtin, item: ScoreItem, cpu_seconds: float, caller: int
     ) -> Reward | None:
         """Returns None when the item takes more processor time."""
         seconds = max(self._timeout_seconds, _WALL_PER_CPU * cpu_seconds)
@@ -315,7 +314,7 @@ def _error_of(error: WorkerError | HeadraceError) -> ScoreError:
             return ScoreError("SCORER_UNAVAILABLE", error.message, retryable=True)
         case WorkerTimeout():
             return ScoreError("SCORER_TIMEOUT", error.message, retryable=True)
-        case WorkerCrashed() | WorkerBroken():
+        case WorkerCrashed():
             return ScoreError("SCORER_CRASHED", error.message, retryable=True)
         case WorkerRaised():
             return ScoreError("SCORER_RAISED", error.message, retryable=not error.is_ours)

@@ -235,7 +235,6 @@ def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | No
         max_waiting=MAX_SCORE_ITEMS,
         prepare=prepare,
         prepare_seconds=_LOAD_SECONDS,
-        has_guest=True,
     )
 
 

@@ -23,8 +23,8 @@ from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout import messages
 from headrace.hooks.rollout.function import Desk, RolloutReport, load_rollout, run_rollout
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, cut_text
+from headrace.process.worker_main import Unreadable
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.process.workers.codec import Unreadable
 from headrace.rpc.log import kept_running, log
 from headrace.trajectory import Failure, Sample
 from services.rollout.engine.api import SamplingParams

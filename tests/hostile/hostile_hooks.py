@@ -9,9 +9,7 @@ import decimal
 import fractions
 import multiprocessing
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -213,43 +211,10 @@ BREAKS.update(
         "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60),
         "an_alarm": lambda: signal.alarm(1) or time.sleep(60),
-        "kills_its_parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
         "kills_its_group": lambda: os.killpg(0, signal.SIGKILL),
-        "stops_its_loop": lambda: asyncio.get_running_loop().stop() or asyncio.sleep(60),
-        "closes_its_selector": lambda: vars(asyncio.get_running_loop())["_selector"].close() or asyncio.sleep(60),
         "closes_descriptors": lambda: os.closerange(3, 65_536) or asyncio.sleep(60),
     }
 )
-
-
-def sockets():
-    for number in range(3, 256):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}").startswith("socket"):
-                yield number
-        except OSError:
-            pass
-
-
-@row(BREAKS)
-async def writes_to_sockets():
-    for number in sockets():
-        os.write(number, b"\x93\x01\x02\x03" * 1000)
-    await asyncio.sleep(60)
-
-
-@row(BREAKS)
-async def writes_a_little():
-    for number in sockets():
-        os.write(number, b"1.0")
-    return 1.0
-
-
-@row(BREAKS)
-async def shuts_sockets_down():
-    for number in sockets():
-        socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
-    await asyncio.sleep(60)
 
 
 # What it leaves running.
@@ -322,7 +287,7 @@ def a_raw_fork():
     return 1.0
 
 
-# What it changes, and the next call must not notice.
+# What it does to its process, and the next call must not notice.
 
 
 @row(SCORES)
@@ -353,29 +318,6 @@ def a_thread_that_exits_later():
 @row(SCORES)
 def blocks_signals():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    return 1.0
-
-
-@row(SCORES)
-def closes_its_outputs():
-    sys.stdout.close()
-    sys.stderr.close()
-    os.closerange(0, 3)
-    return 1.0
-
-
-@row(SCORES)
-def leaves_its_folder():
-    os.chdir("/")
-    os.umask(0o777)
-    sys.setrecursionlimit(60)
-    return 1.0
-
-
-@row(SCORES)
-def limits_itself():
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
     return 1.0
 
 

@@ -16,7 +16,7 @@ from headrace.process.memory import resident_bytes
 QUANTITIES = ("memory", "descriptors", "threads")
 _ROLES = (
     ("guard", r"headrace\.process\.guard\b"),
-    ("workers' spawner", r"workers\.spawner_proc"),
+    ("user code", r"multiprocessing\.forkserver"),
     ("router", r"sglang.?router|launch_router"),
     ("ranks' starter", r"headrace\.launch\.ranks"),
     *((name, rf"services\.{name}\b") for name in ("buffer", "reward", "rollout", "trainer")),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.hooks.sample import Sample
-from headrace.process.workers import codec
+from headrace.process.worker_main import decode_as, encode
 
 HEADER = struct.Struct("<Q")
 
@@ -97,17 +97,17 @@ Ask = Callable[[Order], Reply]
 
 def frame(message: Order | Reply) -> bytes:
     """Returns the message with its length in front."""
-    body = codec.encode(message)
+    body = encode(message)
     return HEADER.pack(len(body)) + body
 
 
 def read_order(body: bytes) -> Order:
-    """Raises `codec.Unreadable` for anything else."""
-    order: Order = codec.decode_as(Order, body)
+    """Raises Unreadable for anything else."""
+    order: Order = decode_as(Order, body)
     return order
 
 
 def read_reply(body: bytes) -> Reply:
-    """Raises `codec.Unreadable` for anything else."""
-    reply: Reply = codec.decode_as(Reply, body)
+    """Raises Unreadable for anything else."""
+    reply: Reply = decode_as(Reply, body)
     return reply

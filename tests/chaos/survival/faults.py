@@ -108,7 +108,7 @@ PROCESSES: dict[str, tuple[str, str]] = {
     "buffer": ("buffer", ""),
     "guard of the buffer": ("buffer", GUARD),
     "reward": ("reward", ""),
-    "reward worker": ("reward", "workers.spawner_proc"),
+    "reward worker": ("reward", "multiprocessing.forkserver"),
     "rollout": ("rollout", ""),
     "router": ("rollout", "router"),
     "trainer": ("trainer", ""),

@@ -20,8 +20,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.launch.process import ServiceSpec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
-from headrace.process.workers.errors import WorkerCrashed
-from headrace.process.workers.pool import WorkerPool
+from headrace.process.workers import WorkerCrashed, WorkerPool
 from headrace.rpc.net import free_port
 from tests.chaos.survival.certificates import DAYS
 from tests.chaos.survival.clock import clock_environment, library

@@ -22,7 +22,6 @@ from headrace.process.linux import marked, parent_of, runs
 
 _ENDING_SECONDS = "ending_seconds"
 _LOOK_SECONDS = 0.1
-# Multiprocessing starts these in pytest's own process. They end when it does.
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 _closers = ExitStack()
@@ -91,11 +90,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _leftovers(mark: str) -> list[Leftover]:
     others = [pid for pid in marked(mark, "1") if runs(pid) and pid != os.getpid()]
-    return [process for process in map(_described, others) if not _is_own_helper(process)]
+    return [_described(pid) for pid in others if not is_own_helper(pid)]
 
 
-def _is_own_helper(process: Leftover) -> bool:
-    return process.parent == os.getpid() and any(name in process.command for name in _OWN_HELPERS)
+def is_own_helper(pid: int) -> bool:
+    """True for a process that multiprocessing started in pytest's own process. It ends when that does."""
+    command = " ".join(_words(pid, "cmdline"))
+    return parent_of(pid) == os.getpid() and any(name in command for name in _OWN_HELPERS)
 
 
 def _described(pid: int) -> Leftover:

@@ -14,7 +14,7 @@ from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample, from_hook, run_generate, to_hook
 from headrace.hooks.plain import plain
-from headrace.process.workers import codec
+from headrace.process import worker_main as codec
 from headrace.trajectory import Sample as WireSample
 from services.buffer.conversion.payload import check_samples
 

@@ -13,7 +13,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import Sample, from_hook, hook_args, run_generate, to_hook
 from headrace.images import MAX_IMAGES
 from headrace.job.schema.job import Job
-from headrace.process.workers import codec
+from headrace.process import worker_main as codec
 from tests.support.pictures import png
 
 SOURCE = """

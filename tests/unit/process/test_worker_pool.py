@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ResourceExhausted
+from headrace.errors import ResourceExhausted, Unavailable
 from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
 
 LIMIT = 60.0
@@ -56,6 +56,28 @@ def needs_main_thread() -> str:
     signal.alarm(1)
     signal.alarm(0)
     return threading.current_thread().name
+
+
+def print_words() -> None:
+    print("printed \ud800")
+    subprocess.run(["echo", "by a program"], check=True)
+
+
+async def fork_and_come_back() -> int:
+    os.fork()
+    await asyncio.sleep(0.05)
+    return 1
+
+
+def exit_later() -> None:
+    threading.Timer(0.2, os._exit, (5,)).start()
+
+
+def outlive(pid: int) -> str:
+    """In the process `pid` it waits for the end that an earlier call has prepared."""
+    if os.getpid() == pid:
+        threading.Event().wait()
+    return "alive"
 
 
 def broken_preparation() -> None:
@@ -126,19 +148,33 @@ async def test_a_crash_is_typed_and_names_the_signal(pool: WorkerPool) -> None:
     assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
 
 
-async def test_a_worker_that_cannot_serve_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_worker_that_cannot_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pool = WorkerPool(1)
     tmp_path.rmdir()
-    try:
-        await pool.start()
-        with pytest.raises(WorkerCrashed, match="exit code 70"):
-            await pool.run(add, 1, 1, timeout_seconds=LIMIT)
-    finally:
-        await pool.close()
-    assert "FileNotFoundError" in capfd.readouterr().err
+    with pytest.raises(Unavailable, match="a worker process cannot be started: .*No such file"):
+        await WorkerPool(1).start()
+
+
+async def test_what_a_function_prints_goes_to_the_stderr_of_its_service(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pool = WorkerPool(1)
+    await pool.run(print_words, timeout_seconds=LIMIT)
+    await pool.close()
+    assert capfd.readouterr() == ("", "printed \\ud800\nby a program\n")
+
+
+async def test_a_fork_in_user_code_answers_nothing_and_leaves_the_channel_alone(shared: WorkerPool) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
+    calls = [shared.run(fork_and_come_back, timeout_seconds=LIMIT) for _ in range(4)]
+    assert await asyncio.gather(*calls, shared.run(nap, 0.1, timeout_seconds=LIMIT)) == [1, 1, 1, 1, 0.1]
+    assert await shared.run(add, 1, 1, timeout_seconds=LIMIT) == 2
+
+
+async def test_a_worker_that_served_before_fails_no_call_by_what_earlier_ones_left(pool: WorkerPool) -> None:
+    (before,) = pool.pids
+    await pool.run(exit_later, timeout_seconds=LIMIT)
+    assert await pool.run(outlive, before, timeout_seconds=LIMIT) == "alive"
 
 
 async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool) -> None:

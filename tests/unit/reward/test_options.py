@@ -70,7 +70,7 @@ def users(server: RewardServer) -> Any:
 
 def prepared(pool: Any) -> Any:
     """What a worker is told to load."""
-    return pool._recipe._prepare.args
+    return pool._prepare.args
 
 
 def sections(folder: Path) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.limits import syntax_tree
-from headrace.process.workers import WorkerBroken, WorkerPool, WorkerRaised
+from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised
 
 ROOT = Path(__file__).parents[3]
 MODULES = frozenset(
@@ -68,10 +68,11 @@ ALLOWED = {
     ("headrace/models/torch_dist.py", "import pickle"): "that reader: a name is answered with a stand-in",
     ("headrace/models/torch_dist.py", "pickle.Unpickler"): "the same: its find_class is replaced",
     ("headrace/models/torch_dist.py", "read_pickle"): "the reader that imports nothing",
-    ("headrace/process/workers/child.py", "import pickle"): "a worker reads what its own service sent it",
-    ("headrace/process/workers/child.py", "pickle.loads"): "the same: a function and its arguments, over a socket pair",
-    ("headrace/process/workers/process.py", "import pickle"): "the service writes them; it reads MessagePack",
-    ("headrace/process/workers/spawner_process.py", "import_module"): "a module of headrace that is imported early",
+    ("headrace/process/worker_main.py", "import multiprocessing"): "its fork server, which starts workers",
+    ("headrace/process/workers.py", "import multiprocessing"): "the same: what it unpickles, its own service wrote",
+    ("headrace/process/worker_main.py", "import pickle"): "a worker reads what its own service sent it",
+    ("headrace/process/worker_main.py", "pickle.loads"): "the same: a function and its arguments, over a socket pair",
+    ("headrace/process/workers.py", "import pickle"): "the service writes them; it reads MessagePack",
     ("services/reward/registry.py", "import_module"): "headrace's own scorers, by a table of their names",
     ("services/reward/scorers/code_tests.py", "import_module"): "modules of the standard library, by a table",
     ("services/rollout/chat/images.py", "from_pretrained"): "an image processor of transformers; no code of a folder",
@@ -167,7 +168,7 @@ def a_pickled_bomb(mark: str) -> bytes:
 
 
 def a_bomb_on_the_channel(mark: str) -> bytes:
-    """Into every socket of the worker, without the secret of a frame."""
+    """Into every socket of the worker, as no message."""
     import os
     import stat
 
@@ -195,7 +196,7 @@ async def test_what_a_users_function_answers_is_never_unpickled(pool: WorkerPool
     assert isinstance(answer, bytes)
     with pytest.raises(WorkerRaised):
         await pool.run(a_bomb, str(mark), timeout_seconds=60.0)
-    with pytest.raises(WorkerBroken):
+    with pytest.raises(WorkerCrashed):
         await pool.run(a_bomb_on_the_channel, str(mark), timeout_seconds=60.0)
     assert not mark.exists()
     pickle.loads(answer)
