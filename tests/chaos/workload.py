@@ -14,11 +14,10 @@ from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.commands.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
-from headrace.ledger_tools.audit.ledger import read_ledger
+from headrace.ledger_tools.audit_run import audit_ledger, described, read_ledger
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.commands.audit import audit_ledger
 from headrace.errors import GroupGone
+from headrace.ledger_tools.audit_run import audit_ledger
 from services.rollout.engine.fleet import EngineState
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.publication.publication import Begun

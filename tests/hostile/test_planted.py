@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.cli.commands.audit import audit_ledger, described
+from headrace.ledger_tools.audit_run import audit_ledger, described
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.transaction import LedgerEvent
 from tests.support.ledgers.audited_run import STREAM, AuditedRun, good_run, run_with_drops

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cli.commands.audit import audited, described
+from headrace.cli.commands.audit import audited
+from headrace.ledger_tools.audit_run import described
 from services.buffer.store.sqlite.store import FILE_BYTES
 from tests.soak.report import draw, judged, table
 from tests.soak.sampling import Sampling

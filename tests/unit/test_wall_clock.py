@@ -24,7 +24,7 @@ _MAY_READ = re.compile(r"\btime\(|\b(now|utcnow|today|time_ns|localtime|gmtime|g
 ALLOWED = {
     "headrace/cli/authority.py": "from when to when a certificate is valid is said in dates",
     "headrace/cli/view/run_view.py": "a row of metrics.jsonl that is older than this view was seen before",
-    "headrace/cli/view/silence.py": "a person is told at what time a service answered last",
+    "headrace/cli/view/stalls.py": "a person is told at what time a service answered last",
     "headrace/hooks/trial/stand_in_engine.py": "`created` of a completion, as OpenAI's protocol has it",
     "headrace/process/log_file.py": "a log says when its process was started",
     "headrace/rpc/access/tokens_file.py": "a token's comment says when it was made",

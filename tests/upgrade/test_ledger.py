@@ -13,9 +13,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headrace.cli.commands.audit import audit_ledger
 from headrace.errors import ConfigError
 from headrace.job.schema.job import read_job
+from headrace.ledger_tools.audit_run import audit_ledger
 from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
 from services.buffer.store.sqlite.store import SqliteStore

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
-from headrace.cli.view.check_view import print_report
-from headrace.cli.view.memory import too_little_memory
-from headrace.cli.view.plan import plan
+from headrace.cli.view.plan import plan, print_report, too_little_memory
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, scope_of_check
 from headrace.job.schema.job import Job

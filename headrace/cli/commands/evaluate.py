@@ -14,8 +14,7 @@ from headrace.cli.commands.export import export_step
 from headrace.cli.eval_services import SERVICES, ask, evaluate_url, evaluate_with_services, scratch, serving
 from headrace.cli.job_arguments import load_job
 from headrace.cli.runs import add_run_argument, address_of, find_run
-from headrace.cli.unfolded import print_unfolded
-from headrace.cli.view.eval_history import history
+from headrace.cli.view.lines import history, print_no_wrap
 from headrace.cli.words import count, count_from_zero
 from headrace.errors import InvalidArgument, NotFound
 from headrace.job.eval_sets import EvalSet, eval_dataset, eval_sets
@@ -142,7 +141,7 @@ def _show_history(run: RunFolder) -> int:
     if table is None:
         raise NotFound(f"{run.path} has no evaluation yet: pass --eval-prompt-data NAME PATH to `headrace train`")
     console = Console()
-    print_unfolded(console, table)
+    print_no_wrap(console, table)
     picture = run.path / "evaluations.png"
     if picture.is_file():
         console.print(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.unfolded import print_unfolded
+from headrace.cli.view.lines import print_no_wrap
 from headrace.models.registry import PRESETS, architecture, table
 
 _SHORT = {
@@ -27,7 +27,7 @@ def models(argv: Sequence[str]) -> int:
         found = architecture(preset.config)
         size = table(found).num_parameters
         listing.add_row(preset.name, found.family, _billions(size), str(found.num_layers), _layout(preset.layout))
-    print_unfolded(Console(), listing)
+    print_no_wrap(Console(), listing)
     return 0
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from headrace.cli.commands.train import start
 from headrace.cli.job_arguments import note
 from headrace.cli.runs import find_run
-from headrace.cli.view.comparison import compared
+from headrace.cli.view.lines import compared
 from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve

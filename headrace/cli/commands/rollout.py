@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.cli.runs import add_run_argument, address_of
-from headrace.cli.view.coming import Coming
+from headrace.cli.view.lines import Coming
 from headrace.cli.words import count
 from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument

@@ -14,11 +14,9 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
-from headrace.cli.unfolded import print_unfolded
-from headrace.cli.view.failures import failures_line
-from headrace.cli.view.overdue import overdue
+from headrace.cli.view.lines import duration, failures_line, print_no_wrap
 from headrace.cli.view.run_view import WARNING_CHARACTERS
-from headrace.cli.view.step_line import duration
+from headrace.cli.view.stalls import overdue
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
@@ -71,7 +69,7 @@ async def _status(folder: RunFolder) -> int:
         if detail == _SILENT and name in folder.running_services():
             detail = _not_ready(folder, name)
         table.add_row(name, *_where(name, services), Text(detail))
-    print_unfolded(Console(), table)
+    print_no_wrap(Console(), table)
     if sentence := await overdue(folder, _PATIENCE_SECONDS):
         print(sentence)
     return 0 if all(serving for serving, _ in said) else 1

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
-from headrace.cli.view.follow import follow
-from headrace.cli.view.live import show
 from headrace.cli.view.plan import in_short
-from headrace.cli.view.run_view import RunView
+from headrace.cli.view.run_view import RunView, follow, show
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans

@@ -1,13 +1,17 @@
-"""State of a running job as the console shows it."""
+"""A running job as the console shows it: what its services answer, as a live table or as lines."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,12 +20,20 @@ from rich.text import Text
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.view.awaited import Patience, awaited, unanswered
-from headrace.cli.view.engines import engines_line
-from headrace.cli.view.failures import FailureNotes, failures_line
-from headrace.cli.view.long_phase import LongPhase
-from headrace.cli.view.silence import Silence
-from headrace.cli.view.step_line import duration, evaluation_line, evaluations, skipped_line, step_line
+from headrace.cli.view.lines import (
+    FailureNotes,
+    duration,
+    engines_line,
+    evaluation_line,
+    evaluations,
+    failures_line,
+    skipped_line,
+    step_line,
+)
+from headrace.cli.view.stalls import LongPhase, Patience, Silence, awaited, unanswered
+from headrace.client.open import open_buffer, open_rollout
+from headrace.client.trainer import TrainerClient
+from headrace.errors import HeadraceError
 from headrace.job.schema.run import RunSection
 from headrace.limits import one_line
 
@@ -236,3 +248,84 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _bar(done: int, total: int) -> ProgressBar:
     return ProgressBar(total=max(total, 1), completed=min(done, total), width=_SPARKS_SHOWN)
+
+
+_PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+async def follow(address_of: Callable[[str], str], view: RunView, *, alone: bool = False) -> None:
+    """Feeds the view until it is cancelled. `address_of` knows where a service is; `alone`: the trainer is all."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_progress(address_of, view))
+        tasks.create_task(_status(address_of, view))
+        if alone:
+            return
+        tasks.create_task(_fleet(address_of, view))
+        tasks.create_task(_stats(address_of, view))
+
+
+async def _progress(address_of: Callable[[str], str], view: RunView) -> None:
+    step = 0
+    async with TrainerClient(address_of("trainer")) as trainer:
+        while True:
+            with suppress(HeadraceError):  # it starts or restarts: ask again
+                async for row in trainer.watch_progress(step):
+                    step = row.step  # it may have another row: evaluation comes after training
+                    view.on_progress(row)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _status(address_of: Callable[[str], str], view: RunView) -> None:
+    async with TrainerClient(address_of("trainer"), deadline_seconds=_PATIENCE_SECONDS) as trainer:
+        await _asked(view, "trainer", trainer.status, view.on_status)
+
+
+async def _stats(address_of: Callable[[str], str], view: RunView) -> None:
+    async with open_buffer(address_of("buffer"), deadline_seconds=_PATIENCE_SECONDS) as buffer:
+        await _asked(view, "buffer", lambda: buffer.stats("train"), view.on_stats)
+
+
+async def _fleet(address_of: Callable[[str], str], view: RunView) -> None:
+    async with open_rollout(address_of("rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
+        await _asked(view, "rollout", rollout.get_fleet, view.on_fleet)
+
+
+async def _asked(view: RunView, service: str, ask: Callable[[], Awaitable[T]], on_answer: Callable[[T], None]) -> None:
+    while True:
+        try:
+            on_answer(await ask())
+        except HeadraceError:  # it starts or restarts: ask again
+            view.on_silence(service)
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+_REFRESH_SECONDS = 0.25
+
+
+async def show(view: RunView, console: Console) -> None:
+    """Returns when the view has ended."""
+    if console.is_terminal:
+        await _table(view, console)
+    else:
+        await _lines(view)
+
+
+async def _table(view: RunView, console: Console) -> None:
+    with Live(view, console=console, auto_refresh=False) as live:
+        while not view.ended:
+            live.update(view, refresh=True)
+            await asyncio.sleep(_REFRESH_SECONDS)
+        live.update(view, refresh=True)
+
+
+async def _lines(view: RunView) -> None:
+    while True:
+        ended = view.ended
+        for line in view.unread():
+            print(line, flush=True)
+        if ended:
+            return
+        await asyncio.sleep(_REFRESH_SECONDS)

@@ -19,14 +19,12 @@ from msgspec.structs import replace
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.commands.audit import audit_ledger
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.disk import lock
 from headrace.errors import HeadraceError, Unavailable
-from headrace.ledger_tools.audit.ledger import read_ledger
-from headrace.ledger_tools.audit.record import read_record
-from headrace.ledger_tools.audit.verdict import verdict_of
+from headrace.ledger_tools.audit import read_record, verdict_of
+from headrace.ledger_tools.audit_run import audit_ledger, read_ledger
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.buffer.ledger.group import SampleRecord

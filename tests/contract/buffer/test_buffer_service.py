@@ -27,7 +27,7 @@ from headrace.errors import (
 )
 from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.services import BufferSection
-from headrace.ledger_tools.audit.ledger import read_ledger
+from headrace.ledger_tools.audit_run import read_ledger
 from headrace.rpc import client as rpc
 from headrace.trajectory import Sample
 from services.buffer.ledger.group import Prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import FailedPrecondition
-from headrace.ledger_tools.audit.events import MOVES
+from headrace.ledger_tools.audit import MOVES
 from headrace.trajectory import Sample as WireSample
 from services.buffer.ledger.group import GroupState
 from services.buffer.store.memory import MemoryStore

@@ -124,7 +124,7 @@ def test_the_memory_of_a_job_is_compared_with_this_machines(
     flags: list[str],
     needed: str,
 ) -> None:
-    monkeypatch.setattr("headrace.cli.view.memory.num_gpus", lambda: 0, raising=False)
+    monkeypatch.setattr("headrace.cli.view.plan.num_gpus", lambda: 0, raising=False)
     config = {**find(model_name).config, "rope_scaling": None}
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").unlink()

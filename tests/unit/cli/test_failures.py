@@ -19,12 +19,9 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.cli.main import main
-from headrace.cli.view.awaited import Patience, awaited
-from headrace.cli.view.engines import engines_line
-from headrace.cli.view.failures import failures_line
-from headrace.cli.view.follow import follow
-from headrace.cli.view.overdue import overdue
-from headrace.cli.view.run_view import RunView
+from headrace.cli.view.lines import engines_line, failures_line
+from headrace.cli.view.run_view import RunView, follow
+from headrace.cli.view.stalls import Patience, awaited, overdue
 from headrace.job.schema.job import Job
 from headrace.launch.specs import address_of
 from headrace.rpc.net import free_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.view.long_phase import LongPhase
+from headrace.cli.view.stalls import LongPhase
 from tests.support.run_views import view_of
 
 PUBLISHING = trainer_pb2.GetStatusResponse(phase=trainer_pb2.PHASE_PUBLISHING, step=3)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.cli.unfolded import print_unfolded
+from headrace.cli.view.lines import print_no_wrap
 
 _PATH = "/home/someone/" + "a-long-folder/" * 12 + "train.jsonl"
 
@@ -28,5 +28,5 @@ def _printed(*, terminal: bool) -> str:
     table.add_column(overflow="fold")
     table.add_row("prompts", Text(_PATH))
     table.add_row("seed", Text("1"))
-    print_unfolded(Console(file=file, width=80, force_terminal=terminal), table)
+    print_no_wrap(Console(file=file, width=80, force_terminal=terminal), table)
     return file.getvalue()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from headrace.ledger_tools.audit.record import parse_record
+from headrace.ledger_tools.audit import parse_record
 
 
 def line(step: int, *sample_ids: str) -> bytes:

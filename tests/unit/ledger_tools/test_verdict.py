@@ -7,11 +7,21 @@ import json
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.ledger_tools.audit.events import COMMITTED, CONSUMED, FAILED, LEASED, QUEUED, READY, State
-from headrace.ledger_tools.audit.ledger import AuditedLedger
-from headrace.ledger_tools.audit.record import Record, parse_record
-from headrace.ledger_tools.audit.replay import Replay
-from headrace.ledger_tools.audit.verdict import AuditVerdict, verdict_of
+from headrace.ledger_tools.audit import (
+    COMMITTED,
+    CONSUMED,
+    FAILED,
+    LEASED,
+    QUEUED,
+    READY,
+    AuditedLedger,
+    AuditVerdict,
+    Record,
+    Replay,
+    State,
+    parse_record,
+    verdict_of,
+)
 
 NO_STATE = pb.GROUP_STATE_UNSPECIFIED
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.main import main
-from headrace.cli.view.coming import Coming
+from headrace.cli.view.lines import Coming
 from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job

@@ -17,12 +17,12 @@ from headrace.agent_host import task_of
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.authority import issue_client, issue_service
-from headrace.cli.commands.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
+from headrace.ledger_tools.audit_run import audit_ledger, described
 from headrace.rpc.access.roles import Role
 from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder

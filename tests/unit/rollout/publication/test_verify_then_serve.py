@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.commands.audit import audit_ledger
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ChecksumMismatch, PublicationAborted
+from headrace.ledger_tools.audit_run import audit_ledger
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import Sample, unpack_column
 from services.buffer.store.sqlite.store import SqliteStore

@@ -1,1 +1,0 @@
-"""Holding the ledger's history against what the trainer was fed."""
