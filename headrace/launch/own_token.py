@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headrace.errors import ConfigError
 from headrace.job.schema.services import ServicesSection
-from headrace.rpc.access.access import Tokens
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import Tokens
 from headrace.rpc.client import token_of
+from headrace.rpc.roles import Role
 
 
 def require_services_token(services: ServicesSection) -> None:

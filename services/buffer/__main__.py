@@ -88,7 +88,6 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         insecure=listen.insecure,
         tls=listen.tls,
         tokens=listen.tokens,
-        max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
         waiting=WAITING,

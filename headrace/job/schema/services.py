@@ -146,10 +146,6 @@ class BufferSection(Section):
         None, description="Folder below which clients may name prompt files; absent: they may name none."
     )
     max_groups: Positive = Field(2_000_000, description="Largest number of groups queued, leased, ready and consumed.")
-    max_calls_per_peer: Positive = Field(
-        40_000,
-        description="Calls that one peer may have in progress at the buffer (docs/security.md says what a peer is).",
-    )
     max_leases: Positive = Field(100_000, description="Largest number of leases at a time.")
     retain_steps: Annotated[NonNegative, Field(le=MAX_STALENESS)] = Field(
         100, description="Committed and dropped groups are deleted this number of steps after their own."

@@ -33,7 +33,6 @@ class Parts:
 
     folder: Path
     buffer: Any
-    max_calls_per_peer: int
 
     @property
     def stream(self) -> Any:
@@ -92,7 +91,6 @@ FILES: Readers = {
     "loss_type": [lambda p: "policy_loss" if p.stream.needs_reward else "sft_loss"],
     "prompt_root": [lambda p: p.buffer._sources.files.root],
     "retain_events": [lambda p: p.buffer.ledger._retain_events],
-    "max_calls_per_peer": [lambda p: p.max_calls_per_peer],
     "buffer_store": [lambda p: "memory" if isinstance(p.buffer._store, MemoryStore) else "another"],
 }
 HOOKS: Readers = {
@@ -168,7 +166,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "max_payload_bytes": 6_543_210,
             "prompt_root": folder / "root",
             "max_groups": 3_217,
-            "max_calls_per_peer": 217,
             "max_leases": 913,
             "retain_steps": 23,
             "retain_events": 1_999,
@@ -222,7 +219,7 @@ async def parts_of(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> P
         def __init__(self, name: str, address: str, services: Sequence[Service], **given: Any) -> None:
             super().__init__(name, address, services, **given)
             (service,) = services
-            found.append(Parts(folder, service.servicer._buffer, given["max_calls_per_peer"]))
+            found.append(Parts(folder, service.servicer._buffer))
 
         async def start(self, *, ready: bool = True) -> None:
             pass
