@@ -93,8 +93,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_ROLLING_ROUNDS=10 $(BIN)/python -m pytest -s tests/chaos/rolling
 	@HEADRACE_BOMBS=100 $(BIN)/python -m pytest -s tests/contract/test_slow_answers.py
 	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
-	@HEADRACE_HOSTILE=1800 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
-	@HEADRACE_HOSTILE=100000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
+	@HEADRACE_HOSTILE=20000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
 	@HEADRACE_OPTION_WORDS=all $(BIN)/python -m pytest tests/unit/job/test_every_option.py
 	@HEADRACE_POSTGRES_CUTS=60 HEADRACE_POSTGRES_AWAY_SECONDS=30 $(BIN)/python -m pytest tests/hostile/test_postgres_away.py
 	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py

@@ -46,24 +46,16 @@ PEER_WAIT_SECONDS: Final = 300.0
 LAST_PORT: Final = 65_535
 """TCP's last one."""
 
-# One peer: an address, or the name in a certificate or of a token
+# One port: gRPC's and uvicorn's own limits
 
-MAX_CONNECTIONS_PER_PEER: Final = 2_048
-"""Connections of one address to one port; of those that asked nothing yet, the oldest ones are closed."""
 MAX_CONNECTIONS: Final = 8_192
-"""The same of all addresses."""
-MAX_SILENT_CONNECTIONS_PER_PEER: Final = 256
-"""Connections of one address that have sent no whole request yet, over HTTP; the oldest ones are closed."""
+"""Connections to a gRPC port."""
 MAX_HANDSHAKE_SECONDS: Final = 10.0
 """The time from a connection's start to the end of its TLS handshake and HTTP/2 preface."""
 MAX_IDLE_SECONDS: Final = 600.0
 """A gRPC connection without a call is closed; clients open another."""
-MAX_RECEIVING_PER_PEER: Final = 16
-"""Requests of one peer that are on their way at the same time; further ones wait, unread."""
 MAX_RECEIVE_SECONDS: Final = 300.0
 """The time from the start of a gRPC call to the end of its request."""
-MAX_BYTES_PER_PEER: Final = 2 << 30
-"""Requests of one peer that are being answered; the run's own services have no such limit."""
 MAX_METADATA_BYTES: Final = 16_384
 """Metadata of a gRPC call."""
 MAX_STREAMS_PER_CONNECTION: Final = 8_192
@@ -72,18 +64,10 @@ MAX_STREAMS_PER_CONNECTION: Final = 8_192
 A client waits with further ones; in a burst some get UNAVAILABLE and may ask again."""
 MAX_HTTP_HEADER_BYTES: Final = 32_768
 """The head of an HTTP request: its first line and all headers."""
-MAX_HTTP_HEADER_SECONDS: Final = 10.0
-"""The time from a connection's start, or its last answer, to the end of the head."""
 MAX_HTTP_BODY_BYTES: Final = 16 << 20
 """The body of an HTTP request."""
-MAX_SMALL_HTTP_CHUNKS: Final = 1_024
-"""Chunks of fewer bytes than `SMALL_HTTP_CHUNK_BYTES` in the body of a request to the OpenAI endpoint."""
-SMALL_HTTP_CHUNK_BYTES: Final = 64
-"""What a chunk has at least that does not count as small."""
 MAX_HTTP_BODY_SECONDS: Final = 60.0
 """The time from the head to the end of the body."""
-MAX_HTTP_STALL_SECONDS: Final = 60.0
-"""A client that does not read its answer."""
 
 # One message
 

@@ -3,7 +3,6 @@
 FOLDER/ca.pem, ca-key.pem   the authority; the key signs, and stays where it was made
 FOLDER/cert.pem, key.pem    the services' certificate
 FOLDER/clients/NAME/        ca.pem, cert.pem and key.pem of a client
-FOLDER/revoked.json         clients whose certificates no longer count
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.disk import atomic_write, file_lock
 from headrace.errors import ConfigError
-from headrace.rpc.access import revoked
-from headrace.rpc.access.caller import urn_of
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import urn_of
+from headrace.rpc.roles import Role
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 
 _AUTHORITY_DAYS = 3650
@@ -73,23 +71,6 @@ def issue_client(folder: Path, name: str, role: Role | None, days: int) -> Issue
     return issued
 
 
-def revoke_client(folder: Path, name: str) -> bool:
-    """Refuses every certificate of that name that was made until now; False where none is below the folder.
-
-    Raises ConfigError, also for the services' name: clients that meet a service do not look at the list.
-    """
-    if name == SERVICE_NAME:
-        raise ConfigError(
-            f"the certificate of {name} is the services', which is not revoked: anyone who has its key can pose "
-            "as a service. Make an authority in a new folder, and start the run again with it"
-        )
-    _require_name(name)
-    if not (folder / "ca-key.pem").exists():
-        raise ConfigError(f"{folder} has no ca-key.pem: name the folder in which the authority was made")
-    revoked.add(folder, name, _now() - _CLOCK_SKEW)
-    return (folder / "clients" / name).is_dir()
-
-
 def _require_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*", name) or len(name) > _LONGEST_NAME or name == SERVICE_NAME:
         raise ConfigError(
@@ -112,7 +93,7 @@ def _issue(
         key, ends = ec.generate_private_key(ec.SECP256R1()), _now() + datetime.timedelta(days=days)
         builder = (
             _builder(name, key.public_key(), authority.subject, min(ends, authority.not_valid_after_utc))
-            .not_valid_before(_start(folder, name))
+            .not_valid_before(_now() - _CLOCK_SKEW)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
@@ -174,13 +155,6 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_after(ends)
     )
-
-
-def _start(folder: Path, name: str) -> datetime.datetime:
-    """A new certificate's validity begins later than that of any revoked one of its name."""
-    until = (revoked.read(folder / revoked.FILE) or {}).get(name)
-    start = _now() - _CLOCK_SKEW
-    return start if until is None else max(start, until + datetime.timedelta(seconds=1))
 
 
 def _alternative(name: str) -> x509.GeneralName:

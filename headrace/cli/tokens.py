@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.roles import Role, role_named
+from headrace.rpc.access import add_token, revoke_token, tokens_in
+from headrace.rpc.roles import Role, role_named
 
 
 def tokens(argv: Sequence[str]) -> int:
     """Services that run take a change within a second. A new token is printed, and kept nowhere."""
     args = _parser().parse_args(argv)
     if args.action == "list":
-        for name, entry in tokens_file.entries_in(args.file).items():
+        for name, entry in tokens_in(args.file).items():
             print(f"{name}  {entry.role}  since {entry.added}")
         return 0
     if args.name is None:
         raise ConfigError(f"headrace tokens {args.action} {args.file} needs the NAME of a token")
     if args.action == "revoke":
-        tokens_file.revoke(args.file, args.name)
+        revoke_token(args.file, args.name)
         print(f"{args.name} is revoked: services that run refuse it within a second; calls that are open go on")
         return 0
     if args.role is None:
         raise ConfigError(f"headrace tokens add {args.file} {args.name} needs a --role: one of {', '.join(Role)}")
-    print(tokens_file.add(args.file, args.name, role_named(args.role)))
+    print(add_token(args.file, args.name, role_named(args.role)))
     return 0
 
 

@@ -21,7 +21,6 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.launch.process import ServiceSpec
 from headrace.process.openmp import openmp, threads_of_each
-from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import Address, free_port, own_place, require_free
 from headrace.rpc.proxies import direct_to
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
@@ -237,11 +236,9 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     """Ranks share the cores; other services need one. The rollout service decides about its engines."""
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     threads = {} if service == "rollout" else openmp(threads_of_each(_ranks_here(job)) if service == "trainer" else 1)
-    caches = {} if service == "trainer" else without_thread_caches()
     return {
         **unbuffered,
         **threads,
-        **caches,
         **slime_environment(job.run.slime_imports),
         **direct_to(*_own_hosts(job)),
     }

@@ -1,7 +1,7 @@
 """Wraps every call on a server: receiving, decoding, deadline, logging, counting, and the mapping of errors.
 
-It receives requests in place of gRPC, which would read whatever comes from anybody, however long it takes. And it
-decodes them, because gRPC would answer UNKNOWN to bytes that do not parse and log nothing.
+It receives requests in place of gRPC, which would wait for one that never ends, and answer nothing to a call that ends
+without one. And it decodes them, because gRPC would answer UNKNOWN to bytes that do not parse and log nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from google.protobuf.message import DecodeError
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
 from headrace.limits import MAX_FIELDS, MAX_RECEIVE_SECONDS, MAX_REQUEST_BYTES
 from headrace.protobuf import layout_of, require_few_fields
-from headrace.rpc.access.access import Access
-from headrace.rpc.access.caller import Caller
+from headrace.rpc.access import Access, Caller
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
-from headrace.rpc.peers.calls import OneCall, PeerCalls, key_of
-from headrace.rpc.peers.connections import ConnectionGuard
-from headrace.rpc.peers.leavers import Leavers
 from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 
 # The calls that a server is answering, so that those it cannot finish get an answer when it ends.
@@ -44,6 +40,10 @@ class CallsInProgress:
         self._methods: dict[asyncio.Task[object], str] = {}
         self._ended: set[asyncio.Task[object]] = set()
         self._ending: Collection[str] | None = ()
+
+    @property
+    def count(self) -> int:
+        return len(self._methods)
 
     @contextmanager
     def one(self, method: str) -> Iterator[None]:
@@ -113,23 +113,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self,
         services: frozenset[str],
         metrics: RpcMetrics,
-        peers: PeerCalls,
         request_limits: RequestLimits,
         gate: Callable[[], None],
         access: Access,
-        connections: ConnectionGuard,
         calls: CallsInProgress,
     ) -> None:
         """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
         self._metrics = metrics
-        self._peers = peers
         self._limits = request_limits
         self._gate = gate
         self._access = access
-        self._connections = connections
         self._calls = calls
-        self._leavers = Leavers()
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -158,13 +153,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             caller = self._caller(context)
             with self._call(method, context, caller) as call:
                 try:
-                    self._allow(context, caller, service, method)
+                    self._allow(caller, service, method)
                     async with asyncio.timeout(seconds_left(context)):
-                        with (
-                            self._calls.one(method),
-                            self._peers.one_of(key_of(context.peer(), caller), caller) as peer,
-                        ):
-                            data = await _received(context, method, peer, self._leavers)
+                        with self._calls.one(method):
+                            data = await _received(context, method)
                             return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
@@ -179,9 +171,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             caller = self._caller(context)
             with self._call(method, context, caller) as call:
                 try:
-                    self._allow(context, caller, service, method)
-                    with self._calls.one(method), self._peers.one_of(key_of(context.peer(), caller), caller) as peer:
-                        data = await _received(context, method, peer, self._leavers)
+                    self._allow(caller, service, method)
+                    with self._calls.one(method):
+                        data = await _received(context, method)
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
@@ -190,11 +182,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return behavior
 
-    def _allow(self, context: Context, caller: Caller | None, service: str, method: str) -> None:
+    def _allow(self, caller: Caller | None, service: str, method: str) -> None:
         """Raises what this call is refused with before its request is read."""
         if caller is not None:
             self._access.require(caller, service, method)
-        self._connections.know(context.peer())
         self._gate()
 
     def _caller(self, context: Context) -> Caller | None:
@@ -239,26 +230,18 @@ def seconds_left(context: Context) -> float:
     return MAX_CALL_SECONDS if remaining is None else min(remaining, MAX_CALL_SECONDS)
 
 
-async def _received(context: Context, method: str, peer: OneCall, leavers: Leavers) -> bytes:
-    """The request's bytes. Raises DeadlineExceeded for one that does not end, ResourceExhausted for too many bytes."""
+async def _received(context: Context, method: str) -> bytes:
+    """The request's bytes. Raises DeadlineExceeded for one that does not end, InvalidArgument where there is none."""
     try:
         async with asyncio.timeout(MAX_RECEIVE_SECONDS):
-            if leavers.are_many:
-                await leavers.outlast()
-            async with peer.receiving():
-                data = await context.read()
-    except asyncio.CancelledError:
-        leavers.left()
-        raise
+            data = await context.read()
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"the request of {method} did not arrive within {MAX_RECEIVE_SECONDS:g} s: send it in smaller parts, or "
             "fewer at once"
         ) from error
     if not isinstance(data, bytes):
-        leavers.left()
         raise InvalidArgument(f"the call of {method} ended without a request", reason="MALFORMED_REQUEST")
-    peer.received(len(data))
     return data
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import mmap
 import os
+import resource
 import signal
-import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,106 +30,18 @@ from headrace.limits import (
     MAX_METADATA_BYTES,
     MAX_STREAMS_PER_CONNECTION,
 )
-from headrace.rpc.access.access import Access, Tokens
+from headrace.rpc.access import Access, Tokens
 from headrace.rpc.interceptor import CallInterceptor, CallsInProgress, RequestLimits
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, keepalive_options, require_free, require_reachable
-from headrace.rpc.peers.calls import DEFAULT_MAX_CALLS, PeerCalls
-from headrace.rpc.peers.connections import ConnectionGuard
 from headrace.rpc.tls import VARIABLE, TlsFolder, server_credentials, use_tls
-
-# Gives memory that a flood of calls took back to the machine, once it is over.
-#
-# glibc keeps what is freed for the next time, and one small block in use holds all that lies below it. `malloc_trim`
-# gives back the whole pages in between. Memory that is taken and freed again all the while is left alone.
-
-_LOOK_SECONDS = 2.0
-_NUM_LOOKS = 5
-_WORTH_BYTES = 16 << 20
-
-
-class _MallInfo2(ctypes.Structure):
-    """glibc's struct mallinfo2, of all arenas together; `fordblks` is what is free, trimmed pages included."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """The C heap of this process, and what of the whole process is in memory."""
-
-    free_bytes: Callable[[], int]
-    resident_bytes: Callable[[], int]
-    trim: Callable[[], None]
-
-
-def glibc_heap() -> Heap | None:
-    """None where the C library is another one, or older than 2.33."""
-    library = ctypes.CDLL(None)
-    try:
-        mallinfo2, malloc_trim = library.mallinfo2, library.malloc_trim
-    except AttributeError:
-        return None
-    mallinfo2.restype = _MallInfo2
-    malloc_trim.argtypes = [ctypes.c_size_t]
-
-    def trim() -> None:
-        malloc_trim(0)
-
-    return Heap(lambda: int(mallinfo2().fordblks), _resident_bytes, trim)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-class SpareMemory:
-    """Looks at the heap from a thread of its own. States: built → started → stopped."""
-
-    def __init__(self, heap: Heap | None = None) -> None:
-        self._heap = heap or glibc_heap()
-        self._kept = 0
-        """What was free after the last trim, or less: those pages are the machine's."""
-        self._resident = 0
-        """After the last trim. What has come since may be pages that were taken again and freed between two looks."""
-        self._looks = deque[tuple[int, int]](maxlen=_NUM_LOOKS)
-        self._stopped = threading.Event()
-
-    def start(self) -> None:
-        """Does nothing where there is no such heap."""
-        if self._heap is not None:
-            threading.Thread(target=self._run, args=(self._heap,), name="spare-memory", daemon=True).start()
-
-    def stop(self) -> None:
-        """Looks no more."""
-        self._stopped.set()
-
-    def _run(self, heap: Heap) -> None:
-        while not self._stopped.wait(_LOOK_SECONDS):
-            self.look(heap)
-
-    def look(self, heap: Heap) -> None:
-        """Trims where much has been free for several looks, and was not when it was trimmed last."""
-        self._looks.append((heap.free_bytes(), heap.resident_bytes()))
-        free, resident = map(min, zip(*self._looks, strict=True))
-        self._kept = min(self._kept, free)
-        unused = max(free - self._kept, min(free, resident - self._resident))
-        if len(self._looks) < _NUM_LOOKS or unused < _WORTH_BYTES:
-            return
-        heap.trim()
-        log.debug("memory_trimmed", free_bytes=unused)  # a start shows its last event of a higher level
-        self._kept, self._resident = heap.free_bytes(), heap.resident_bytes()
-        self._looks.clear()
-
 
 DRAIN_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
 """The time within which a call that cannot be finished is answered."""
 DEFAULT_LIMITS = RequestLimits()
+_MOST_DESCRIPTORS = 1 << 16
 
 # Each method has a queue of calls that have come and not begun, 13 KB a call, those that were reset included. Below
 # gRPC's own limits (1,000 and 3,000) no crowd of honest callers fits. With so_reuseport two servers would share a port.
@@ -149,7 +58,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Strangers: who does not finish a handshake, asks nothing, sends too much, or packs it.
     ("grpc.server_handshake_timeout_ms", int(MAX_HANDSHAKE_SECONDS * 1000)),
     ("grpc.max_connection_idle_ms", int(MAX_IDLE_SECONDS * 1000)),
-    ("grpc.max_allowed_incoming_connections", 2 * MAX_CONNECTIONS),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
@@ -180,10 +89,8 @@ class RpcServer:
         insecure: bool = False,
         tls: TlsFolder | None = None,
         tokens: Tokens | None = None,
-        max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
-        connections: ConnectionGuard | None = None,
         waiting: Collection[str] = (),
         drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
@@ -215,21 +122,20 @@ class RpcServer:
         self._tls = tls
         self._health = HealthServicer()
         names = frozenset(s.full_name for s in services)
-        self.peers = PeerCalls(max_calls_per_peer)
-        self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        access = Access.of(tls.path if tls else None, tokens)
-        self.connections = connections or ConnectionGuard()
         self._calls = CallsInProgress()
-        self._memory = SpareMemory()
-        interceptor = CallInterceptor(
-            names, self.metrics, self.peers, request_limits, gate, access, self.connections, self._calls
-        )
+        self.metrics = RpcMetrics(lambda: self.calls_in_progress)
+        access = Access(has_certificates=tls is not None, tokens=tokens)
+        interceptor = CallInterceptor(names, self.metrics, request_limits, gate, access, self._calls)
         self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 
     @property
     def address(self) -> str:
         """host:port, the port being the bound one."""
         return str(Address(self._address.host, self.port))
+
+    @property
+    def calls_in_progress(self) -> int:
+        return self._calls.count
 
     async def start(self, *, ready: bool = True) -> None:
         """Binds and serves. Raises Unavailable when the port is taken. Not `ready`: healthy only after set_ready()."""
@@ -240,13 +146,12 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [s.full_name for s in self._services]
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, "grpc.health.v1.Health"], self._server)
+        _raise_descriptor_limit()
         try:
             self.port = self._add_port()
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {self._address}: choose another --address") from error
         await self._server.start()
-        self.connections.start(self.port)
-        self._memory.start()
         if self._metrics_address:
             self.metrics_port = self.metrics.serve(self._metrics_address, self._tls)
         status = health_pb2.HealthCheckResponse
@@ -285,13 +190,19 @@ class RpcServer:
         await asyncio.wait({stopping}, timeout=grace_seconds)
         self._calls.end()
         await stopping
-        self.connections.stop()
-        self._memory.stop()
-        self.metrics.stop()
+        await asyncio.to_thread(self.metrics.stop)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", *(s.full_name for s in self._services)):
             await self._health.set(name, status)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each connection is an open file, and many machines let a process have 1,024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass(frozen=True, slots=True)

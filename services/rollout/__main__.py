@@ -20,10 +20,10 @@ from headrace.errors import HeadraceError
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
-from headrace.rpc.http.trust import trust_authority
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
+from headrace.rpc.tls import trust_authority
 from services.rollout.build import job_for_replica, rollout_service
 from services.rollout.engine.arguments import has_accelerator, listening_for_weights
 from services.rollout.fleet_build import sglang_factory

@@ -18,11 +18,10 @@ from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError
 from headrace.launch.health import is_serving
 from headrace.rpc import server as rpc_server
-from headrace.rpc.access.roles import Role
 from headrace.rpc.client import connect
-from headrace.rpc.http.certificates import server_context
+from headrace.rpc.roles import Role
 from headrace.rpc.server import RpcServer
-from headrace.rpc.tls import VARIABLE, TlsFolder, listening_context
+from headrace.rpc.tls import VARIABLE, TlsFolder, endpoint_context, listening_context
 from tests.support.faults.far_away import far_away
 
 SOON = 60.0
@@ -202,9 +201,7 @@ def test_a_key_of_another_certificate_is_refused(authority: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("damaged", ["ca.pem", "cert.pem", "key.pem"])
-@pytest.mark.parametrize(
-    "used", [TlsFolder.read, listening_context, lambda folder: server_context(folder, needs_certificate=True)]
-)
+@pytest.mark.parametrize("used", [TlsFolder.read, listening_context, endpoint_context])
 def test_a_damaged_file_is_refused_with_its_name_and_the_way_out(
     authority: Path, damaged: str, used: Callable[[TlsFolder], object]
 ) -> None:

@@ -1,7 +1,7 @@
 """Every RPC of all four services under generated calls: no bug reaches a caller or a log, and whoever asks is answered.
 
 1,000 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
-Before them a thousand attacks below the level of calls, on each port that the service has (`test_surfaces.py`).
+Before them some calls that no client of headrace makes (`test_surfaces.py` has more).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.rpc.net import free_port
 from tests.hostile.fuzz.campaign import Campaign, by_kind
+from tests.hostile.odd_calls import require_no_bug
 from tests.hostile.servers.servers import (
     ServerProcess,
     buffer_process,
@@ -29,13 +29,12 @@ from tests.hostile.servers.servers import (
     tracebacks,
     trainer_process,
 )
-from tests.hostile.surfaces.siege import besiege, ports_of
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
 from tests.support.processes.health_probe import HealthProbe
 
 NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "1000"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
-NUM_ATTACKS = 1_000
+NUM_ODD_CALLS = 100
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}
 NUM_HANDS = 8 if NUM_CALLS < 10_000 else 32
 MEMORY_FACTOR = 1.1
@@ -83,12 +82,9 @@ async def _running(*servers: ServerProcess) -> AsyncIterator[None]:
             await server.kill()
 
 
-async def _attack(
-    server: ServerProcess, service: ServiceDescriptor, folder: Path, *ends: str, openai: str | None = None
-) -> None:
+async def _attack(server: ServerProcess, service: ServiceDescriptor, folder: Path, *ends: str) -> None:
     """Several hands at once, each with its own seed; then everything that holds for every service is checked."""
-    ports = ports_of(server, service, openai=openai)
-    await besiege(ports, NUM_ATTACKS // len(SHARES), str(SEED), slack_bytes=MEMORY_SLACK_BYTES)
+    await require_no_bug(server, service, NUM_ODD_CALLS, str(SEED))
     share = round(NUM_CALLS * SHARES[service] / NUM_HANDS / 2)
     started = time.monotonic()
     async with Wire(server.address, service) as wire:
@@ -133,10 +129,9 @@ async def test_the_reward_service_answers_every_call(folder: Path) -> None:
 
 async def test_the_rollout_service_answers_every_call_and_goes_on_producing(folder: Path) -> None:
     buffer, reward = _buffer(folder), reward_process(folder)
-    port = free_port()
-    server = rollout_process(folder, buffer.address, reward.address, openai_port=port)
+    server = rollout_process(folder, buffer.address, reward.address)
     async with _running(buffer, reward, server):
-        await _attack(server, ROLLOUT, folder, openai=f"127.0.0.1:{port}")
+        await _attack(server, ROLLOUT, folder)
 
 
 async def test_the_trainer_answers_every_call_and_trains_on(folder: Path) -> None:

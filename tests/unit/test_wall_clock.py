@@ -27,7 +27,7 @@ ALLOWED = {
     "headrace/cli/view/stalls.py": "a person is told at what time a service answered last",
     "headrace/hooks/trial/stand_in_engine.py": "`created` of a completion, as OpenAI's protocol has it",
     "headrace/process/log_file.py": "a log says when its process was started",
-    "headrace/rpc/access/tokens_file.py": "a token's comment says when it was made",
+    "headrace/rpc/access.py": "a token's comment says when it was made",
     "headrace/disk.py": "a file whose time differs was changed; which is later does not matter",
     "headrace/run_folder.py": "which run was started last: a guess that names a run, and `RUN` overrides it",
     "headrace/sample_log.py": "of two files of one step the one written last is read first",

@@ -11,9 +11,8 @@ from headrace.agent_host import AgentHost
 from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.cli.words import count
 from headrace.client.rollout import RolloutClient
-from headrace.rpc.http.trust import trust_authority
 from headrace.rpc.log import configure_logging
-from headrace.rpc.tls import tls_of
+from headrace.rpc.tls import tls_of, trust_authority
 
 _PATIENCE_SECONDS = 300.0
 _CONCURRENCY = 64

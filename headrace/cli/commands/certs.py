@@ -1,4 +1,4 @@
-"""`headrace certs FOLDER`: makes, renews or revokes the certificates with which services and clients meet."""
+"""`headrace certs FOLDER`: makes or renews the certificates that services and clients show each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.rpc.access.roles import OF_CLIENTS, Role, role_named
+from headrace.rpc.roles import OF_CLIENTS, Role, role_named
 from headrace.rpc.tls import OPERATOR
 
 _DAYS = 365
@@ -18,19 +18,13 @@ _MOST_DAYS = 3650
 def certs(argv: Sequence[str]) -> int:
     """Makes an authority in the folder where there is none, then the services' and the operator's, or a client's."""
     try:
-        from headrace.cli.authority import issue_client, issue_service, revoke_client
+        from headrace.cli.authority import issue_client, issue_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}: pip install 'headrace[certs]'") from error
 
     args = _parser().parse_args(argv)
     if not 0 < args.days <= _MOST_DAYS:
         raise ConfigError(f"--days {args.days}: should be 1 to {_MOST_DAYS}")
-    if args.revoke is not None:
-        if args.client or args.role or args.hosts:
-            raise ConfigError("--revoke makes no certificate: it takes neither --client, --role nor --host")
-        is_known = revoke_client(args.folder, args.revoke)
-        print(_revoked(args.folder, args.revoke, is_known=is_known))
-        return 0
     if args.client is None:
         if args.role:
             raise ConfigError("--role is of a client: name it with --client NAME")
@@ -52,12 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "headrace certs",
         description="Makes or renews certificates: of the services and of client operator, who is an admin; or with "
-        "--client of a client. With --revoke a client's no longer count. Services that run "
-        "take either without a restart.",
+        "--client of a client. Services that run take renewed ones without a restart.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the authority's folder")
     parser.add_argument("--client", metavar="NAME", help="a client's certificate, in FOLDER/clients/NAME")
-    parser.add_argument("--revoke", metavar="NAME", help="refuse every certificate of that client made until now")
     parser.add_argument(
         "--role",
         help=f"what the client may call: {', '.join(OF_CLIENTS)} (docs/security.md); without one it needs a token",
@@ -72,14 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--days", type=int, default=_DAYS, help=f"how long the certificate is valid (default: {_DAYS})")
     return parser
-
-
-def _revoked(folder: Path, name: str, *, is_known: bool) -> str:
-    unknown = "" if is_known else f"; {folder}/clients has no {name}: it counts all the same, so check the name"
-    return (
-        f"certificates of {name} made until now are revoked in {folder}/revoked.json: services of that folder refuse "
-        f"their calls within a second; copy the file beside cert.pem on the other machines{unknown}"
-    )
 
 
 def _day(when: datetime.datetime) -> str:

@@ -11,7 +11,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
 from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.architecture import Architecture
-from headrace.rpc.access.access import Access
+from headrace.rpc.access import Access
 from headrace.rpc.server import Listen
 from services.rollout.admission import EngineSlots
 from services.rollout.agents.gate import Gate
@@ -65,7 +65,7 @@ def openai_parts(
         ToolCallReader(tool_call_parser(args)),
     )
     policy = AgentPolicy(generator, encoder, tool_calls, slots)
-    gate = Gate(Access.of(listen.tls.path if listen.tls else None, listen.tokens))
+    gate = Gate(Access(has_certificates=listen.tls is not None, tokens=listen.tokens))
     endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name, gate)
     server = EndpointServer(
         endpoint.application(),

@@ -59,7 +59,7 @@ _STATUS: dict[type[HeadraceError], tuple[int, str]] = {
     Unavailable: (503, "service_unavailable_error"),
     DeadlineExceeded: (504, "timeout_error"),
 }
-_OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING": 415, "HEAD_TOO_LARGE": 431}
+_OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING": 415}
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 
 
@@ -100,8 +100,8 @@ class Endpoint:
             session_id = request.path_params.get("session_id")
             try:
                 with self.calls.one("the request"):
-                    async with self._gate.request(request, rpc, has_key=session_id is not None) as body:
-                        return await handler(request, self._sessions.find(session_id), body)
+                    body = await self._gate.body(request, rpc, has_key=session_id is not None)
+                    return await handler(request, self._sessions.find(session_id), body)
             except HeadraceError as error:
                 return _refusal(error)
             except ClientDisconnect:

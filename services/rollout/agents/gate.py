@@ -1,4 +1,4 @@
-"""Decides who may ask the endpoint, and how much at once: the roles of gRPC's callers, and limits of a peer.
+"""Decides who may ask the endpoint: the roles of gRPC's callers.
 
 A caller shows a certificate, or sends a token as OpenAI's clients send their key: `Authorization: Bearer TOKEN`.
 """
@@ -6,18 +6,14 @@ A caller shows a certificate, or sends a token as OpenAI's clients send their ke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
-from headrace.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS, MAX_HTTP_HEADER_BYTES
-from headrace.rpc.access.access import AUTHORIZATION, Access
-from headrace.rpc.access.caller import Caller
+from headrace.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS
+from headrace.rpc.access import AUTHORIZATION, Access
 from headrace.rpc.log import log
-from headrace.rpc.peers.calls import Held, PeerBytes, key_of
 
 PEER = "peer"
 """The key of what the connection's certificate says, in the state of a request."""
@@ -29,23 +25,19 @@ _OPEN = Access(has_certificates=False, tokens=None)
 class Gate:
     """Refuses a request before its body is read."""
 
-    def __init__(self, access: Access = _OPEN, held: PeerBytes | None = None) -> None:
+    def __init__(self, access: Access = _OPEN) -> None:
         self._access = access
-        self._bytes = held or PeerBytes()
 
-    @asynccontextmanager
-    async def request(self, request: Request, rpc: str, *, has_key: bool) -> AsyncIterator[bytes]:
-        """Gives the body, whose bytes count as the peer's until the end.
+    async def body(self, request: Request, rpc: str, *, has_key: bool) -> bytes:
+        """The request's body, once its caller is allowed. `has_key`: the address itself is the key.
 
-        `has_key`: the address itself is the key. Raises Unauthenticated, PermissionDenied, InvalidArgument,
-        DeadlineExceeded or ResourceExhausted.
+        Raises Unauthenticated, PermissionDenied, InvalidArgument or DeadlineExceeded.
         """
-        _require_small_head(request)
-        caller = None if has_key or self._access.is_open else self._allowed(request, rpc)
-        with self._bytes.held(key_of(_peer(request), caller)) as held:
-            yield await _body(request, held)
+        if not (has_key or self._access.is_open):
+            self._require_allowed(request, rpc)
+        return await _body(request)
 
-    def _allowed(self, request: Request, rpc: str) -> Caller:
+    def _require_allowed(self, request: Request, rpc: str) -> None:
         shown = request.scope.get("state", {}).get(PEER, {})
         tokens = [(AUTHORIZATION, value) for value in request.headers.getlist(AUTHORIZATION)]
         caller = self._access.caller(shown, tokens)
@@ -56,24 +48,9 @@ class Gate:
             if isinstance(error, Unauthenticated):
                 raise Unauthenticated(f"{error.message}; OpenAI's clients send it as api_key") from error
             raise
-        return caller
 
 
-def _peer(request: Request) -> str:
-    host, port = request.client or ("", 0)
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-
-
-def _require_small_head(request: Request) -> None:
-    head = sum(len(name) + len(value) for name, value in request.headers.raw) + len(request.scope["raw_path"])
-    if head > MAX_HTTP_HEADER_BYTES:
-        raise InvalidArgument(
-            f"the request's headers have {head:,} bytes, may have {MAX_HTTP_HEADER_BYTES:,}: send fewer",
-            reason="HEAD_TOO_LARGE",
-        )
-
-
-async def _body(request: Request, held: Held) -> bytes:
+async def _body(request: Request) -> bytes:
     if coding := request.headers.get("content-encoding"):
         raise InvalidArgument(f"Content-Encoding {coding[:40]}: send the JSON as it is", reason="CONTENT_ENCODING")
     if (length := request.headers.get("content-length", "")).isdigit():
@@ -82,7 +59,6 @@ async def _body(request: Request, held: Held) -> bytes:
     try:
         async with asyncio.timeout(MAX_HTTP_BODY_SECONDS):
             async for piece in request.stream():
-                held.add(len(piece))
                 body += piece
                 _require_size(len(body))
     except TimeoutError as error:

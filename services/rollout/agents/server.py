@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.rpc.http.certificates import require_named, server_context
-from headrace.rpc.http.door import Door, Guest
+from headrace.limits import MAX_HTTP_HEADER_BYTES
 from headrace.rpc.net import Address, free_port, listener
-from headrace.rpc.tls import TlsFolder
+from headrace.rpc.tls import TlsFolder, endpoint_context, peer_of, require_named
+from services.rollout.agents.gate import PEER
 
 _DRAIN_SECONDS = 8
 _LAST_WORDS_SECONDS = 2
@@ -47,38 +48,9 @@ class EndpointServer:
 
     async def start(self) -> None:
         """Returns when it listens. Raises ConfigError when somebody has the port."""
-        import uvicorn  # with the rest of its kind a quarter of a second: only where there is an endpoint
-
-        from services.rollout.agents.http_protocol import LimitedProtocol
-
-        def protocol(guest: Guest) -> LimitedProtocol:
-            return LimitedProtocol(guest, config=config, server_state=server.server_state, app_state={})
-
         listening = self._listener()
-        door = Door(listening, protocol, server_context(self._tls, needs_certificate=False) if self._tls else None)
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # they are the service's
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                self.servers: list[Any] = [door]
-                door.open()
-                self.started = True
-
-        config = uvicorn.Config(
-            self._application,
-            http=LimitedProtocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_WORDS_SECONDS,
-        )
-        self._server = server = Server(config)
-        self._serving = asyncio.create_task(server.serve())
+        self._server = _uvicorn_server(self._application, endpoint_context(self._tls) if self._tls else None)
+        self._serving = asyncio.create_task(self._server.serve([listening]))
 
     async def stop(self) -> None:
         """Answers nobody who comes from now on; who waits for a response gets it, or is told to ask again."""
@@ -121,3 +93,34 @@ class EndpointServer:
                 "choose others, or leave --openai-port out for any free one",
                 field="rollout.openai_port",
             ) from error
+
+
+def _uvicorn_server(application: Any, context: ssl.SSLContext | None) -> Any:
+    import uvicorn  # with the rest of its kind a quarter of a second: only where there is an endpoint
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """Tells the application which certificate the client has shown: uvicorn does not."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+            self.app_state = {**self.app_state, PEER: peer_of(transport.get_extra_info("ssl_object"))}
+            super().connection_made(transport)
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they are the service's
+
+    config = uvicorn.Config(
+        application,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
+        timeout_graceful_shutdown=_DRAIN_SECONDS + _LAST_WORDS_SECONDS,
+        ssl_context_factory=(lambda *_: context) if context else None,
+    )
+    return Server(config)

@@ -17,7 +17,6 @@ from headrace.limits import nearest
 from headrace.process.child import run_once
 from headrace.process.gloo import gloo_at
 from headrace.process.openmp import openmp
-from headrace.process.thread_caches import with_thread_caches
 from headrace.rpc.net import Address
 from headrace.rpc.proxies import direct_to
 from services.rollout.engine.weights import INITIAL_VERSION
@@ -159,7 +158,6 @@ def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, s
     ours = {
         **_ENVIRONMENT,
         **direct_to(options.host),
-        **with_thread_caches(),
         **{name: value for name, value in _DUMPS.items() if name not in os.environ},
     }
     if has_accelerator:

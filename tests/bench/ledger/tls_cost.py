@@ -21,8 +21,8 @@ from headrace.cli.authority import issue_client, issue_service
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.services import BufferSection
 from headrace.rpc import client as rpc_client
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import add_token
+from headrace.rpc.roles import Role
 from headrace.rpc.tls import VARIABLE
 from tests.bench.cpu import cpu_seconds
 from tests.bench.ledger_throughput import PER_CALL, PER_GROUP, leased, put_of, together
@@ -83,7 +83,7 @@ async def peers(folder: Path) -> AsyncIterator[Mapping[str, Peer]]:
     issue_service(folder / "tls", (), 1)
     client = issue_client(folder / "tls", "bench", Role.ADMIN, 1).folder
     tokens = folder / "tokens.json"
-    token = tokens_file.add(tokens, "bench", Role.ADMIN)
+    token = add_token(tokens, "bench", Role.ADMIN)
     encrypted = ("--tls-dir", str(folder / "tls"))
     ways: Sequence[tuple[str, Sequence[str], Mapping[str, str]]] = (
         (CLEAR, (), {}),

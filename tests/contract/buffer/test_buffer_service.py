@@ -151,22 +151,6 @@ async def test_a_batch_over_the_limit_is_refused_with_the_limit(client: BufferCl
         await anext(aiter(rpc.stream(client._stub.FetchSamples, request, deadline_seconds=60.0)))
 
 
-async def test_a_peer_with_too_many_calls_is_refused_and_told_when_to_come_back() -> None:
-    async with (
-        served_buffer(MemoryStore(), max_calls_per_peer=2) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        await client.create_stream(stream())
-        waiting = [asyncio.create_task(client.lease_groups("train", "me", 1, wait_seconds=20.0)) for _ in range(2)]
-        while server.peers.in_progress < 2:  # theirs, not ours to wake
-            await asyncio.sleep(0.01)
-        with pytest.raises(ResourceExhausted, match="has 2 calls in progress") as refused:
-            await client.stats("train")
-        assert refused.value.retry_after_seconds > 0
-        for call in waiting:
-            call.cancel()
-
-
 async def test_a_stream_has_one_config(client: BufferClient) -> None:
     assert not (await client.create_stream(stream())).created
     with pytest.raises(AlreadyExists, match="groups_per_step is 2, now 3"):

@@ -34,7 +34,6 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("--address", "--metrics-address", "--folder", "--buffer", "--reward"):
         parser.add_argument(name, required=True)
-    parser.add_argument("--openai-port", type=int)
     configure_logging("rollout")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fake engines', whom the router asks for HTTP/2
     asyncio.run(_serve(parser.parse_args()))
@@ -52,7 +51,6 @@ async def _serve(arguments: argparse.Namespace) -> None:
             n_samples_per_prompt=2,
             rollout_max_response_len=4,
             generate_timeout_seconds=5.0,
-            openai_port=arguments.openai_port,
         ),
         services=ServicesSection(buffer_address=arguments.buffer, reward_address=arguments.reward),
         eval=EvalSection(eval_prompt_data=(("e", folder / "prompts.jsonl"),)),

@@ -16,7 +16,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.process.memory import resident_bytes
-from headrace.process.thread_caches import without_thread_caches
 from headrace.rpc.net import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -26,18 +25,14 @@ START_SECONDS = 120.0
 
 
 class ServerProcess:
-    """`python -m MODULE --address HOST:PORT …`, started as often as one likes; its log goes on.
+    """`python -m MODULE --address HOST:PORT …`, started as often as one likes; its log goes on."""
 
-    `has_caches`: the launcher leaves this service the C library's caches of threads.
-    """
-
-    def __init__(self, module: str, folder: Path, arguments: Sequence[str], *, has_caches: bool = False) -> None:
+    def __init__(self, module: str, folder: Path, arguments: Sequence[str]) -> None:
         self.module = module
         self.address = f"127.0.0.1:{free_port()}"
         self.log_path = folder / f"{module}.log"
         self.metrics_address = f"127.0.0.1:{free_port()}"
         self._arguments = [*arguments, "--address", self.address, "--metrics-address", self.metrics_address]
-        self._environment = {} if has_caches else without_thread_caches()
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -48,7 +43,7 @@ class ServerProcess:
             self.module,
             *self._arguments,
             cwd=ROOT,
-            env={**os.environ, **self._environment, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self.log_path.open("a"),
             stderr=self.log_path.open("a"),
@@ -131,16 +126,13 @@ def reward_process(folder: Path) -> ServerProcess:
     )
 
 
-def rollout_process(
-    folder: Path, buffer_address: str, reward_address: str, *, openai_port: int | None = None
-) -> ServerProcess:
+def rollout_process(folder: Path, buffer_address: str, reward_address: str) -> ServerProcess:
     """The whole service with its router, on fake engines."""
     arguments = ["--folder", str(folder), "--buffer", buffer_address, "--reward", reward_address]
-    arguments += ["--openai-port", str(openai_port)] if openai_port else []
     return ServerProcess("tests.hostile.servers.serve_rollout", folder, arguments)
 
 
 def trainer_process(folder: Path, *, step_seconds: float = 0.02) -> ServerProcess:
     """The real servicer and loop over ranks that only write down what they do; its report grows with each step."""
     arguments = ["--folder", str(folder), "--step-seconds", str(step_seconds)]
-    return ServerProcess("tests.hostile.servers.serve_trainer", folder, arguments, has_caches=True)
+    return ServerProcess("tests.hostile.servers.serve_trainer", folder, arguments)

@@ -18,9 +18,9 @@ from typing import Any
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.process.linux import descendants
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import add_token
 from headrace.rpc.net import free_port
+from headrace.rpc.roles import Role
 from headrace.rpc.tls import OPERATOR
 from headrace.run_folder import RunFolder
 from tests.support.hosts import reward
@@ -81,7 +81,7 @@ class RunOnHosts:
         issue_service(self._tls, [], 1)
         issue_client(self._tls, "guests", None, 1)
         issue_client(self._tls, OPERATOR, Role.ADMIN, 1)
-        self.guest_token = tokens_file.add(self.tokens, "guest", Role.VIEWER)
+        self.guest_token = add_token(self.tokens, "guest", Role.VIEWER)
         async with self._stack:
             engine = ("-m", "tests.support.fakes.gloo_engine", str(self._engine_port), "", str(_SECONDS_OF_A_TOKEN))
             rollout = self._host("rollout")

@@ -42,7 +42,6 @@ async def served_buffer(
     min_free_disk_bytes: int = 0,
     retain_events: int | None = None,
     grace_seconds: float = 0.0,
-    max_calls_per_peer: int = 40_000,
     insecure: bool = False,
 ) -> AsyncIterator[tuple[BufferApplication, RpcServer]]:
     """A buffer on a free port of this process."""
@@ -63,7 +62,6 @@ async def served_buffer(
         address,
         [service],
         insecure=insecure,
-        max_calls_per_peer=max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
     )

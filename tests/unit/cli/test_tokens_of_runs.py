@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from headrace.cli.main import main
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import add_token
 from headrace.rpc.client import FILE_VARIABLE, VARIABLE
 from headrace.rpc.net import free_port
+from headrace.rpc.roles import Role
 from tests.unit.cli.test_tls_of_runs import START_SECONDS, Up, callers_in, until_serving
 
 
@@ -17,7 +17,7 @@ async def test_a_run_with_tokens_file_is_reached_with_its_tokens_and_they_are_wr
     job_file: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     file, own = tmp_path / "tokens.json", tmp_path / "services-token"
-    tokens = {role: tokens_file.add(file, f"a-{role}", role) for role in Role}
+    tokens = {role: add_token(file, f"a-{role}", role) for role in Role}
     own.write_text(tokens[Role.SERVICE])
     address = f"127.0.0.1:{free_port()}"
     words = ["submit", "--buffer-address", address, "--prompt", "1 + 1 =", "--label", "2"]
@@ -48,7 +48,7 @@ async def test_services_without_certificates_do_not_start_without_a_token_of_the
     job_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     file = tmp_path / "tokens.json"
-    monkeypatch.setenv(VARIABLE, tokens_file.add(file, "bob", Role.ADMIN))
+    monkeypatch.setenv(VARIABLE, add_token(file, "bob", Role.ADMIN))
     async with Up(tmp_path, job_file, "--tokens-file", str(file)) as process:
         assert await asyncio.wait_for(process.wait(), START_SECONDS) != 0
     said = (tmp_path / "up.log").read_text()

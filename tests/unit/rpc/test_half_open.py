@@ -90,13 +90,13 @@ async def test_a_watch_and_a_wait_for_leases_notice_a_peer_that_vanished_and_so_
         seen = asyncio.Event()
         watching = asyncio.create_task(watched(client, seen))
         leasing = asyncio.create_task(client.lease_groups("train", "p", 1, wait_seconds=600))
-        while server.peers.in_progress < 2:
+        while server.calls_in_progress < 2:
             await asyncio.sleep(0.01)
         far.vanish()
         await near.submit_prompts("train", text_prompts("a"))
         (lease,) = (await leasing).leases  # it has come again by a new connection
         await seen.wait()  # and so has the watch, which has no deadline
-        while server.peers.in_progress > 1:  # the server has let the two go that vanished
+        while server.calls_in_progress > 1:  # the server has let the two go that vanished
             await asyncio.sleep(0.01)
         watching.cancel()
     assert lease.group_id

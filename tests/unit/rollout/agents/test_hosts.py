@@ -23,7 +23,7 @@ from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
 from headrace.ledger_tools.audit_run import audit_ledger, described
-from headrace.rpc.access.roles import Role
+from headrace.rpc.roles import Role
 from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample, Status

@@ -15,11 +15,9 @@ from headrace.cli.authority import issue_client, issue_service
 from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.rpc import client
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.access import Tokens, token_in
-from headrace.rpc.access.caller import Caller, of_certificate
-from headrace.rpc.access.roles import Role
+from headrace.rpc.access import Caller, Tokens, add_token, of_certificate, revoke_token, token_in
 from headrace.rpc.client import connect
+from headrace.rpc.roles import Role
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
@@ -33,7 +31,7 @@ LOOK, SUBMIT, DROP = (
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     file = tmp_path / "tokens.json"
-    tokens_file.add(file, "another", Role.VIEWER)
+    add_token(file, "another", Role.VIEWER)
     return file
 
 
@@ -67,7 +65,7 @@ async def test_a_token_narrows_a_certificate_with_a_role_and_replaces_one_withou
     own = folder if certificate is Role.SERVICE else issue_client(folder, "alice", certificate, 30).folder
     monkeypatch.setenv(VARIABLE, str(own))
     if token is not None:
-        sent = tokens_file.add(tokens, "bob", token) if token in set(Role) else token
+        sent = add_token(tokens, "bob", token) if token in set(Role) else token
         monkeypatch.setenv(client.VARIABLE, sent)
     async with serving_every_rpc(tls=TlsFolder(folder), tokens=Tokens(tokens)) as (server, _):
         assert await codes(server.address) == answers
@@ -112,7 +110,7 @@ async def test_a_certificate_without_a_role_is_told_how_to_get_one(tmp_path: Pat
 async def test_a_revoked_token_and_a_new_one_count_without_a_restart(tmp_path: Path, tokens: Path, monkeypatch) -> None:
     """Also in the client, whose file is replaced while its channel is open."""
     mine = tmp_path / "mine"
-    mine.write_text(tokens_file.add(tokens, "bob", Role.PRODUCER) + "\n")
+    mine.write_text(add_token(tokens, "bob", Role.PRODUCER) + "\n")
     monkeypatch.setenv(client.FILE_VARIABLE, str(mine))
     async with serving_every_rpc(tokens=Tokens(tokens)) as (server, _), connect(server.address) as channel:
 
@@ -122,16 +120,16 @@ async def test_a_revoked_token_and_a_new_one_count_without_a_restart(tmp_path: P
                     await asyncio.sleep(0.02)
 
         await until(OK)
-        tokens_file.revoke(tokens, "bob")
+        revoke_token(tokens, "bob")
         await until(UNKNOWN)
-        following = tokens_file.add(tokens, "bob", Role.VIEWER)
+        following = add_token(tokens, "bob", Role.VIEWER)
         assert (await code_of_call(channel, SUBMIT))[0] is UNKNOWN
         mine.write_text(following)
         await until(DENIED)
         tokens.write_text("{")
         await until(UNKNOWN)
         tokens.unlink()
-        following = tokens_file.add(tokens, "bob", Role.PRODUCER)
+        following = add_token(tokens, "bob", Role.PRODUCER)
         mine.write_text(following)
         await until(OK)
 
@@ -158,7 +156,7 @@ def test_what_is_no_token_is_nobodys(tokens: Path) -> None:
 
 
 def test_the_file_has_no_token_and_is_its_users_alone(tokens: Path) -> None:
-    token = tokens_file.add(tokens, "bob", Role.ADMIN)
+    token = add_token(tokens, "bob", Role.ADMIN)
     assert Tokens(tokens).caller_of(token) == Caller("bob", (Role.ADMIN,))
     assert token not in tokens.read_text()
     assert stat.S_IMODE(tokens.stat().st_mode) == 0o600

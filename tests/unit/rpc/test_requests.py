@@ -1,4 +1,4 @@
-"""What one peer may have of a server: calls, requests on their way, bytes."""
+"""Requests that never arrive, are packed, or are missing."""
 
 from __future__ import annotations
 
@@ -10,55 +10,12 @@ import grpc
 import pytest
 
 from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace.errors import ResourceExhausted
 from headrace.rpc import interceptor
-from headrace.rpc.access.caller import Caller
-from headrace.rpc.access.roles import Role
 from headrace.rpc.client import connect
-from headrace.rpc.peers.calls import PeerBytes, PeerCalls, key_of
 from headrace.rpc.server import RpcServer, Service
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 SLOW = f"/{NAME}/Score"
-BOB, SERVICE = Caller("bob", (Role.PRODUCER,)), Caller("headrace", (Role.SERVICE,))
-
-
-def test_a_peer_is_a_name_or_a_host_and_here_a_connection() -> None:
-    assert key_of("ipv4:10.0.0.1:5", BOB) == key_of("ipv4:10.0.0.2:6", BOB) == "producer bob"
-    assert key_of("ipv4:10.0.0.1:5", None) == key_of("ipv4:10.0.0.1:6", None) == "ipv4:10.0.0.1"
-    assert key_of("ipv6:[fe80::1]:5", None) == "ipv6:[fe80::1]"
-    assert key_of("ipv4:10.0.0.1:5", Caller("nobody", ())) == "ipv4:10.0.0.1"
-    for peer in ("ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5"):
-        assert key_of(peer, None) == peer, "a stranger shares no limit with the run's own services"
-
-
-def test_too_many_calls_and_bytes_are_refused_and_others_are_not() -> None:
-    calls = PeerCalls(max_calls=2, max_bytes=100)
-    with calls.one_of("a", BOB) as first, calls.one_of("a", BOB) as second:
-        with pytest.raises(ResourceExhausted, match="a has 2 calls in progress, the most that one peer may have"):
-            calls.one_of("a", BOB).__enter__()
-        with calls.one_of("b", BOB) as other:
-            other.received(100)
-        first.received(60)
-        with pytest.raises(ResourceExhausted, match="have 120 bytes, may have 100: send fewer of them at once"):
-            second.received(60)
-        assert calls.in_progress == 2
-    assert calls.in_progress == 0
-    with calls.one_of("a", BOB) as later:
-        later.received(100)
-    with calls.one_of("s", SERVICE) as own:
-        own.received(10_000)
-
-
-def test_bytes_that_come_one_after_the_other_count_until_the_end() -> None:
-    held = PeerBytes(100)
-    with held.held("a") as request:
-        request.add(60)
-        with pytest.raises(ResourceExhausted), held.held("a") as other:
-            other.add(50)
-        request.add(40)
-    with held.held("a") as later:
-        later.add(100)
 
 
 class Scored(reward_pb2_grpc.RewardServiceServicer):
@@ -85,18 +42,18 @@ async def never() -> AsyncIterator[bytes]:
     yield b""
 
 
-async def test_requests_that_never_arrive_hold_up_their_sender_alone_and_end(monkeypatch) -> None:
+async def test_requests_that_never_arrive_hold_up_nobody_and_end(monkeypatch) -> None:
     monkeypatch.setattr(interceptor, "MAX_RECEIVE_SECONDS", 1.0)
     async with serving() as server, connect(server.address) as stranger, connect(server.address) as other:
         slow = [asyncio.ensure_future(stranger.stream_unary(SLOW, None, None)(never())) for _ in range(20)]
-        while server.peers.in_progress < len(slow):  # another party's state
+        while server.calls_in_progress < len(slow):  # another party's state
             await asyncio.sleep(0.01)
         stub = reward_pb2_grpc.RewardServiceStub(other)
         await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=30)
         ends = await asyncio.gather(*slow, return_exceptions=True)
         assert {end.code() for end in ends} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         assert "did not arrive within 1 s" in ends[0].details()
-        assert server.peers.in_progress == 0
+        assert server.calls_in_progress == 0
         await reward_pb2_grpc.RewardServiceStub(stranger).ListScorers(reward_pb2.ListScorersRequest(), timeout=30)
 
 

@@ -11,11 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.limits import syntax_tree
-from headrace.rpc.access import tokens_file
-from headrace.rpc.access.access import Tokens
-from headrace.rpc.access.roles import ALLOWED, Role, roles_of
+from headrace.rpc.access import Tokens, add_token
 from headrace.rpc.client import VARIABLE as TOKEN
 from headrace.rpc.client import connect
+from headrace.rpc.roles import ALLOWED, Role, roles_of
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
 from tools import roles
@@ -78,7 +77,7 @@ async def test_each_cell_with_certificates(authority: Path, monkeypatch, role: R
 
 @pytest.mark.parametrize("role", Role)
 async def test_each_cell_with_tokens_on_loopback(tmp_path: Path, monkeypatch, role: Role) -> None:
-    monkeypatch.setenv(TOKEN, tokens_file.add(tmp_path / "tokens.json", "bob", role))
+    monkeypatch.setenv(TOKEN, add_token(tmp_path / "tokens.json", "bob", role))
     async with serving_every_rpc(tokens=Tokens(tmp_path / "tokens.json")) as (server, reached):
         await calls_are_as_the_table_says(server.address, role, "bob", reached)
 
@@ -91,7 +90,7 @@ async def test_without_certificates_and_tokens_everybody_may_call_everything() -
 
 
 async def test_without_a_token_nothing_is_reached_but_health(tmp_path: Path) -> None:
-    tokens_file.add(tmp_path / "tokens.json", "bob", Role.ADMIN)
+    add_token(tmp_path / "tokens.json", "bob", Role.ADMIN)
     held = Tokens(tmp_path / "tokens.json")
     async with serving_every_rpc(tokens=held) as (server, reached), connect(server.address) as channel:
         for rpc in RPCS:

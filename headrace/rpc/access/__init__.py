@@ -1,1 +1,0 @@
-"""Callers and what they may call: roles, the table of RPCs, certificates and tokens."""
