@@ -5,13 +5,13 @@ A command is imported when it is called, so that `headrace --help` loads none.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from headrace.disk import FULL_DISK
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
@@ -25,66 +25,52 @@ _LISTED = ": headrace --help lists the commands"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    run: Callable[[Sequence[str]], int]
+    """`module` of headrace/cli/commands has a function of the same name: the arguments → the exit code."""
+
+    module: str
     usage: str
     help: str
 
-
-def _imported(name: str, room: str = "headrace.cli.commands") -> Callable[[Sequence[str]], int]:
-    """The function `name` of the module `name` in `room`, which is imported when it is called."""
-
-    def run(argv: Sequence[str]) -> int:
-        function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"{room}.{name}"), name)
-        return function(argv)
-
-    return run
+    def __call__(self, argv: Sequence[str]) -> int:
+        run: Callable[[Sequence[str]], int] = getattr(
+            import_module(f"headrace.cli.commands.{self.module}"), self.module
+        )
+        return run(argv)
 
 
 _COMMANDS: Mapping[str, Command] = {
-    "train": Command(_imported("train"), "train JOB.toml [flags]", "run a job to its end"),
+    "train": Command("train", "train JOB.toml [flags]", "run a job to its end"),
     "replay": Command(
-        _imported("replay"),
-        "replay RUN [--from-step K] [flags]",
-        "train the recorded steps of a run again, and compare",
+        "replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
     ),
-    "check": Command(
-        _imported("check"), "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"
-    ),
-    "models": Command(_imported("models"), "models", "list the models that --model knows, with sizes and layouts"),
+    "check": Command("check", "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "models": Command("models", "models", "list the models that --model knows, with sizes and layouts"),
     "up": Command(
-        _imported("up"),
-        "up SERVICE --config JOB.toml [flags]",
-        "run one service here: buffer, reward, rollout, trainer",
+        "up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"
     ),
     "restart": Command(
-        _imported("restart", "headrace.cli"),
+        "restart",
         "restart SERVICE | all [RUN]",
         "restart services of a live run one after the other, without a failed call",
     ),
-    "rollout": Command(_imported("rollout"), "rollout scale N [RUN]", "change the number of engines of a live run"),
-    "agent": Command(_imported("agent"), "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
-    "status": Command(_imported("status"), "status [RUN]", "show the state of a run and its services"),
+    "rollout": Command("rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
+    "agent": Command("agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
+    "status": Command("status", "status [RUN]", "show the state of a run and its services"),
     "samples": Command(
-        _imported("samples"), "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
+        "samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
-    "audit": Command(
-        _imported("audit"), "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
-    ),
+    "audit": Command("audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"),
     "buffer": Command(
-        _imported("buffer"),
+        "buffer",
         "buffer backup | restore | export | retry | drop | delete-stream",
         "back up, restore or export a ledger; retry or drop groups; delete a stream",
     ),
-    "submit": Command(_imported("submit"), "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
-    "generate": Command(_imported("generate"), "generate TEXT [RUN]", "ask the current policy"),
-    "eval": Command(_imported("evaluate"), "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
-    "certs": Command(
-        _imported("certs"), "certs FOLDER [--client NAME --role ROLE]", "make or renew certificates for TLS"
-    ),
-    "tokens": Command(
-        _imported("tokens", "headrace.cli"), "tokens add | list | revoke FILE", "tokens of callers, and their roles"
-    ),
-    "export": Command(_imported("export"), "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
+    "submit": Command("submit", "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
+    "generate": Command("generate", "generate TEXT [RUN]", "ask the current policy"),
+    "eval": Command("evaluate", "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
+    "certs": Command("certs", "certs FOLDER [--client NAME --role ROLE]", "make or renew certificates for TLS"),
+    "tokens": Command("tokens", "tokens add | list | revoke FILE", "tokens of callers, and their roles"),
+    "export": Command("export", "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
 
 
@@ -94,19 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: the run had nothing to learn from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
-        return 0
-    if words[0] in ("-V", "--version"):
-        from importlib.metadata import version  # takes longer to import than the overview to print
-
-        print(f"headrace {version('headrace')}")
-        return 0
-    name, arguments = words[0], words[1:]
+    name, arguments = (words[0], words[1:]) if words else ("--help", [])
     try:
+        if name in ("-h", "--help", "help"):
+            print(_overview(), flush=True)
+            return 0
+        if name in ("-V", "--version"):
+            from importlib.metadata import version  # takes longer to import than the overview to print
+
+            print(f"headrace {version('headrace')}")
+            return 0
         if name not in _COMMANDS:
             raise InvalidArgument(f"unknown command {name[:80]}{did_you_mean(name, _COMMANDS) or _LISTED}")
-        return _COMMANDS[name].run(arguments)
+        return _COMMANDS[name](arguments)
     except HeadraceError as error:
         _say(error.message)
         return _exit_code(error)

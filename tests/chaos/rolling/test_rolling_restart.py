@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.commands.restart import ORDER
 from headrace.cli.main import main
-from headrace.cli.restart import ORDER
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from headrace.rpc.net import free_port
 from tests.e2e.test_rollout_services import Engine

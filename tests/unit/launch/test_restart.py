@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.commands.restart import ORDER
 from headrace.cli.main import main
-from headrace.cli.restart import ORDER
 from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving
 from headrace.launch.specs import SERVICES, specs
