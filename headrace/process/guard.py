@@ -20,7 +20,7 @@ from contextlib import suppress
 
 import psutil
 
-from headrace.process.linux import adopt_orphans, descendants, die_with_parent
+from headrace.process.linux import adopt_orphans, descendants, die_with_parent, runs
 
 _MODULE = "headrace.process.guard"
 _SWEEP_SECONDS = 3.0
@@ -62,8 +62,7 @@ def main(argv: list[str]) -> int:
     if code is None and asked != SWEEP_NOW:
         for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
             os.kill(child.pid, number)  # not buried yet: the id is still its own
-        is_alone = os.getppid() != parent
-        code, _ = _wait(child.pid, grace_seconds if is_alone else None)
+        code = _wait_patiently(child.pid, parent, grace_seconds)
     _sweep(0.0 if code is None else _SWEEP_SECONDS)
     return 128 + signal.SIGKILL if code is None else code
 
@@ -72,6 +71,25 @@ def _before_exec(guard: int) -> None:
     os.dup2(2, 1)  # the command's output is its log
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     die_with_parent(guard, signal.SIGKILL)  # nobody would wait for its end
+
+
+def _wait_patiently(pid: int, parent: int, grace_seconds: float) -> int | None:
+    """The exit code of a command that was asked to end; None when its time is up.
+
+    Of a parent with threads the kernel tells the end several times, once for each thread: only a signal while the
+    parent lives is its second one.
+    """
+    deadline = None
+    while True:
+        if deadline is None and not _lives(parent):
+            deadline = time.monotonic() + grace_seconds
+        code, asked = _wait(pid, None if deadline is None else deadline - time.monotonic())
+        if code is not None or asked in (None, SWEEP_NOW) or _lives(parent):
+            return code
+
+
+def _lives(parent: int) -> bool:
+    return os.getppid() == parent and runs(parent)
 
 
 def _wait(pid: int, seconds: float | None) -> tuple[int | None, int | None]:

@@ -19,10 +19,12 @@ from headrace.process.linux import runs
 from headrace.run_folder import RunFolder
 
 _LAUNCHER = """
-import asyncio, sys
+import asyncio, sys, threading, time
 from pathlib import Path
 from headrace.process.child import Child
 async def main():
+    for _ in range(20):  # the kernel tells a child of the end of its parent's threads one by one
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     await Child(sys.argv[2:], Path(sys.argv[1]), {}, orphan_seconds=60.0).start()
     print("started", flush=True)
     await asyncio.sleep(600)

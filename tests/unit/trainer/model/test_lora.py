@@ -95,7 +95,7 @@ def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path
         assert torch.equal(pair.a, layer.lora_A.default.weight)
         assert torch.equal(pair.b, layer.lora_B.default.weight)
         assert layer.scaling == {"default": 4.0}
-    with pytest.raises(AlreadyExists, match="export to another folder"):
+    with pytest.raises(AlreadyExists, match="name another folder"):
         _written(model, folder)
 
 
