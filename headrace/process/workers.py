@@ -170,7 +170,8 @@ class Worker:
         reply: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = reply
         try:
-            self._write(Start(call_id, name, work, timeout_seconds, prepares))
+            printable = name.encode("utf-8", "backslashreplace").decode()  # a path may hold bytes that are no text
+            self._write(Start(call_id, printable, work, timeout_seconds, prepares))
             async with asyncio.timeout(timeout_seconds + _KILL_GRACE_SECONDS):
                 answer = await reply
         except TimeoutError:
