@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from headrace import __version__
-from headrace.cli import main as cli
 from headrace.cli import runs
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition
@@ -156,7 +155,7 @@ def test_what_nobody_expected_is_one_line_and_a_file(
     def broken(argv: object) -> int:
         raise ZeroDivisionError("\ud800")
 
-    monkeypatch.setitem(cli._COMMANDS, "models", cli.Command(broken, "", ""))  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.cli.commands.models.models", broken)
     assert main(["models"]) == 1
     said = capsys.readouterr().err
     assert "this is a bug in headrace: ZeroDivisionError" in said
@@ -169,7 +168,7 @@ def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkey
     def full(argv: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out")
 
-    monkeypatch.setitem(cli._COMMANDS, "export", cli.Command(full, "", ""))  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.cli.commands.export.export", full)
     assert refused(capsys, "export") == (
         "headrace: /data/out: No space left on device: free some space there, or name a folder on another disk\n"
     )
