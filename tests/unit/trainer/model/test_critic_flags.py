@@ -57,7 +57,7 @@ class Seen:
 
 @pytest.fixture
 def build(load_with, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Seen, Critic, Job]]:
-    layout = SimpleNamespace(is_last_stage=False, speaks=True, device="cpu", context=None)
+    layout = SimpleNamespace(is_last_stage=False, is_reporting_rank=True, device="cpu", context=None)
 
     def built(*flags: str) -> tuple[Seen, Critic, Job]:
         seen, job = Seen(monkeypatch), load_with("--advantage-estimator", "ppo", *flags)
@@ -87,7 +87,7 @@ def test_critic_lr_warmup_iters_is_the_length_of_its_warm_up(build, warmup: str,
 @pytest.mark.parametrize(("value_clip", "expected"), [("0.5", 0.25), ("5", 0.0)])
 def test_value_clip_is_how_far_a_value_may_move_towards_its_return(build, value_clip: str, expected: float) -> None:
     _, found, _ = build("--value-clip", value_clip)
-    found._layout = SimpleNamespace(is_last_stage=True, speaks=True, device="cpu", context=None)
+    found._layout = SimpleNamespace(is_last_stage=True, is_reporting_rank=True, device="cpu", context=None)
     micro = micro_inputs(torch.ones(1, 1), returns=torch.full((1, 1), 2.0))
     micro = SimpleNamespace(
         mask=micro.mask, weights=micro.weights, returns=micro.returns, logit_positions=torch.tensor([0])
