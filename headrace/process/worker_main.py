@@ -37,7 +37,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.limits import MAX_HOOK_ANSWER_BYTES
-from headrace.process.linux import adopt_orphans, children, die_with_parent, first_to_go
+from headrace.process.linux import adopt_orphans, children, die_with_parent, first_to_go, wants_a_core
 
 Message = TypeVar("Message")
 
@@ -311,6 +311,8 @@ class _Calls:
 
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.
 _LEAVE_SECONDS = 1.0
+_LONGEST_LEAVE_SECONDS = 30.0
+"""For a process to which a busy machine gives no core."""
 # Started by multiprocessing for the life of the process, not for a call.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
@@ -327,9 +329,11 @@ def _has_children() -> bool:
 
 def _left_running(pid: int, known: set[int]) -> list[int]:
     """Children that were started since, and run on after a moment."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
+    began = time.monotonic()
     while left := [child for child in children(pid) if child not in known and not _is_helper(child)]:
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        had_its_moment = waited > _LEAVE_SECONDS and not all(wants_a_core(child, _LEAVE_SECONDS) for child in left)
+        if had_its_moment or waited > _LONGEST_LEAVE_SECONDS:
             break
         time.sleep(0.01)
         _has_children()
