@@ -310,8 +310,8 @@ class _Calls:
 
 
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.
-_LEAVE_SECONDS = 1.0
-_LONGEST_LEAVE_SECONDS = 30.0
+_LEAVE_SECONDS = 0.3
+_LONGEST_LEAVE_SECONDS = 5.0
 """For a process to which a busy machine gives no core."""
 # Started by multiprocessing for the life of the process, not for a call.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
