@@ -222,10 +222,6 @@ class DevicePlan:
     trainer: Sequence[DeviceShare]
     engines: Sequence[DeviceShare]
 
-    def engines_on(self, machine: str) -> Sequence[DeviceShare]:
-        """The shares of the engines of one machine, in the engines' order."""
-        return [share for share in self.engines if share.machine == machine]
-
 
 @dataclass(slots=True)
 class _Free:

@@ -378,6 +378,11 @@ def cut_text(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[: MAX_TEXT_CHARACTERS - 1]}…"
 
 
+def encodable(text: str) -> str:
+    """The text with backslash escapes for what UTF-8 cannot hold: paths and messages may contain lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def one_line(text: str, most: int = 240) -> str:
     """A peer's message as a part of a line on a terminal: printable characters, blanks for all others, cut."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split())

@@ -15,7 +15,7 @@ from importlib import import_module
 
 from headrace.disk import FULL_DISK
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
-from headrace.limits import did_you_mean
+from headrace.limits import did_you_mean, encodable
 from headrace.process.exit_status import NOTHING_TO_LEARN
 
 _USAGE_EXIT_CODE = 2
@@ -120,7 +120,7 @@ def _say(message: str) -> None:
     from rich.console import Console  # the overview needs neither
     from rich.text import Text
 
-    printable = message[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+    printable = encodable(message[:_MAX_CHARACTERS])
     said = Text.assemble(("headrace: ", "bold red"), printable)
     Console(stderr=True).print(said, highlight=False, soft_wrap=True)
 

@@ -286,7 +286,7 @@ Ask = Callable[[float, float], Awaitable[_Answer]]
 
 
 class SharedWaits:
-    """The queues of one client. Each caller asks by itself, with its own request, and gets its own answer or error."""
+    """The queues of one client. Each caller sends its own request and gets its own answer or error."""
 
     def __init__(self) -> None:
         self._queues: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()

@@ -123,7 +123,7 @@ def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:
 
 
 def merged_leases(parts: Sequence[pb.LeaseGroupsResponse], num_shards: int) -> pb.LeaseGroupsResponse:
-    """The leases of the shards that answered; `oldest_version` is what holds for the leases of all shards."""
+    """The leases of the shards that answered; `oldest_version` is 0 when one did not answer."""
     leases = [lease for part in parts for lease in part.leases]
     return pb.LeaseGroupsResponse(
         leases=leases,
@@ -190,7 +190,7 @@ def _merged_stats(parts: Sequence[pb.StreamStats], productions: Sequence[pb.Prod
 
 
 def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
-    """Adds the counts; the example of a reason comes from the shard that has most of it."""
+    """Adds the counts. A reason's example comes from the shard with the most samples of that reason."""
     failures: dict[str, pb.FailureCount] = {}
     for one in sorted((f for part in parts for f in part.failures), key=lambda f: -f.num_samples):
         failures.setdefault(one.reason, pb.FailureCount(reason=one.reason, example=one.example, group_id=one.group_id))

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.limits import MAX_HOOK_ANSWER_BYTES
+from headrace.limits import MAX_HOOK_ANSWER_BYTES, encodable
 from headrace.process.linux import adopt_orphans, children, die_with_parent, first_to_go, wants_a_core
 
 Message = TypeVar("Message")
@@ -388,4 +388,4 @@ def _printable(text: Callable[[], str], characters: int) -> str:
     except BaseException:  # noqa: BLE001  # user code prints itself
         return "(it cannot be printed)"
     cut = said if len(said) <= characters else said[:characters] + "…"
-    return cut.encode("utf-8", "backslashreplace").decode()
+    return encodable(cut)

@@ -31,7 +31,7 @@ from multiprocessing import forkserver
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import ResourceExhausted, Unavailable
-from headrace.limits import MAX_HOOK_ANSWER_BYTES
+from headrace.limits import MAX_HOOK_ANSWER_BYTES, encodable
 from headrace.process.linux import descendants
 from headrace.process.worker_main import (
     REPLIES,
@@ -170,8 +170,7 @@ class Worker:
         reply: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = reply
         try:
-            printable = name.encode("utf-8", "backslashreplace").decode()  # a path may hold bytes that are no text
-            self._write(Start(call_id, printable, work, timeout_seconds, prepares))
+            self._write(Start(call_id, encodable(name), work, timeout_seconds, prepares))
             async with asyncio.timeout(timeout_seconds + _KILL_GRACE_SECONDS):
                 answer = await reply
         except TimeoutError:

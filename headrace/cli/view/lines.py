@@ -49,8 +49,8 @@ _PARTS: Mapping[str, tuple[str, str]] = {
 }
 """What a person looks at, in this order: its label and format.
 
-The first reward is the mean of all scored groups: filters choose what is trained, so it alone shows what the policy
-can do.
+The first reward is the mean of all scored groups. Only it shows what the policy can do: filters choose what is
+trained.
 Not `loss/policy`: on fresh samples its value is 0 whatever its gradient is, and reads as a failure.
 """
 

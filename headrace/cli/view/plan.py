@@ -28,7 +28,7 @@ from headrace.job.rules.scope import ELSEWHERE, Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
-from headrace.limits import share_of_count
+from headrace.limits import encodable, share_of_count
 from headrace.models.folders import SCALE, BlockFp8
 from headrace.models.registry import table
 from headrace.preflight.report import Report
@@ -465,7 +465,7 @@ def print_report(console: Console, plan: Sequence[tuple[str, str]], report: Repo
     table.add_column(overflow="fold")
     replaced = {what for what, _ in report.facts}
     for what, how in [*(row for row in plan if row[0] not in replaced), *report.facts]:
-        table.add_row(what, Text(_printable(how)))
+        table.add_row(what, Text(encodable(how)))
     print_no_wrap(console, table)
     _lines(console, "unchecked", report.unchecked)
     _lines(console, "warnings", report.warnings, "yellow")
@@ -490,8 +490,4 @@ def _lines(console: Console, title: str, lines: Sequence[str], style: str = "bol
     console.print()
     console.print(Text(title, style=style))
     for line in lines:
-        print_no_wrap(console, Padding(Text(_printable(line)), (0, 0, 0, _INDENT)))
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+        print_no_wrap(console, Padding(Text(encodable(line)), (0, 0, 0, _INDENT)))

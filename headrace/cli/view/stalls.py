@@ -132,7 +132,7 @@ _PHASES: Mapping[trainer_pb2.Phase.ValueType, tuple[str, str]] = {
 
 
 class LongPhase:
-    """Waits that are no batch's. Asked with every answer of the trainer; `clock` counts seconds."""
+    """Notices long phases other than waiting for a batch. Sees every status of the trainer; `clock` counts seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

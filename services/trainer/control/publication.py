@@ -6,9 +6,9 @@ they are given the version that was served before, if the transport still has it
 
 On devices that are shared, engines have them once the transport has all that it needs of the ranks.
 
-Of several rollout services each commits by itself. The version is published when all have that still answer; one that
-fails, refuses what it got or hangs is left behind. No publication waits for a service that was left behind or does not
-answer; when it answers again, it is given the served weights alone.
+With several rollout services, each commits on its own. The version is published when all that still answer have
+committed it. A service that fails, refuses the weights or hangs is left behind. No publication waits for it; when it
+answers again, it alone is given the served weights.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.launch import launcher as launcher_module
 from headrace.launch.process import grace_seconds
-from headrace.process.linux import runs
+from headrace.process.linux import parent_of, runs
 from tests.unit.launch.test_supervisor import HERE
 
 
@@ -28,10 +28,6 @@ def launched(folder: Path, *before: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
     )
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.process.child import Child
+from headrace.process.linux import parent_of, runs
 from tests.support.faults.file_limit import files_end_at
 
 ELSEWHERE = (
@@ -69,11 +70,11 @@ async def test_nothing_outlives_a_starter_that_was_killed(starter: str, tmp_path
             grandchildren = [pid for each in logs for pid in grandchildren_in(each)]
             await asyncio.sleep(0.01)  # another party's state
     started = [pid for each in grandchildren for pid in (each, parent_of(each))]
-    assert all(is_running(pid) for pid in started)
+    assert all(runs(pid) for pid in started)
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
     async with asyncio.timeout(60):
-        while any(is_running(pid) for pid in started):  # another party's state
+        while any(runs(pid) for pid in started):  # another party's state
             await asyncio.sleep(0.01)
 
 
@@ -83,7 +84,7 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
     grandchild = await grandchild_in(tmp_path / "log")
     await process.stop(grace_seconds=0.1)
     assert process.exit_code == 128 + signal.SIGKILL
-    assert not is_running(grandchild)
+    assert not runs(grandchild)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
@@ -103,7 +104,7 @@ async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_pa
     grandchild = await grandchild_in(tmp_path / "log")
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == 128 + signal.SIGKILL
-    assert not is_running(grandchild)
+    assert not runs(grandchild)
 
 
 async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
@@ -137,17 +138,6 @@ def grandchildren_in(log: Path) -> list[int]:
     return (
         [int(pid) for pid in re.findall(r"^grandchild (\d+)$", log.read_text(), re.MULTILINE)] if log.exists() else []
     )
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second while it is read
-        return False
 
 
 async def test_a_process_starts_again_though_its_log_cannot_grow(tmp_path: Path) -> None:
