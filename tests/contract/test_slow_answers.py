@@ -19,8 +19,8 @@ from headrace.score import Score, ScoreItem
 from services.reward import scoring
 from services.reward.server import RewardServer
 
-# Expanding it takes minutes, in Python.
-SLOW = r"\boxed{1+(x+y+z+w)^{90}}"
+# Sympy looks for the integral for minutes, in Python, once the label is one too.
+SLOW = r"\boxed{\int e^{x^{x}} \sin(x^{90}) dx}"
 NUM_BOMBS = int(os.environ.get("HEADRACE_BOMBS", "2"))
 
 
@@ -47,7 +47,9 @@ async def test_answers_that_cannot_be_graded_are_wrong_and_hold_up_nobody() -> N
         # Several at once: the libraries are loaded in every worker.
         await other.score(items(*[f"x+{n}" for n in range(8)]), deadline_seconds=120)
         bombs = [
-            asyncio.create_task(attacker.score(items(SLOW.replace("90", str(90 + n))), deadline_seconds=3600))
+            asyncio.create_task(
+                attacker.score(items(SLOW.replace("90", str(90 + n)), label=r"\int x dx"), deadline_seconds=3600)
+            )
             for n in range(NUM_BOMBS)
         ]
         seconds = []
