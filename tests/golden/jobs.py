@@ -99,7 +99,7 @@ def played(name: str, folder: Path) -> dict[str, Any]:
     export, run = folder / "export", folder / "runs" / "golden"
     words = [*SHAPE.split(), *job.flags.format(teacher=teacher).split()]
     label = [] if name == "sft" else ["--label-key", "label"]
-    with _engine(model, job.turns) as address:
+    with engine(model, job.turns) as address:
         headrace(
             "train", "--run-name", "golden", "--run-dir", str(folder / "runs"), "--hf-checkpoint", str(model),
             "--prompt-data", str(prompts), *label, "--save-hf", str(export),
@@ -181,7 +181,7 @@ def headrace(*words: str) -> str:
 
 
 @contextlib.contextmanager
-def _engine(model: Path, turns: Sequence[str]) -> Iterator[str]:
+def engine(model: Path, turns: Sequence[str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

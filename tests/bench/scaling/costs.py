@@ -58,9 +58,8 @@ class Costs:
         7e-3 / 1024, Measured(_STORES, "LeaseBatch of 1,024 groups of 8 takes 11 → 7 ms of the server's CPU")
     )
 
-    shard_cores: int = figure(
-        2, Measured(_SCALING, "a shard is one event loop with threads for the disk and hashes, and can use two")
-    )
+    shard_cores: int = figure(2, Measured(_SCALING, "Give each shard a core or two"))
+    """One event loop, with threads for the disk and hashes."""
 
     standstill_of_broadcast: float = figure(4.3, Measured(_SPEED, "| 538 MB (SmolLM2-135M) | 0.70–0.75 s | 3.9–4.7× |"))
     whole_of_broadcast: float = figure(6.7, Measured(_SPEED, "| 1.1 s | 6.1–7.3× |"))
