@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -64,8 +63,10 @@ from headrace.api.sample.v1.sample_pb2 import Prompt
 
 
 async def submit():
+    prompts = [Prompt(prompt_id=f"p{i}", text=f"What is {i} + 3?", label=str(i + 3)) for i in range(4)]
+    prompts = [Prompt(prompt_id=f"p{i}", text=f"What is {i} + 3?", label=str(i + 3)) for i in range(4)]
     async with open_buffer(sys.argv[1]) as buffer:
-        await buffer.submit_prompts("train", [Prompt(prompt_id=f"p{i}", text=f"What is {i} + 3?", label=str(i + 3)) for i in range(4)])
+        await buffer.submit_prompts("train", prompts)
 
 
 asyncio.run(submit())
