@@ -96,8 +96,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTILE=20000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
 	@HEADRACE_OPTION_WORDS=all $(BIN)/python -m pytest tests/unit/job/test_every_option.py
 	@HEADRACE_POSTGRES_CUTS=60 HEADRACE_POSTGRES_AWAY_SECONDS=30 $(BIN)/python -m pytest tests/hostile/test_postgres_away.py
-	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
-	@HEADRACE_STREAM_ROUNDS=100 $(BIN)/python -m pytest -s tests/hostile/test_streams_again.py
 	@$(BIN)/python -m tests.chaos.recovery
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py tests/e2e/test_engine_death.py tests/e2e/test_evaluation.py tests/e2e/test_evaluation_priority.py tests/e2e/test_kit.py tests/e2e/test_replay.py \

@@ -20,7 +20,6 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from tests.hostile.fuzz.campaign import Campaign, by_kind
-from tests.hostile.odd_calls import require_no_bug
 from tests.hostile.servers.servers import (
     ServerProcess,
     buffer_process,
@@ -29,6 +28,7 @@ from tests.hostile.servers.servers import (
     tracebacks,
     trainer_process,
 )
+from tests.hostile.test_surfaces import require_no_bug
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
 from tests.support.processes.health_probe import HealthProbe
 
