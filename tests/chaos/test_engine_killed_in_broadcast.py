@@ -66,7 +66,9 @@ class Processes:
 
 
 # Killed, the kernel tells everybody at once; stopped, only the deadline does.
-@pytest.mark.parametrize(("failpoint", "deadline_seconds"), [("bytes:kill:2", 60.0), ("bucket:stop:2", 10.0)])
+@pytest.mark.parametrize(
+    ("failpoint", "deadline_seconds"), [("bytes:kill:2", 60.0), pytest.param("bucket:stop:2", 10.0, marks=whole_run)]
+)
 async def test_a_version_is_not_served_by_half_and_the_others_go_on(
     tmp_path: Path, failpoint: str, deadline_seconds: float
 ) -> None:

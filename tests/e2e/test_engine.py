@@ -165,6 +165,7 @@ async def test_a_request_in_flight_carries_both_versions(stack: Stack, pause_mod
         assert ranges[-1].end == len(generation.tokens) == len(generation.log_probs)
 
 
+@whole_run
 async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_weights_alone(stack: Stack) -> None:
     version = stack.fleet.policy_version + 1  # not hf_checkpoint's, with which it comes back
     await publish(stack, a_group(), shifted(stack.model, 0.01), version=version)
@@ -191,6 +192,7 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_wei
     assert committed.engine_ids == ("engine-0", "engine-1")
 
 
+@whole_run
 async def test_engines_outlive_their_router_and_their_requests_are_answered(stack: Stack) -> None:
     restarts = [engine.restarts for engine in stack.fleet.engines]
     replaced = stack.router.replaced
