@@ -28,7 +28,7 @@ from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.fake_fleet import RememberedRouting
-from tests.support.fakes.gloo_engine_process import GlooEngineProcess
+from tests.support.fakes.gloo_engine import GlooEngineProcess
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun, consumed_by_step
 
