@@ -208,7 +208,7 @@ async def test_the_envelopes_of_a_call_have_16_mib_together_however_they_are_spr
 @pytest.mark.parametrize("call", ["put", "release"])
 async def test_an_envelope_has_64_kib(client: BufferClient, call: str) -> None:
     (lease,) = await leased(client, "one")
-    with refused(InvalidArgument, "envelope"):
+    with refused(InvalidArgument, "envelope", reason="TOO_LARGE"):
         await sent(client, call, lease, enveloped(lease, 0, (64 << 10) + 1))
     await nothing_is_stored(client, "one", 1)
     await sent(client, call, lease, enveloped(lease, 0, 64 << 10))
@@ -220,7 +220,7 @@ async def test_a_call_has_1024_samples(client: BufferClient, sizes: tuple[int, .
     puts = [put for lease, size in zip(leases, sizes, strict=True) for put in puts_of([lease], size, 400)]
     assert await put_bare(client, pb.PutGroupsRequest(groups=puts)) is grpc.StatusCode.INVALID_ARGUMENT
     releases = [pb.LeaseRelease(lease_id=put.lease_id, partial_samples=put.samples) for put in puts]
-    with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL):
+    with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL, reason="TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
     await nothing_is_stored(client, "many", len(sizes))
 
@@ -229,6 +229,6 @@ async def test_the_envelopes_of_a_groups_partial_samples_have_16_mib(client: Buf
     (lease,) = await leased(client, "many")
     partials = [enveloped(lease, i, 65_536) for i in range(257)]
     release = pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=partials)
-    with refused(InvalidArgument, MAX_GROUP_ENVELOPE_BYTES):
+    with refused(InvalidArgument, MAX_GROUP_ENVELOPE_BYTES, reason="TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=[release]))
     await nothing_is_stored(client, "many", 1)
