@@ -12,7 +12,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.errors import Aborted, HeadraceError, NotFound
+from headrace.errors import Aborted, Fenced, HeadraceError, NotFound
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy
@@ -230,7 +230,7 @@ async def test_a_trainer_that_restarts_its_deleted_streams_epoch_does_not_fence_
                 await new.delete_stream("s", force=True)
                 await new.create_stream(config("s"))
                 epoch = (await new.rewind("s", 0)).epoch
-                with refused(Aborted, "deleted"):
+                with refused(Fenced, "deleted"):
                     await old.rewind("s", 0)
                 assert (await new.stats("s")).epoch == epoch
                 assert await old.rewind("s", 0)  # told once, it may begin anew
