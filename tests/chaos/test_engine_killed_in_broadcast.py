@@ -28,7 +28,7 @@ from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.fake_fleet import RememberedRouting
-from tests.support.fakes.gloo_engine_process import GlooEngineProcess
+from tests.support.fakes.gloo_engine import GlooEngineProcess
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun, consumed_by_step
 
@@ -66,7 +66,9 @@ class Processes:
 
 
 # Killed, the kernel tells everybody at once; stopped, only the deadline does.
-@pytest.mark.parametrize(("failpoint", "deadline_seconds"), [("bytes:kill:2", 60.0), ("bucket:stop:2", 10.0)])
+@pytest.mark.parametrize(
+    ("failpoint", "deadline_seconds"), [("bytes:kill:2", 60.0), pytest.param("bucket:stop:2", 10.0, marks=whole_run)]
+)
 async def test_a_version_is_not_served_by_half_and_the_others_go_on(
     tmp_path: Path, failpoint: str, deadline_seconds: float
 ) -> None:

@@ -125,7 +125,7 @@ async def rollout_process(address: str, buffer_address: str, folder: Path) -> As
     """Its pid; `kill -9` when the block is left."""
     with (folder / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.support.processes.certain_rollout_process", address, buffer_address,
+            sys.executable, "-m", "tests.support.fakes.certain_rollout", address, buffer_address,
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log,
         )  # fmt: skip
     try:

@@ -13,11 +13,12 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
 from services.trainer.checkpoint.checkpoint import whole_checkpoints
+from tests.long_forms import whole_run
 from tests.support.fakes.certain_rollout import certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
+pytestmark = [whole_run, pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 8
 

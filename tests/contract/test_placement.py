@@ -25,6 +25,7 @@ from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
 from tests.long_forms import ALL, whole_run
 from tests.support.processes.listening import open_to_others
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -115,7 +116,7 @@ def test_torchrun_is_refused_with_what_takes_its_place() -> None:
 
 
 def test_several_machines_need_slurm_or_ray_or_a_place_to_meet(folder: RunFolder) -> None:
-    with pytest.raises(ConfigError, match="actor_num_nodes 2: pass --master-addr ADDRESS-OF-MACHINE-0"):
+    with refused(ConfigError, "actor_num_nodes 2", "--master-addr"):
         starter(job("local", 2, 1).placement, folder)
 
 
@@ -159,10 +160,10 @@ def test_machines_that_start_their_own_ranks_meet_at_the_master_and_end_together
 
 def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(ConfigError, match="this process is not in one: see deploy/slurm/train.sbatch"):
+    with refused(ConfigError, "deploy/slurm/train.sbatch"):
         starter(job("slurm", 1, 1).placement, folder)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs srun, which this machine does not have"):
+    with refused(ConfigError, "srun"):
         starter(job("slurm", 1, 1).placement, folder)
 
 

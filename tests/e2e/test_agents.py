@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from headrace.trajectory import Status
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.fleet_build import sglang_factory
+from tests.long_forms import whole_run
 from tests.support.agents import SAMPLES, producing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, whole_run]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents" / "asks_again.py"
 TURNS = 3

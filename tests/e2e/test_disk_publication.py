@@ -29,12 +29,13 @@ from services.trainer.control.senders import WeightWriter
 from services.trainer.durable import remove
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles
+from tests.long_forms import whole_run
 from tests.support.engine_stack import PROMPT, hugging_face_log_probs, shifted
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ from services.trainer.durable import remove
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles
+from tests.long_forms import whole_run
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass(frozen=True)

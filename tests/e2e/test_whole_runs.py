@@ -16,6 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
@@ -27,7 +31,6 @@ from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.fleet_build import engine_options
 from tests.long_forms import whole_run
-from tests.support.models.chosen_experts import ChosenExperts
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import STREAM, SUMS, TrainingRun, unpacked
@@ -101,6 +104,29 @@ async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_p
         assert not all(ranges[-1].masked for ranges in group), "a lease is given again for what was not finished"
     released = [event["why"] for event in run.events("rollout") if event["event"] == "group_released"]
     assert any(why.startswith("interrupted with") for why in released), released
+
+
+class ChosenExperts:
+    """Those that transformers chooses for the tokens of a text, by the checkpoint's own weights, in float32."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._seen: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(self._model.model.layers):
+            if isinstance(experts := getattr(layer.mlp, "experts", None), nn.Module):
+                experts.register_forward_pre_hook(self._note(number))
+
+    def of(self, tokens: Sequence[int]) -> dict[int, NDArray[np.int64]]:
+        """By layer with experts [tokens - 1, experts of a token], in ascending order."""
+        with torch.no_grad():
+            self._model(torch.tensor([list(tokens[:-1])]))
+        return {layer: np.sort(chosen.numpy(), -1) for layer, chosen in self._seen.items()}
+
+    def _note(self, layer: int) -> Any:
+        def note(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            self._seen[layer] = given[1]
+
+        return note
 
 
 async def trained_as_the_engine_chose(

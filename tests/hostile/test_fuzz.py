@@ -1,6 +1,6 @@
 """Every RPC of all four services under generated calls: no bug reaches a caller or a log, and whoever asks is answered.
 
-1,000 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
+600 calls in all; HEADRACE_FUZZ asks for more, HEADRACE_FUZZ_SEED for others. A finding prints its seed and request.
 Before them some calls that no client of headrace makes (`test_surfaces.py` has more).
 """
 
@@ -20,7 +20,6 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from tests.hostile.fuzz.campaign import Campaign, by_kind
-from tests.hostile.odd_calls import require_no_bug
 from tests.hostile.servers.servers import (
     ServerProcess,
     buffer_process,
@@ -29,10 +28,11 @@ from tests.hostile.servers.servers import (
     tracebacks,
     trainer_process,
 )
+from tests.hostile.test_surfaces import require_no_bug
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
 from tests.support.processes.health_probe import HealthProbe
 
-NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "1000"))
+NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "600"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))
 NUM_ODD_CALLS = 100
 SHARES = {BUFFER: 0.6, ROLLOUT: 0.18, REWARD: 0.1, TRAINER: 0.12}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
-from msgspec.structs import replace
 
 from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -18,16 +16,13 @@ from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
-from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from headrace.errors import ResourceExhausted
 from headrace.rpc.client import connect
 from services.buffer import servicer
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.call_counter import CallCounter
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
-from tests.support.ledgers.ledger_under_test import LedgerUnderTest
-from tests.support.ledgers.ledger_under_test import sample as ledger_sample
 from tests.support.processes.buffer_server import served_buffer
+from tests.support.refusals import refused
 
 INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 HUGE = 2**63 - 1
@@ -270,15 +265,6 @@ async def test_answers_are_filled_by_bytes_and_no_lease_is_burned(served: Any, m
             break
 
 
-async def test_partial_samples_beyond_an_answer_come_alone(served: Any) -> None:
-    client, _ = served
-    await client.submit_prompts("train", text_prompts("a", "b"))
-    for granted in (await client.lease_groups("train", "p", 2)).leases:
-        partial = dataclasses.replace(completed_sample(granted, 0, 0), prompt="x" * (5 << 20)).pack()
-        await client.release_leases([pb.LeaseRelease(lease_id=granted.lease_id, partial_samples=[partial])])
-    assert [len((await client.lease_groups("train", "p", 2)).leases) for _ in range(2)] == [1, 1]
-
-
 @pytest.mark.parametrize("what", ["prompts", "envelopes", "partials", "columns"])
 async def test_everything_that_is_stored_counts_towards_the_streams_bytes(served: Any, what: str) -> None:
     client, _ = served
@@ -309,7 +295,7 @@ async def test_everything_that_is_stored_counts_towards_the_streams_bytes(served
             await client.put_groups([whole])
 
     await store(first)
-    with pytest.raises(ResourceExhausted, match="max_payload_bytes 100000"):
+    with refused(ResourceExhausted, "max_payload_bytes 100000"):
         await store(second)
     assert (await client.stats("small")).stored_bytes <= 100_000
     await client.renew_leases([third.lease_id])
@@ -344,85 +330,3 @@ async def test_streams_are_limited_in_number_and_can_be_deleted(served: Any) -> 
     assert len(await client.list_streams()) == limits.MAX_STREAMS
     assert await client.delete_stream("0")
     assert await answer(stub, "CreateStream", request) is grpc.StatusCode.OK
-
-
-async def test_a_deleted_stream_is_gone_with_its_samples_and_its_numbers_are_not_used_again(
-    served: Any, tmp_path: Any
-) -> None:
-    client, _ = served
-    await client.submit_prompts("train", text_prompts("a", "b", "c"))
-    old_epoch = (await client.rewind("train", 0)).epoch
-    leases = (await client.lease_groups("train", "p", 2)).leases
-    await client.put_groups([complete_put(leases[0])])
-    with pytest.raises(FailedPrecondition, match="has 3 groups") as caught:
-        await client.delete_stream("train")
-    assert caught.value.reason == "NOT_EMPTY"
-    assert await client.delete_stream("train", force=True)
-    assert not await client.delete_stream("train", force=True)
-    assert (await client.renew_leases([leases[1].lease_id])).lost == [leases[1].lease_id]
-    gone: list[Callable[[], Any]] = [
-        lambda: client.stats("train"),
-        lambda: client.put_groups([complete_put(leases[1])]),
-        lambda: client.try_lease_batch("train", old_epoch, 0),
-        lambda: client.submit_prompts("train", text_prompts("a")),
-    ]
-    for call in gone:
-        with pytest.raises(NotFound):
-            await call()
-    await client.create_stream(stream(name="train"))
-    assert await client.submit_prompts("train", text_prompts("a")) == ["train/3"]
-    assert (await client.rewind("train", 0)).epoch > old_epoch
-    stats = await client.stats("train")
-    assert (stats.payload_bytes, sum(stats.groups.values())) == (0, 1)
-
-
-async def test_samples_that_come_twice_are_refused(served: Any) -> None:
-    client, stub = served
-    await client.create_stream(stream(name="wide", n_samples_per_prompt=1_000))
-    await client.submit_prompts("wide", text_prompts("a"))
-    (granted,) = (await client.lease_groups("wide", "p", 1)).leases
-    whole = complete_put(granted)
-    await client.put_groups([whole])
-    (again,) = await client.put_groups([whole])
-    assert again.duplicate
-    whole.samples[-1].CopyFrom(whole.samples[0])
-    whole.lease_id = "another"
-    assert await answer(stub, "PutGroups", pb.PutGroupsRequest(groups=[whole])) is INVALID
-    with pytest.raises(InvalidArgument):
-        await client.put_groups([pb.GroupPut(lease_id="l", group_id="wide/0", outcome=pb.PUT_OUTCOME_COMPLETE)])
-
-
-class CountedId(str):
-    """Its comparisons are calls that a CallCounter counts, also those inside functions of C."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other)
-
-    def __hash__(self) -> int:
-        return str.__hash__(self)
-
-
-def test_the_work_of_a_put_grows_with_its_samples_and_not_with_their_square() -> None:
-    few, many = calls_of_a_put(500), calls_of_a_put(16_000)
-    assert many < 40 * few  # 32 times the samples; the square would be 1,024 times
-
-
-def calls_of_a_put(num_samples: int) -> int:
-    """Of the ledger for a put, the same again, one that brings a sample twice, and one that is too late."""
-    it = LedgerUnderTest()
-    it.create(groups_per_step=1, max_staleness=3)
-    it.submit("a", "b")
-    first, second = it.lease(2)
-    samples = tuple(ledger_sample(first, i, 0, sample_id=CountedId(f"s{i}")) for i in range(num_samples))
-    put = GroupPut(first.lease.lease_id, first.group_id, PutOutcome.COMPLETE, samples)
-    late = replace(put, lease_id="another")
-    twice = GroupPut(second.lease.lease_id, second.group_id, PutOutcome.COMPLETE, (*samples, samples[0]))
-    with CallCounter() as counter:
-        it.do(it.ledger.put(it.now, [put]))
-        assert it.do(it.ledger.put(it.now, [put]))[0].duplicate
-        assert it.do(it.ledger.put(it.now, [late]))[0].duplicate
-        with pytest.raises(InvalidArgument, match="comes twice"):
-            it.ledger.put(it.now, [twice])
-    return counter.num_calls

@@ -7,7 +7,6 @@ are hashed. Both are the same on a busy machine. Long work is paced by the clock
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import random
 import sys
@@ -30,12 +29,9 @@ from google.protobuf.message_factory import GetMessageClass
 from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.hooks import HookArgs
 from headrace.protobuf import length_delimited
 from headrace.rpc.server import OPTIONS
-from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.runtime.application import BufferApplication
-from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.call_counter import CallCounter
@@ -230,78 +226,6 @@ async def at_the_limits(buffer: BufferApplication, call: Calls) -> None:
             await asyncio.sleep(0.01)
 
 
-async def many_streams(buffer: BufferApplication, call: Calls) -> None:
-    for i in range(limits.MAX_STREAMS):
-        config = pb.StreamConfig(name=f"{i}", n_samples_per_prompt=1, groups_per_step=1)
-        await call("CreateStream", pb.CreateStreamRequest(config=config))
-    await call("ListStreams", pb.ListStreamsRequest(), "of 256")
-    await call("GetStats", pb.GetStatsRequest(), "of 256")
-
-
-async def many_drops(buffer: BufferApplication, call: Calls) -> None:
-    """Half of the largest batch: it is dissolved; and as many that are queued."""
-    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=limits.MAX_GROUPS_PER_STEP)
-    await call("CreateStream", pb.CreateStreamRequest(config=config))
-    group_ids = (await call("SubmitPrompts", prompts(0, 4_000))).group_ids
-    for i in range(3):
-        request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id=f"{i}", max_groups=800)
-        puts = [put_of(lease) for lease in (await call("LeaseGroups", request)).leases]
-        await call("PutGroups", pb.PutGroupsRequest(groups=puts))
-    epoch = (await call("Rewind", pb.RewindRequest(stream="train", request_id="r"))).epoch
-    assert await call("LeaseBatch", pb.LeaseBatchRequest(stream="train", epoch=epoch, step=0))
-    for first, num_batches in ((0, 1), (len(group_ids) - limits.MAX_DROPS_PER_CALL, 0)):
-        drop = pb.DropGroupsRequest(stream="train", request_id=f"{first}", reason="poison")
-        drop.group_ids.extend(group_ids[first : first + limits.MAX_DROPS_PER_CALL])
-        reply = await call("DropGroups", drop, f"of {num_batches} batches")
-        assert (reply.num_groups, reply.num_batches) == (limits.MAX_DROPS_PER_CALL, num_batches)
-
-
-async def many_steps(buffer: BufferApplication, call: Calls) -> None:
-    """A step number far ahead, stale groups by the thousand."""
-    config = pb.StreamConfig(
-        name="train", n_samples_per_prompt=1, groups_per_step=8, max_staleness=2_000, lease_seconds=600.0,
-        retain_steps=0,
-        over_sampling_groups=limits.MAX_GROUPS_PER_STEP, expiry_action=pb.EXPIRY_ACTION_DROP,
-    )  # fmt: skip
-    await call("CreateStream", pb.CreateStreamRequest(config=config))
-    await call("SubmitPrompts", prompts(0, 10_000))
-    leases: list[pb.GroupLease] = []
-    for i in range(8):
-        request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id=f"{i}", max_groups=1_000)
-        leases += (await call("LeaseGroups", request)).leases
-        done = leases[-500:]
-        for first in (0, 250):
-            await call("PutGroups", pb.PutGroupsRequest(groups=[put_of(x) for x in done[first : first + 250]]))
-    epoch = (await call("Rewind", pb.RewindRequest(stream="train", step=900_000, request_id="ahead"))).epoch
-    request = pb.SetPolicyVersionRequest(stream="train", epoch=epoch, policy_version=900_000)
-    assert (await call("SetPolicyVersion", request, "that expires thousands")).num_expired > 3_000
-    await call("CommitStep", pb.CommitStepRequest(stream="train", epoch=epoch, step=900_000), "of 900,000 steps")
-
-
-async def large_groups(buffer: BufferApplication, call: Calls) -> None:
-    """As many samples and as large envelopes as a call may bring, in one group and in a thousand."""
-    for name, n_samples in (("wide", limits.MAX_SAMPLES_PER_GROUP), ("many", 1)):
-        config = pb.StreamConfig(name=name, n_samples_per_prompt=n_samples, groups_per_step=8, lease_seconds=600.0)
-        await call("CreateStream", pb.CreateStreamRequest(config=config))
-        request = prompts(0, 2 * limits.MAX_PUTS_PER_CALL)
-        request.stream = name
-        await call("SubmitPrompts", request)
-    for name, count, tag_bytes in (("wide", 1, 0), ("wide", 1, 14_000), ("many", 1_000, 0), ("many", 1_000, 14_000)):
-        request = pb.LeaseGroupsRequest(stream=name, producer_id="p", request_id=f"{tag_bytes}", max_groups=count)
-        leases = (await call("LeaseGroups", request)).leases
-        assert len(leases) == count
-        put = pb.PutGroupsRequest(groups=[put_of(lease, tag_bytes) for lease in leases])
-        results = (await call("PutGroups", put, f"of {count} groups, {tag_bytes} bytes of tags")).results
-        assert {result.state for result in results} == {pb.GROUP_STATE_READY}
-        results = (await call("PutGroups", put, f"of {count} groups, {tag_bytes} bytes of tags again")).results
-        assert all(result.duplicate for result in results)
-    lease = (await call("LeaseGroups", pb.LeaseGroupsRequest(
-        stream="wide", producer_id="p", request_id="partial", max_groups=1))).leases[0]  # fmt: skip
-    release = pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=put_of(lease, 14_000).samples)
-    await call("ReleaseLeases", pb.ReleaseLeasesRequest(releases=[release]), "of 1,024 partial samples")
-    await call.send("Watch", pb.WatchRequest(stream="many", from_position=1).SerializeToString(), stop_after=4)
-
-
 async def large_payloads(buffer: BufferApplication, call: Calls) -> None:
     """Columns, piece by piece, and requests of as many bytes as they may have."""
     data = random.Random(0).randbytes(4 * limits.MAX_UPLOAD_BYTES)
@@ -324,7 +248,7 @@ async def calls(tmp_path: Path, watchdog: Watchdog) -> AsyncIterator[Calls]:
         calls.close()
 
 
-@pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps, large_groups, large_payloads])
+@pytest.mark.parametrize("scene", [at_the_limits, large_payloads])
 async def test_no_call_holds_the_loop(watchdog: Watchdog, scene: Any, tmp_path: Path) -> None:
     async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (buffer, server):
         await scene(buffer, call := Calls(server.address, watchdog))
@@ -341,25 +265,6 @@ async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdo
         call.close()
     assert sum(len(part.chunk.data) for part in parts) > 24 << 20
     assert watchdog.longest["Backup"].is_short, watchdog.longest
-
-
-async def test_what_a_buffer_filter_is_shown_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:
-    (tmp_path / "mine.py").write_text("def first(args, buffer, num_samples):\n    return buffer[:num_samples]\n")
-    code = UserCode(HookArgs({}), f"{tmp_path}/mine.py:first", 120.0, tmp_path)
-    async with served_buffer(MemoryStore(), user_code=code) as (buffer, server):
-        call = Calls(server.address, watchdog)
-        await buffer.create_stream(StreamConfig("train", 1, 40, selection=Selection.HOOK))
-        await call("SubmitPrompts", prompts(0, 40))
-        request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id="r", max_groups=40)
-        for lease in (await call("LeaseGroups", request)).leases:
-            put = put_of(lease)
-            large = dataclasses.replace(completed_sample(lease, 0, 0), label="x" * (3 << 20))
-            put.samples[0].CopyFrom(large.pack())
-            await call("PutGroups", pb.PutGroupsRequest(groups=[put]))
-        epoch = (await call("Rewind", pb.RewindRequest(stream="train", request_id="r"))).epoch
-        assert (await call("LeaseBatch", pb.LeaseBatchRequest(stream="train", epoch=epoch, step=0))).ready
-        call.close()
-    assert watchdog.longest["LeaseBatch"].is_short, watchdog.longest
 
 
 def field(number: int, data: bytes) -> bytes:

@@ -1,7 +1,4 @@
-"""Services on hosts of their own, with certificates and tokens: several trainers, IPv6, slow lines.
-
-test_cables has the short form of a run.
-"""
+"""Services on hosts of their own, with certificates and tokens: several trainers, IPv6, slow lines."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A cable is pulled at a call: before it leaves, when its answer is on its way and will be lost, or when that has come.
 HEADRACE_HOSTS tries every phase and pair, for 30 s and for longer than a lease, and prints the table of
-docs/operations.md; `make test` has two of its cells, with a shorter lease.
+docs/operations.md, and two of its cells with ranks on two hosts, certificates and tokens.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ for token in sys.argv[2:]:
 """What the buffer says to a look and to a change, with each of the tokens."""
 
 
+@long_form
 async def test_ranks_of_two_hosts_go_on_after_cables_are_pulled_and_callers_have_the_roles_of_their_tokens(
     tmp_path: Path,
 ) -> None:

@@ -14,20 +14,6 @@ from headrace.rpc.status import code_of
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-
-BRANCHES = "".join(f"    if number == {i}:\n        return {i * 7}\n" for i in range(11))
-STATEMENTS = "".join(f"    total += {i}\n" for i in range(51))
-BREACHES = {
-    "BLE001": "try:\n    import numpy\nexcept Exception:\n    numpy = None\n",
-    "T201": "print(1)\n",
-    "S301": "import pickle\n\nvalue = pickle.loads(b'')\n",
-    "S602": "import subprocess\n\nsubprocess.run('ls', shell=True, check=True)\n",
-    "S608": "def query(name: str) -> str:\n    return f'SELECT * FROM {name}'\n",
-    "C901": f"def pick(number: int) -> int:\n{BRANCHES}    return 0\n",
-    "D205": 'def name() -> str:\n    """The name, as far as\n    it is known.\n    """\n    return ""\n',
-    "D415": 'def name() -> str:\n    """The name"""\n    return ""\n',
-    "PLR0915": f"def add() -> int:\n    total = 0\n{STATEMENTS}    return total\n",
-}
 IMPORTS = {
     "services do not import each other": ("services/reward/breach.py", "import services.buffer"),
     "headrace imports no service": ("headrace/breach.py", "import services.reward"),
@@ -68,35 +54,6 @@ SERVERS = [
     "headrace.launch",
     "headrace.cli",
 ]
-
-
-@pytest.mark.parametrize("rule", BREACHES)
-def test_ruff_refuses_a_breach(rule: str) -> None:
-    told = subprocess.run(
-        [BIN / "ruff", "check", "--output-format", "concise", "--stdin-filename", "services/reward/breach.py", "-"],
-        input=BREACHES[rule],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert told.returncode == 1
-    assert f" {rule} " in told.stdout
-
-
-def test_mypy_refuses_a_test_that_uses_a_name_that_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "__init__.py").touch()
-    (tmp_path / "tests" / "breach.py").write_text(
-        "from pathlib import Pat\nfrom pathlib import Path\n\n\ndef test():\n    Path().gone\n    Path().stat(gone=1)\n"
-    )
-    told = subprocess.run(
-        [BIN / "mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache", "-p", "tests"],
-        capture_output=True, text=True, cwd=tmp_path, check=False, env={},
-    )  # fmt: skip
-    assert told.returncode == 1, told.stderr
-    lines = [line.split(":")[1] for line in told.stdout.splitlines() if line.startswith("tests/")]
-    assert list(dict.fromkeys(lines)) == ["1", "6", "7"]
 
 
 def test_import_linter_refuses_a_breach_of_each_contract(tmp_path: Path) -> None:

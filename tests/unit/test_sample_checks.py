@@ -32,6 +32,7 @@ from headrace.trajectory import (
     pack_column,
     unpack_column,
 )
+from tests.support.refusals import refused
 
 NESTED: dict[str, Any] = {}
 for _ in range(MAX_JSON_DEPTH - 1):
@@ -120,7 +121,7 @@ BAD_HOOK_SAMPLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", BAD_HOOK_SAMPLES.values(), ids=BAD_HOOK_SAMPLES)
 def test_a_hooks_sample_is_refused_and_nothing_is_shifted_cut_or_wrapped(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="sample s"):
+    with refused(InvalidArgument, "sample s"):
         converted(hook_sample(**changes))
 
 
@@ -166,7 +167,7 @@ BAD_SAMPLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", BAD_SAMPLES.values(), ids=BAD_SAMPLES)
 def test_a_sample_cannot_be_built(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="sample s"):
+    with refused(InvalidArgument, "sample s"):
         built(**changes)
 
 
@@ -246,20 +247,20 @@ def test_a_payload_that_is_no_payload_is_not_read() -> None:
     sample = packed()
     sample.payload = b"\x0a\x7fabc"
     sample.envelope.digest, sample.envelope.payload_bytes = digest_of(sample.payload), len(sample.payload)
-    with pytest.raises(InvalidArgument, match="does not parse"):
+    with refused(InvalidArgument):
         Sample.unpack(sample)
 
 
 @pytest.mark.parametrize("length", [2, 4])
 def test_a_row_is_neither_shorter_nor_longer_than_the_response(length: int) -> None:
     check_row("sample s: loss_mask", np.ones(3, np.uint8), 3)
-    with pytest.raises(InvalidArgument, match=f"has {length} entries, must have 3"):
+    with refused(InvalidArgument, length, 3):
         check_row("sample s: loss_mask", np.ones(length, np.uint8), 3)
 
 
 def test_a_mask_is_zero_or_one() -> None:
     check_loss_mask("mask", np.asarray([0, 1], np.uint8))
-    with pytest.raises(InvalidArgument, match=r"mask\[1\] is 2, must be 0 or 1"):
+    with refused(InvalidArgument, "mask[1]"):
         check_loss_mask("mask", np.asarray([0, 2], np.uint8))
 
 
@@ -282,7 +283,7 @@ def test_the_model_bounds_tokens_and_experts() -> None:
         (tokens, experts[:, :, :1]),
         (tokens, experts[:, :1]),
     ):
-        with pytest.raises(InvalidArgument, match="sample s"):
+        with refused(InvalidArgument, "sample s"):
             bounds.check("s", bad_tokens, {"rollout_routed_experts": bad_experts})
 
 
@@ -303,16 +304,16 @@ def test_json_is_what_can_be_read_back() -> None:
     assert from_json(to_json({"a": [1, {"b": "ü"}]})) == {"a": [1, {"b": "ü"}]}
     assert from_json('{"a":"\\ud83d\\ude00"}') == {"a": "😀"}
     assert from_json(to_json(NESTED)) == NESTED
-    with pytest.raises(InvalidArgument, match="nested"):
+    with refused(InvalidArgument):
         to_json({"a": NESTED})
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 def test_json_holds_no_number_that_is_not_finite(number: str) -> None:
     for text in (f'{{"a":{number}}}', f'{{"a":[{{"b":{number}}}]}}'):
-        with pytest.raises(InvalidArgument, match="no JSON number"):
+        with refused(InvalidArgument):
             from_json(text)
-        with pytest.raises(InvalidArgument, match="no JSON number"):
+        with refused(InvalidArgument):
             require_json_object(text, "metadata_json")
     with pytest.raises(InvalidArgument, match="cannot be written as JSON"):
         to_json({"a": [float(number)]})

@@ -22,16 +22,14 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.workers import WorkerCrashed, WorkerPool
 from headrace.rpc.net import free_port
-from tests.chaos.survival.certificates import DAYS
 from tests.chaos.survival.clock import clock_environment, library
 from tests.chaos.survival.phases import PHASES
 from tests.support.faults.out_of_memory import is_possible, kill_for_memory
-from tests.support.faults.small_disk import in_own_namespace, may_mount
+from tests.support.faults.small_disk import in_own_namespace
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import ROOT, BufferProcess
 
 needs_cgroup = pytest.mark.skipif(not is_possible(), reason="this user may not make a memory cgroup")
-needs_mount = pytest.mark.skipif(not may_mount(), reason="this user may not mount a small disk")
 needs_faketime = pytest.mark.skipif(library() is None, reason="no libfaketime: apt-get install faketime")
 SERVICE = ROOT / "tests" / "unit" / "launch" / "fake_service.py"
 KINDS = os.environ.get("HEADRACE_SURVIVAL", "").split()
@@ -138,37 +136,6 @@ async def history(client: BufferClient) -> list[pb.LedgerEvent]:
         if event.position >= end:
             break
     return found
-
-
-@pytest.mark.skipif("clock" not in KINDS, reason="long: make chaos sets HEADRACE_SURVIVAL")
-@needs_faketime
-def test_a_clock_beyond_a_certificates_days_keeps_connections_and_refuses_new_ones_until_it_is_right(
-    tmp_path: Path,
-) -> None:
-    clock = tmp_path / "clock"
-    program = [sys.executable, "-m", "tests.chaos.survival.certificates", str(tmp_path / "tls"), str(clock)]
-    environment = os.environ | clock_environment(clock)
-    done = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == [[days, True, 0 <= days < 30] for days in DAYS]
-    assert "certificate has expired" in done.stderr
-
-
-@pytest.mark.skipif("disk" not in KINDS, reason="long: make chaos sets HEADRACE_SURVIVAL")
-@needs_mount
-def test_a_backup_onto_a_full_disk_names_the_disk_and_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.chaos.survival.backup", str(tmp_path)]
-    done = subprocess.run(in_own_namespace(program), check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["code"] == 1
-    assert f"{tmp_path}/small/backup" in said["message"]
-    assert "No space left on device" in said["message"]
-    assert "free some space there" in said["message"]
-    assert "Traceback" not in done.stderr
-    assert said["restored"] == 1
-    assert said["again"] == 0
 
 
 @pytest.mark.skipif(not KINDS, reason="long: make chaos sets HEADRACE_SURVIVAL to the kinds of harm")

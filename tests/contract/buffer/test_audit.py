@@ -53,21 +53,32 @@ async def trained(client: BufferClient, record: TrainingRecord, steps: int) -> N
         await client.set_policy_version("train", epoch, step + 1)
 
 
-@pytest.fixture
-async def run(tmp_path: Path) -> RunFolder:
+async def killed_run(path: Path) -> RunFolder:
     """A run of five steps whose buffer was killed."""
-    prompts = tmp_path / "prompts.jsonl"
+    prompts = path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
-    folder = RunFolder(tmp_path)
-    process = BufferProcess(tmp_path, prompts)
+    folder = RunFolder(path)
+    process = BufferProcess(path, prompts)
     await process.start()
     folder.write_services({"buffer": ServiceEntry(process.address, None, None)})
     async with BufferClient(process.address) as client:
         await trained(client, TrainingRecord(folder.training_record), 5)
-    assert await asyncio.to_thread(main, ["audit", str(tmp_path)]) == 0
+    assert await asyncio.to_thread(main, ["audit", str(path)]) == 0
     await process.kill()
     folder.write_services({"buffer": ServiceEntry(process.address, None, 2**22 + 1)})
     return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return asyncio.run(killed_run(tmp_path_factory.mktemp("killed")))
+
+
+@pytest.fixture
+def run(killed: RunFolder, tmp_path: Path) -> RunFolder:
+    """The killed run, for a test to change."""
+    shutil.copytree(killed.path, tmp_path, dirs_exist_ok=True)
+    return RunFolder(tmp_path)
 
 
 def test_a_clean_run_says_three_zeros(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,10 +111,15 @@ def test_a_record_that_is_gone_is_missed(run: RunFolder, capsys: pytest.CaptureF
 
 
 def test_a_prompt_file_that_changed_does_not_keep_a_ledger_from_its_audit(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
+    killed: RunFolder, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run.path / "prompts.jsonl").write_text('{"prompt": "another"}\n')
-    assert main(["audit", str(run.path)]) == 0
+    prompts = killed.path / "prompts.jsonl"  # the ledger names it
+    before = prompts.read_text()
+    prompts.write_text('{"prompt": "another"}\n')
+    try:
+        assert main(["audit", str(run.path)]) == 0
+    finally:
+        prompts.write_text(before)
     assert "lost, doubled, unaccounted: 0 0 0" in capsys.readouterr().out
 
 
@@ -241,16 +257,11 @@ def set_range(envelope: sample_pb2.SampleEnvelope, **values: int) -> None:
 
 SAMPLE_CHANGES: dict[str, Callable[[SampleRecord], SampleRecord]] = {
     "another reward": with_envelope(lambda envelope: set_reward(envelope, 0.0)),
-    "a reward that differs in its last digit": with_envelope(lambda envelope: set_reward(envelope, 1.0000000000000002)),
     "no reward": with_envelope(lambda envelope: set_reward(envelope, None)),
-    "another reward in the row alone": lambda record: replace(record, reward=0.5),
     "a newer policy version": with_envelope(lambda envelope: set_range(envelope, policy_version=9)),
     "an older version in the row alone": lambda record: replace(record, oldest_version=-1),
-    "a range that begins later": with_envelope(lambda envelope: set_range(envelope, start=1)),
     "a masked range": with_envelope(lambda envelope: set_range(envelope, masked=True)),
     "fewer trained tokens": with_envelope(lambda envelope: setattr(envelope, "trained_tokens", 1)),
-    "a longer response": with_envelope(lambda envelope: setattr(envelope, "response_tokens", 3)),
-    "a longer prompt": with_envelope(lambda envelope: setattr(envelope, "prompt_tokens", 99)),
     "another status": with_envelope(lambda envelope: setattr(envelope, "status", sample_pb2.SAMPLE_STATUS_ABORTED)),
     "another rollout": with_envelope(lambda envelope: setattr(envelope, "rollout_id", "another")),
 }
@@ -258,10 +269,7 @@ SAMPLE_CHANGES: dict[str, Callable[[SampleRecord], SampleRecord]] = {
 
 STATE_CHANGES: dict[str, Callable[[StreamState], StreamState]] = {
     "num_taken + 3": lambda state: replace(state, num_taken=state.num_taken + 3),
-    "num_taken - 1": lambda state: replace(state, num_taken=state.num_taken - 1),
-    "num_taken 0": lambda state: replace(state, num_taken=0),
     "too few inserted": lambda state: replace(state, num_inserted=state.num_inserted - 5),
-    "next_seq 0": lambda state: replace(state, next_seq=0),
     "next_seq one too low": lambda state: replace(state, next_seq=state.next_seq - 1),
     "shares of the sources": lambda state: replace(state, taken=(state.taken[0] + 4,)),
 }
@@ -320,13 +328,10 @@ async def test_a_sample_that_would_train_otherwise_is_found(
     assert await findings(folder) != []
 
 
-@pytest.mark.parametrize("places", [(0, 1), (0, 3), (1, 2)])
-async def test_two_groups_that_changed_places_in_a_batch_are_found(
-    tampered: tuple[Path, Tampered], places: tuple[int, int]
-) -> None:
+async def test_two_groups_that_changed_places_in_a_batch_are_found(tampered: tuple[Path, Tampered]) -> None:
     folder, rows = tampered
     groups = list(dict.fromkeys(sample_id.partition("#")[0] for sample_id in trained_samples(folder)[4]))
-    for place, other in (places, places[::-1]):
+    for place, other in ((0, 3), (3, 0)):
         rows.change_group(groups[place], batch_index=other)
     assert await findings(folder) != []
 
@@ -338,7 +343,7 @@ async def test_a_counter_that_contradicts_the_groups_is_found(tampered: tuple[Pa
     assert await findings(folder) != []
 
 
-@pytest.mark.parametrize("next_seq", [0, 1, 7, 21])
+@pytest.mark.parametrize("next_seq", [0, 21])
 async def test_new_prompts_never_take_the_numbers_of_groups_that_are_there(
     tampered: tuple[Path, Tampered], next_seq: int
 ) -> None:
@@ -395,11 +400,6 @@ def without_write_ahead_log(folder: RunFolder) -> None:
     assert not (folder.ledger / "ledger.sqlite-wal").exists()
 
 
-def without_lock(folder: RunFolder) -> None:
-    """As in a copy of the folder that somebody made."""
-    (folder.ledger / "lock").unlink()
-
-
 def of_another_user(folder: RunFolder) -> None:
     for path in folder.path.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -408,10 +408,8 @@ def of_another_user(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (lambda _: None, []),
         (without_write_ahead_log, ["--deep"]),
         (torn, ["--deep"]),
-        (without_lock, []),
         (of_another_user, ["--deep"]),
     ],
 )

@@ -23,6 +23,7 @@ from headrace.trajectory import PolicyRange, Sample, Status
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.processes.buffer_server import served_buffer
+from tests.support.refusals import refused
 
 NUM_PROMPTS = 400
 
@@ -57,9 +58,7 @@ async def nothing_is_stored(client: BufferClient, stream: str, num_leased: int) 
     ("ranges", "mask"),
     [
         ([], [1, 1]),
-        ([PolicyRange(0, 0, 1)], [1, 1]),
         ([PolicyRange(0, 1, 2)], [1, 0]),
-        ([], [0, 1]),
     ],
 )
 async def test_a_trained_token_of_no_version_is_refused_also_in_a_response_that_was_cut(
@@ -69,9 +68,8 @@ async def test_a_trained_token_of_no_version_is_refused_also_in_a_response_that_
     sample = replace(
         completed_sample(lease, 0, 0), status=status, policy_ranges=ranges, loss_mask=np.asarray(mask, np.uint8)
     )
-    with pytest.raises(InvalidArgument, match="policy_ranges do not cover") as caught:
+    with refused(InvalidArgument, "policy_ranges", reason="BAD_SAMPLE"):
         await client.put_groups([put_of(lease, [sample])])
-    assert caught.value.reason == "BAD_SAMPLE"
     await nothing_is_stored(client, "one", 1)
     masked = replace(sample, loss_mask=np.zeros(2, np.uint8))
     (result,) = await client.put_groups([put_of(lease, [masked])])
@@ -108,9 +106,6 @@ async def uploaded(client: BufferClient, *columns: bytes) -> None:
 A, B, C = b"a" * 900, b"b" * 500, b"c" * 100
 SAID = {
     "fewer": [(A, 899)],
-    "one byte of them": [(A, 1)],
-    "more": [(A, 901)],
-    "fewer in the second": [(A, 900), (B, 499)],
     "the other's": [(A, 500), (B, 900)],
     "more and fewer": [(A, 901), (B, 499), (C, 100)],
 }
@@ -147,9 +142,8 @@ async def test_partial_samples_that_name_a_missing_column_are_refused_and_the_le
     await uploaded(client, *there)
     (lease,) = await leased(client, "one")
     partial = naming(lease, [(data, len(data)) for data in (*there, B)])
-    with pytest.raises(FailedPrecondition, match="call UploadColumn before the put") as caught:
+    with refused(FailedPrecondition, "UploadColumn", reason="COLUMN_MISSING"):
         await sent(client, "release", lease, partial)
-    assert caught.value.reason == "COLUMN_MISSING"
     assert not (await client.renew_leases([lease.lease_id])).lost
     await uploaded(client, B)
     await sent(client, "release", lease, partial)
@@ -195,9 +189,7 @@ async def put_bare(client: BufferClient, request: pb.PutGroupsRequest) -> grpc.S
         return grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize(
-    ("stream", "num_groups", "n_samples"), [("one", 320, 1), ("many", 80, 4), ("many", 2, 160), ("many", 1, 320)]
-)
+@pytest.mark.parametrize(("stream", "num_groups", "n_samples"), [("one", 320, 1), ("many", 2, 160)])
 async def test_the_envelopes_of_a_call_have_16_mib_together_however_they_are_spread(
     client: BufferClient, stream: str, num_groups: int, n_samples: int
 ) -> None:
@@ -213,34 +205,30 @@ async def test_the_envelopes_of_a_call_have_16_mib_together_however_they_are_spr
     assert (await client.stats(stream)).groups["READY"] == num_groups
 
 
-@pytest.mark.parametrize("num_bytes", [(64 << 10) + 1, 70_000, 90_000])
 @pytest.mark.parametrize("call", ["put", "release"])
-async def test_an_envelope_has_64_kib(client: BufferClient, num_bytes: int, call: str) -> None:
+async def test_an_envelope_has_64_kib(client: BufferClient, call: str) -> None:
     (lease,) = await leased(client, "one")
-    with pytest.raises(InvalidArgument, match="envelope"):
-        await sent(client, call, lease, enveloped(lease, 0, num_bytes))
+    with refused(InvalidArgument, "envelope", reason="TOO_LARGE"):
+        await sent(client, call, lease, enveloped(lease, 0, (64 << 10) + 1))
     await nothing_is_stored(client, "one", 1)
     await sent(client, call, lease, enveloped(lease, 0, 64 << 10))
 
 
-@pytest.mark.parametrize("sizes", [(1_025,), (512, 513), (1, 1_023, 1)])
+@pytest.mark.parametrize("sizes", [(1_025,), (512, 513)])
 async def test_a_call_has_1024_samples(client: BufferClient, sizes: tuple[int, ...]) -> None:
     leases = await leased(client, "many", len(sizes))
     puts = [put for lease, size in zip(leases, sizes, strict=True) for put in puts_of([lease], size, 400)]
     assert await put_bare(client, pb.PutGroupsRequest(groups=puts)) is grpc.StatusCode.INVALID_ARGUMENT
     releases = [pb.LeaseRelease(lease_id=put.lease_id, partial_samples=put.samples) for put in puts]
-    with pytest.raises(InvalidArgument, match=f"{MAX_PUT_SAMPLES_PER_CALL}"):
+    with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL, reason="TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
     await nothing_is_stored(client, "many", len(sizes))
 
 
-@pytest.mark.parametrize(("count", "num_bytes"), [(257, 65_536), (300, 60_000), (1_000, 17_000)])
-async def test_the_envelopes_of_a_groups_partial_samples_have_16_mib(
-    client: BufferClient, count: int, num_bytes: int
-) -> None:
+async def test_the_envelopes_of_a_groups_partial_samples_have_16_mib(client: BufferClient) -> None:
     (lease,) = await leased(client, "many")
-    partials = [enveloped(lease, i, num_bytes) for i in range(count)]
+    partials = [enveloped(lease, i, 65_536) for i in range(257)]
     release = pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=partials)
-    with pytest.raises(InvalidArgument, match="16777216"):
+    with refused(InvalidArgument, MAX_GROUP_ENVELOPE_BYTES, reason="TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=[release]))
     await nothing_is_stored(client, "many", 1)

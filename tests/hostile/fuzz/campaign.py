@@ -17,9 +17,8 @@ from random import Random
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from tests.hostile.fuzz.memory import Memory
 from tests.hostile.fuzz.spoiling import Spoiler
-from tests.hostile.fuzz.templates import Templates
+from tests.hostile.fuzz.templates import Memory, Templates
 from tests.hostile.wire import Reply, Wire
 
 CALL_SECONDS = 1.0

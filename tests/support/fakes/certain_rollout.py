@@ -2,12 +2,15 @@
 
 Publication is the real one (receiver, fleet, a gloo broadcast into an engine without a model). Production is one lease
 after the other, so a run's batches are the same however often its trainer dies.
+
+`python -m tests.support.fakes.certain_rollout ADDRESS BUFFER` serves and produces until it is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -165,3 +168,12 @@ def _sample(lease: buffer_pb2.GroupLease, index: int) -> Sample:
         reward=float(random.normal()),
         policy_ranges=[PolicyRange(lease.policy_version, 0, response)],
     )
+
+
+async def main(address: str, buffer_address: str) -> None:
+    async with certain_rollout(address=address):
+        await produce(buffer_address)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -21,9 +21,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
+from headrace.rpc.net import free_port
+from services.rollout.engine.process import ServerProcess
 from tests.support.fakes.engine_checksums import engine_checksums, stood_for
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.faults.failpoint import Failpoint
+from tests.support.processes.training_run import ROOT
 
 _MOST_KEPT = 1000
 """Requests that a test may look at: in a soak there are millions."""
@@ -101,6 +104,23 @@ class GlooEngine(FakeEngine):
     def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
         checksums = engine_checksums(stood_for(self.tensors)) or {"what it would have loaded": "0" * 16}
         return {"success": True, "ranks": [{"checksums": checksums}]}
+
+
+class GlooEngineProcess(ServerProcess):
+    """In a process of its own, which can be killed as a real one can. It starts once `may_start` is set."""
+
+    def __init__(self, log_path: Path, failpoint: str = "", may_start: asyncio.Event | None = None) -> None:
+        port = free_port()
+        words = [failpoint] if failpoint else []
+        command = [sys.executable, "-m", "tests.support.fakes.gloo_engine", str(port), *words]
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
+        self._may_start = may_start
+
+    async def start(self, *, seconds: float) -> None:
+        if self._may_start:
+            await self._may_start.wait()
+        await super().start(seconds=seconds)
 
 
 async def main(port: str, failpoint: str = "", seconds: str = "0") -> None:

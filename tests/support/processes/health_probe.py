@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.processes.asker import Asker
-
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAUSE_SECONDS = 0.1
 
 
-class HealthProbe(Asker):
-    """The slowest answer, `worst_seconds` by the clock and `worst_busy_seconds` by the process's own computing in it.
+class HealthProbe:
+    """Asks in a thread of its own from the start of a `with` block to its end.
+
+    The slowest answer, `worst_seconds` by the clock and `worst_busy_seconds` by the process's own computing in it.
 
     A machine that gives the process no time shows in the first figure only. `num_refused`: they had no answer.
     """
 
     def __init__(self, address: str, pid: Callable[[], int]) -> None:
-        super().__init__()
+        self.worst_seconds = 0.0
+        self.num_answers = 0
         self.worst_busy_seconds = 0.0
         self.num_refused = 0
         self._pid = pid
         self._channel = grpc.insecure_channel(address)
         self._stub = health_pb2_grpc.HealthStub(self._channel)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask_on, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        super().__exit__(kind, error, at)
+        self._ended.set()
+        self._thread.join()
         self._channel.close()
 
-    def ask(self) -> None:
+    def _ask_on(self) -> None:
+        while not self._ended.wait(_PAUSE_SECONDS):
+            self._ask()
+
+    def _ask(self) -> None:
         try:
             started, used = time.monotonic(), _cpu_seconds(self._pid())
             self._stub.Check(health_pb2.HealthCheckRequest(), timeout=60)

@@ -34,7 +34,6 @@ def launched(folder: Path, *before: str) -> subprocess.Popen[str]:
     ("stopped", "signals"),
     [
         ("nothing", [signal.SIGINT]),
-        ("service", [signal.SIGINT]),
         ("service", [signal.SIGINT, signal.SIGINT]),
         ("child", [signal.SIGINT, signal.SIGINT]),
         ("guard", [signal.SIGINT, signal.SIGINT]),

@@ -19,7 +19,7 @@ from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.fleet_build import capacity
 from tests.long_forms import whole_run
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
-from tests.support.fakes.gloo_engine_process import GlooEngineProcess
+from tests.support.fakes.gloo_engine import GlooEngineProcess
 from tests.support.processes.training_run import ROOT
 
 has_ray = importlib.util.find_spec("ray") is not None

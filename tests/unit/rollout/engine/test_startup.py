@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from services.rollout.engine.cpu.served import served_models
+from tests.long_forms import whole_run
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 _STARTS = """
@@ -44,6 +45,7 @@ print(json.dumps({
 """
 
 
+@whole_run
 @pytest.mark.engine
 def test_one_tokenizer_and_one_model_and_no_megatron(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
