@@ -21,7 +21,7 @@ from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.rpc.client import connect
 from services.buffer import servicer
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
+from services.buffer.ledger.produce import GroupPut, PutOutcome
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.call_counter import CallCounter
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
