@@ -83,10 +83,6 @@ MAX_PUT_REQUEST_BYTES: Final = 256 << 20
 """A PutGroups request."""
 MAX_SCORE_REQUEST_BYTES: Final = 64 << 20
 """A Score request."""
-MAX_FIELDS: Final = 200_000
-"""Fields of a request, those of nested messages included; each entry of a repeated one is one."""
-MAX_PUBLISH_FIELDS: Final = 600_000
-"""The same of a BeginPublish or CommitPublish."""
 MAX_ANSWER_BYTES: Final = 3 << 20
 """Answers are filled up to here, below the 4 MiB that gRPC takes by default; a larger item comes alone."""
 MAX_BATCH_ANSWER_BYTES: Final = 32 << 20

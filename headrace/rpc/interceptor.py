@@ -10,8 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import BuiltinMethodType
 from typing import Any
 
 import grpc
@@ -19,8 +17,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
-from headrace.limits import MAX_FIELDS, MAX_RECEIVE_SECONDS, MAX_REQUEST_BYTES
-from headrace.protobuf import layout_of, require_few_fields
+from headrace.limits import MAX_RECEIVE_SECONDS, MAX_REQUEST_BYTES
 from headrace.rpc.access import Access, Caller
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
@@ -84,22 +81,6 @@ def _ending(method: str) -> Unavailable:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Methods that are not named have MAX_REQUEST_BYTES and MAX_FIELDS."""
-
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
-    num_fields: Mapping[str, int] = field(default_factory=dict)
-
-    def most_bytes(self, method: str) -> int:
-        """The limit of a request's bytes."""
-        return self.num_bytes.get(method, MAX_REQUEST_BYTES)
-
-    def most_fields(self, method: str) -> int:
-        """The limit of a request's fields, those of nested messages included."""
-        return self.num_fields.get(method, MAX_FIELDS)
-
-
 MAX_CALL_SECONDS = 600.0
 """No call with one answer takes longer, also not one of a caller that sets no deadline, as curl-like tools do."""
 
@@ -113,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self,
         services: frozenset[str],
         metrics: RpcMetrics,
-        request_limits: RequestLimits,
+        request_bytes: Mapping[str, int],
         gate: Callable[[], None],
         access: Access,
         calls: CallsInProgress,
@@ -121,7 +102,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         """`gate` raises what every call is to be answered now. `access` refuses callers before a request is decoded."""
         self._services = services
         self._metrics = metrics
-        self._limits = request_limits
+        self._request_bytes = request_bytes
         self._gate = gate
         self._access = access
         self._calls = calls
@@ -157,7 +138,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     async with asyncio.timeout(seconds_left(context)):
                         with self._calls.one(method):
                             data = await _received(context, method)
-                            return await handler.unary_unary(await decode(data), context)
+                            return await handler.unary_unary(decode(data), context)
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
@@ -174,7 +155,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     self._allow(caller, service, method)
                     with self._calls.one(method):
                         data = await _received(context, method)
-                        async for reply in handler.unary_stream(await decode(data), context):
+                        async for reply in handler.unary_stream(decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
                 except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
@@ -198,21 +179,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         named = {"caller": caller.name, "role": caller.role} if caller else {}
         return _Call(method, context, self._metrics, {"rpc": method, **named})
 
-    def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Awaitable[Any]]:
-        """Generated classes parse a request as a whole; a function of a service's own bounds what it reads."""
-        most_bytes, most_fields = self._limits.most_bytes(method), self._limits.most_fields(method)
-        is_generated = isinstance(deserializer, BuiltinMethodType)
-        layout = layout_of(deserializer.__self__.DESCRIPTOR) if is_generated else None
+    def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Any]:
+        most_bytes = self._request_bytes.get(method, MAX_REQUEST_BYTES)
 
-        async def decode(data: bytes) -> Any:
+        def decode(data: bytes) -> Any:
             if len(data) > most_bytes:
                 raise InvalidArgument(
                     f"the request has {len(data)} bytes, may have {most_bytes}: make several calls of it",
                     reason="TOO_LARGE",
                     limit=str(most_bytes),
                 )
-            if layout is not None:
-                await require_few_fields(data, layout, most_fields)
             try:
                 return deserializer(data)
             except DecodeError as error:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -31,7 +32,7 @@ from headrace.limits import (
     MAX_STREAMS_PER_CONNECTION,
 )
 from headrace.rpc.access import Access, Tokens
-from headrace.rpc.interceptor import CallInterceptor, CallsInProgress, RequestLimits
+from headrace.rpc.interceptor import CallInterceptor, CallsInProgress
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, keepalive_options, require_free, require_reachable
@@ -40,7 +41,6 @@ from headrace.rpc.tls import VARIABLE, TlsFolder, server_credentials, use_tls
 DRAIN_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0
 """The time within which a call that cannot be finished is answered."""
-DEFAULT_LIMITS = RequestLimits()
 _MOST_DESCRIPTORS = 1 << 16
 
 # Each method has a queue of calls that have come and not begun, 13 KB a call, those that were reset included. Below
@@ -89,15 +89,16 @@ class RpcServer:
         insecure: bool = False,
         tls: TlsFolder | None = None,
         tokens: Tokens | None = None,
-        request_limits: RequestLimits = DEFAULT_LIMITS,
+        request_bytes: Mapping[str, int] = MappingProxyType({}),
         gate: Callable[[], None] = lambda: None,
         waiting: Collection[str] = (),
         drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
-        """`request_limits`: what a request may have, by its method. With `tls` or `tokens` callers have roles.
+        """`request_bytes`: what a request may have, by its method; MAX_REQUEST_BYTES without an entry.
 
-        `gate` raises what every call of the services is to be answered now; health and reflection go on. `waiting` are
-        methods that a signal ends at once; calls of the others have `drain_seconds` to finish.
+        With `tls` or `tokens` callers have roles.
+        `gate` raises what every call of the services is to be answered now; health and reflection go on.
+        `waiting` are methods that a signal ends at once; calls of the others have `drain_seconds` to finish.
         """
         self.name = name
         self.port = 0
@@ -125,7 +126,7 @@ class RpcServer:
         self._calls = CallsInProgress()
         self.metrics = RpcMetrics(lambda: self.calls_in_progress)
         access = Access(has_certificates=tls is not None, tokens=tokens)
-        interceptor = CallInterceptor(names, self.metrics, request_limits, gate, access, self._calls)
+        interceptor = CallInterceptor(names, self.metrics, request_bytes, gate, access, self._calls)
         self._server = grpc.aio.server(interceptors=[interceptor], options=[*OPTIONS, *keepalive_options()])
 
     @property

@@ -23,7 +23,7 @@ from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import BufferApplication
-from services.buffer.servicer import REQUEST_LIMITS, WAITING, BufferServicer
+from services.buffer.servicer import REQUEST_BYTES, WAITING, BufferServicer
 from services.buffer.store.base import Store
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
@@ -89,13 +89,13 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         insecure=listen.insecure,
         tls=listen.tls,
         tokens=listen.tokens,
-        request_limits=REQUEST_LIMITS,
-        gate=buffer.store_watch.require,
+        request_bytes=REQUEST_BYTES,
+        gate=buffer.pulse.require_store,
         waiting=WAITING,
     )
     server.metrics.registry.register(LedgerCollector(buffer.ledger))
     await server.start()
-    buffer.store_watch.listeners.append(server.set_serving)
+    buffer.pulse.listeners.append(server.set_serving)
     signalled = asyncio.create_task(server.run_until_signal())
     await asyncio.wait({signalled, buffer.journal.failed}, return_when=asyncio.FIRST_COMPLETED)
     if buffer.journal.failed.done():

@@ -13,13 +13,14 @@ from headrace.job.schema.services import BufferSection
 from headrace.limits import share_of_count, share_of_least, share_of_limit
 from headrace.models.registry import read_architecture
 from services.buffer.ledger.limiter import Limiter
-from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import (
     DEFAULT_MAX_GROUPS,
     DEFAULT_MAX_LEASES,
     ExpiryAction,
+    FileSource,
     Selection,
     StreamConfig,
+    check_config,
 )
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
@@ -45,7 +46,7 @@ def train_stream(job: Job) -> StreamConfig:
             f"max_staleness is {job.buffer.max_staleness}: set it to {interval - 1} or more, or publish more often"
         )
     shard, num_shards = _shard(job.buffer)
-    return StreamConfig(
+    config = StreamConfig(
         name=TRAIN_STREAM,
         n_samples_per_prompt=job.rollout.samples_per_group,
         groups_per_step=share_of_count(job.rollout.groups_per_step, shard, num_shards),
@@ -69,6 +70,8 @@ def train_stream(job: Job) -> StreamConfig:
         vocab_size=_vocab_size(job.model.hf_checkpoint),
         needs_reward=job.needs_reward,
     )
+    check_config(config)
+    return config
 
 
 def of_shard(job: Job, shard: int) -> Job:

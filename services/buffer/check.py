@@ -20,7 +20,7 @@ from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, 
 from headrace.prompts import rows_of
 from services.buffer.build import HOOK_SECONDS, of_shard, train_stream
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import FileSource, source_names
+from services.buffer.ledger.stream import FileSource, source_names
 from services.buffer.prompts.data_source import prompt_of_sample
 from services.buffer.prompts.files import RowReader
 

@@ -40,30 +40,31 @@ from headrace.limits import (
     require_some,
 )
 from headrace.protobuf import RawPut
-from headrace.rpc.interceptor import RequestLimits, seconds_left
+from headrace.rpc.interceptor import seconds_left
 from headrace.rpc.log import log
 from services.buffer.conversion import wire, wire_stream
 from services.buffer.conversion.wire import batch_group_bytes, require_sha256, sample_bytes
 from services.buffer.ledger.chunks import cut, first_within
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
+from services.buffer.ledger.ledger import Ledger
 from services.buffer.pace import paced
 from services.buffer.runtime.application import BufferApplication, Digest
+from services.buffer.runtime.commit import now
 
 DEFAULT_PAGE_SIZE = 100
-REQUEST_LIMITS = RequestLimits(
-    num_bytes={
-        "SubmitPrompts": MAX_SUBMIT_REQUEST_BYTES,
-        "ReleaseLeases": MAX_RELEASE_REQUEST_BYTES,
-        "PutGroups": MAX_PUT_REQUEST_BYTES,
-    }
-)
+REQUEST_BYTES = {
+    "SubmitPrompts": MAX_SUBMIT_REQUEST_BYTES,
+    "ReleaseLeases": MAX_RELEASE_REQUEST_BYTES,
+    "PutGroups": MAX_PUT_REQUEST_BYTES,
+}
 WAITING = frozenset({"LeaseGroups", "LeaseBatch", "Watch"})
 """Methods whose calls mostly wait for something to happen."""
 MAX_DAMAGES_LISTED = 1_000
 _ANSWER_MARGIN_SECONDS = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_OfStream = pb.RetryGroupsRequest | pb.DropGroupsRequest | pb.ConsumeBatchRequest
 
 
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
@@ -71,10 +72,11 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     def __init__(self, buffer: BufferApplication) -> None:
         self._buffer = buffer
+        self._ledger = buffer.ledger
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
         config, created = await self._buffer.create_stream_of_client(wire_stream.config_from_proto(request.config))
-        stream_id = self._buffer.ledger.stream_id(config.name)
+        stream_id = self._ledger.stream_id(config.name)
         return pb.CreateStreamResponse(config=wire_stream.config_to_proto(config), created=created, stream_id=stream_id)
 
     async def DeleteStream(self, request: pb.DeleteStreamRequest, context: Context) -> pb.DeleteStreamResponse:
@@ -110,15 +112,16 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         )
         found = [await self._lease(group) async for group in paced(groups)]
         leases = [lease for lease in found if lease is not None]
-        return wire.leases_to_proto(leases, reason, self._buffer.ledger.stream(request.stream).oldest_wanted())
+        return wire.leases_to_proto(leases, reason, self._ledger.stream(request.stream).oldest_wanted())
 
     async def _lease(self, group: Group) -> pb.GroupLease | None:
         """None when the lease has ended since: an operator dropped the group, say, or deleted its stream."""
         partials = await self._partials(group) if group.partials else []
-        seconds = self._buffer.lease_seconds_left(group.live_lease.lease_id)
+        seconds = self._ledger.lease_seconds_left(now(), group.live_lease.lease_id)
         if seconds is None:
             return None
-        return wire.lease_to_proto(group, seconds, self._n_samples(group.stream), partials)
+        n_samples = self._ledger.stream(group.stream).state.config.n_samples_per_prompt
+        return wire.lease_to_proto(group, seconds, n_samples, partials)
 
     async def _partials(self, group: Group) -> list[sample_pb2.Sample]:
         """None of them when one cannot be read: its group is generated from the start then."""
@@ -133,7 +136,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
         for lease_id in request.lease_ids:
             require_bytes(len(lease_id), MAX_ID_CHARACTERS, "lease_ids")
-        renewed, lost = self._buffer.renew(request.lease_ids)
+        renewed, lost = self._ledger.renew(now(), request.lease_ids)
         return pb.RenewLeasesResponse(renewed=renewed, lost=lost)
 
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
@@ -147,8 +150,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
         require_at_most(len(request.group_ids), MAX_RETRIES_PER_CALL, "group_ids")
         request_id = require_id(request.request_id, "request_id")
-        stream_id = _stream_id(request.stream_id)
-        retried = await self._buffer.retry(request.stream, request_id, request.group_ids, stream_id=stream_id)
+        retried = await self._buffer.commit(Ledger.retry, self._stream(request), request_id, request.group_ids)
         return pb.RetryGroupsResponse(num_groups=retried.num_groups, num_failed=retried.num_failed)
 
     async def DropGroups(self, request: pb.DropGroupsRequest, context: Context) -> pb.DropGroupsResponse:
@@ -157,23 +159,16 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         group_ids = [require_id(group_id, "group_ids") for group_id in request.group_ids]
         require_some(len(request.reason), "reason")
         request_id = require_id(request.request_id, "request_id")
-        dropped = await self._buffer.drop(
-            request.stream,
-            request_id,
-            group_ids,
-            cut_text(request.reason),
-            stream_id=_stream_id(request.stream_id),
-        )
+        reason = cut_text(request.reason)
+        dropped = await self._buffer.commit(Ledger.drop, self._stream(request), request_id, group_ids, reason)
         return pb.DropGroupsResponse(num_groups=dropped.num_groups, num_batches=dropped.num_batches)
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:  # type: ignore[override]  # raw puts
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
-        needs_reward = self._buffer.ledger.needs_reward
-        puts = [
-            await wire.put_from_proto(put, needs_reward=needs_reward(put.rest.group_id)) async for put in paced(request)
-        ]
+        config_of = self._ledger.config_of
+        puts = [await wire.put_from_proto(put, config_of(put.rest.group_id)) async for put in paced(request)]
         results = await self._buffer.put(puts)
         return pb.PutGroupsResponse(results=[wire.put_result_to_proto(result) for result in results])
 
@@ -198,15 +193,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             yield b"".join(part for record, payload in chunk for part in sample_bytes(record, payload))
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
-        next_step = await self._buffer.consume(
-            request.stream, request.epoch, request.step, request.digest, stream_id=_stream_id(request.stream_id)
+        next_step = await self._buffer.commit(
+            Ledger.consume, self._stream(request), request.epoch, request.step, request.digest
         )
         return pb.ConsumeBatchResponse(next_step=next_step)
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
         require_counter(request.step, "step")
         stream_id = _stream_id(request.stream_id)
-        num_groups = await self._buffer.commit(request.stream, request.epoch, request.step, stream_id=stream_id)
+        num_groups = await self._buffer.commit_step(request.stream, request.epoch, request.step, stream_id=stream_id)
         return pb.CommitStepResponse(num_groups=num_groups)
 
     async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
@@ -230,7 +225,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         self._streams(request.stream)
-        async for page in self._buffer.watch(request.from_position):
+        async for page in self._buffer.events.watch(request.from_position):
             events = [wire.event_to_proto(e) for e in page if not request.stream or e.stream == request.stream]
             for some in cut(events, lambda event: event.ByteSize()):
                 yield pb.WatchResponse(events=some)
@@ -243,10 +238,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.group_ids), MAX_PAGE_SIZE, "group_ids")
         if request.group_ids:
             groups, following = self._groups(request.stream, request.group_ids, states, before), None
-            await self._buffer.wait_until_durable()
         else:
             count = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-            groups, following = await self._buffer.list_groups(request.stream, states, before, count)
+            groups, following = self._ledger.list_groups(request.stream, states, before, count)
+        await self._buffer.wait_until_durable()
         page = first_within(groups, lambda group: group.answer_bytes)
         if len(page) < len(groups):
             following = page[-1].position
@@ -292,13 +287,13 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         yield pb.BackupResponse(summary=summary)
 
     def _streams(self, stream: str) -> list[IndexedStream]:
-        ledger = self._buffer.ledger
-        return [ledger.stream(stream)] if stream else [ledger.streams[name] for name in sorted(ledger.streams)]
+        streams = self._ledger.streams
+        return [self._ledger.stream(stream)] if stream else [streams[name] for name in sorted(streams)]
 
     def _groups(
         self, stream: str, group_ids: Sequence[str], states: Sequence[GroupState], before: int | None
     ) -> list[Group]:
-        known = self._buffer.ledger.stream(stream).groups
+        known = self._ledger.stream(stream).groups
         found = [known[group_id] for group_id in dict.fromkeys(group_ids) if group_id in known]
         wanted = [group for group in found if not states or group.state in states]
         wanted = [group for group in wanted if before is None or group.position < before]
@@ -306,12 +301,14 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     def _stats(self, stream: IndexedStream) -> pb.StreamStats:
         stats = wire_stream.stats_to_proto(stream)
-        stats.trouble = self._buffer.trouble_of(stream.state.name) or ""
-        stats.stream_id = self._buffer.ledger.stream_id(stream.state.name)
+        stats.trouble = self._buffer.sources.trouble_of(stream.state.name) or ""
+        stats.stream_id = self._ledger.stream_id(stream.state.name)
         return stats
 
-    def _n_samples(self, stream: str) -> int:
-        return self._buffer.ledger.stream(stream).state.config.n_samples_per_prompt
+    def _stream(self, request: _OfStream) -> str:
+        """The request's stream. Raises Fenced when the stream of its id was deleted; nothing may be awaited since."""
+        self._ledger.require_same(request.stream, _stream_id(request.stream_id))
+        return request.stream
 
 
 def _stream_id(sent: str) -> str | None:

@@ -22,7 +22,6 @@ from headrace.limits import (
     shown,
 )
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.rpc.interceptor import RequestLimits
 from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.score import ScoreError, ScoreItem, pack_result
 from headrace.trajectory import Status
@@ -131,7 +130,7 @@ class RewardServer:
             insecure=listen.insecure,
             tls=listen.tls,
             tokens=listen.tokens,
-            request_limits=RequestLimits(num_bytes={"Score": MAX_SCORE_REQUEST_BYTES}),
+            request_bytes={"Score": MAX_SCORE_REQUEST_BYTES},
         )
         metrics.show(rpc.metrics.registry, pool)
         try:

@@ -27,7 +27,7 @@ from headrace.rpc.tls import trust_authority
 from services.rollout.build import job_for_replica, rollout_service
 from services.rollout.engine.arguments import has_accelerator, listening_for_weights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.server import REQUEST_LIMITS, WAITING, RolloutServicer, WaitUntilStarted
+from services.rollout.server import WAITING, RolloutServicer, WaitUntilStarted
 
 DRAIN_SECONDS = 10.0
 """The time in which started responses may finish. Engines, router and leases end in what is left of the grace."""
@@ -75,7 +75,6 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
         insecure=listen.insecure,
         tls=listen.tls,
         tokens=listen.tokens,
-        request_limits=REQUEST_LIMITS,
         waiting=WAITING,
         drain_seconds=DRAIN_SECONDS,
     )

@@ -24,7 +24,6 @@ from headrace.limits import (
     MAX_NEW_TOKENS,
     MAX_PROBE_TOKENS,
     MAX_PROMPT_TOKENS,
-    MAX_PUBLISH_FIELDS,
     MAX_RESPONSES,
     MAX_TENSORS,
     cut_text,
@@ -35,7 +34,6 @@ from headrace.limits import (
     require_name,
 )
 from headrace.publication import Probe
-from headrace.rpc.interceptor import RequestLimits
 from headrace.rpc.net import Address
 from headrace.trajectory import (
     ROLLOUT_LOG_PROBS,
@@ -227,7 +225,6 @@ def requests_to_proto(shares: Shares, kind: Kind) -> pb.Requests:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _ID = "publication_id"
-REQUEST_LIMITS = RequestLimits(num_fields={"BeginPublish": MAX_PUBLISH_FIELDS, "CommitPublish": MAX_PUBLISH_FIELDS})
 WAITING = frozenset({"LeaseTasks", "Evaluate"})
 """Methods whose calls wait, or last longer than an ending service does."""
 

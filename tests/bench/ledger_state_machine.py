@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.group import Group, NewSample, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.produce import GroupPut, PutOutcome
 from services.buffer.ledger.stream import StreamConfig, StreamState
 from services.buffer.ledger.transaction import Instant
 

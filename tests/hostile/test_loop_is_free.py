@@ -29,7 +29,6 @@ from google.protobuf.message_factory import GetMessageClass
 from headrace import limits
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.protobuf import length_delimited
 from headrace.rpc.server import OPTIONS
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
@@ -265,41 +264,3 @@ async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdo
         call.close()
     assert sum(len(part.chunk.data) for part in parts) > 24 << 20
     assert watchdog.longest["Backup"].is_short, watchdog.longest
-
-
-def field(number: int, data: bytes) -> bytes:
-    return length_delimited(number, data)
-
-
-EMPTY = 4 << 20
-"""Empty messages of two bytes each."""
-FLOODS: dict[str, tuple[str, bytes]] = {
-    "prompts": ("SubmitPrompts", field(2, b"") * EMPTY),
-    "messages of a prompt": ("SubmitPrompts", field(2, field(3, field(1, b"") * EMPTY))),
-    "releases": ("ReleaseLeases", field(1, b"") * EMPTY),
-    "partial samples": ("ReleaseLeases", field(1, field(2, b"") * EMPTY)),
-    "ranges of a partial sample": ("ReleaseLeases", field(1, field(2, field(1, field(14, b"") * EMPTY)))),
-    "files of a stream": ("CreateStream", field(1, field(7, b"") * EMPTY)),
-    "packed states": ("ListGroups", field(2, b"\1" * (15 << 20))),
-    "ids": ("RenewLeases", field(1, b"") * EMPTY),
-    "unknown fields": ("GetStats", b"\x78\0" * EMPTY),
-    "behind a group of unknown fields": ("RenewLeases", b"\x7b\x0a\xff\xff\x7f\x7c" + field(1, b"") * EMPTY),
-    "groups of a put": ("PutGroups", field(1, b"") * EMPTY),
-    "samples of a put": ("PutGroups", field(1, field(4, b"") * EMPTY)),
-    "ranges of a put": ("PutGroups", field(1, field(4, field(1, field(14, b"") * EMPTY)))),
-    "a failure's unknown fields": ("PutGroups", field(1, field(5, b"\x78\0" * (10 << 20)))),
-    "failures' unknown fields": ("PutGroups", field(1, field(5, b"\x78\0" * 100_000)) * 100),
-    "a put that is parsed whole": ("PutGroups", b"\x7b\x7c" + field(1, field(4, field(1, field(14, b"") * EMPTY)))),
-}
-PARSED = {"groups of a put": limits.MAX_PUTS_PER_CALL, "failures' unknown fields": 20}
-"""Puts are parsed without their samples, one by one, up to 4 MiB together. Of the other floods nothing is parsed."""
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-async def test_a_flood_of_nested_messages_is_refused_before_it_is_parsed(calls: Calls, flood: str) -> None:
-    method, data = FLOODS[flood]
-    with pytest.raises(grpc.RpcError) as caught:
-        await calls.send(method, data)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]  # a call as well
-    assert calls.watchdog.longest[method].is_short, calls.watchdog.longest
-    assert calls.watchdog.counter.num_calls_of("FromString") <= PARSED.get(flood, 0)

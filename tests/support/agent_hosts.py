@@ -18,7 +18,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from services.rollout.agents import build
-from services.rollout.server import REQUEST_LIMITS, RolloutServicer
+from services.rollout.server import RolloutServicer
 from tests.support.agents import AGENT, Producing, producing
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
@@ -50,7 +50,6 @@ async def lending(
                 "rollout",
                 "127.0.0.1:0",
                 [Service(servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
-                request_limits=REQUEST_LIMITS,
                 tls=tls,
             )
             await server.start()

@@ -49,10 +49,10 @@ from headrace.limits import (
 from headrace.prompts import LABEL_IS_JSON
 from headrace.protobuf import Payload, RawPut, RawSample, length_delimited, parse_puts, varint
 from headrace.trajectory import Failure, check_reward
-from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
+from services.buffer.ledger.group import Group, GroupState, NewSample, Prompt, SampleRecord, payload_key
 from services.buffer.ledger.indexed_stream import group_digest
+from services.buffer.ledger.produce import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
+from services.buffer.ledger.stream import StreamConfig
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
@@ -254,9 +254,9 @@ def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
-async def put_from_proto(put: RawPut, *, needs_reward: bool = False) -> GroupPut:
-    """Checks everything about the put but its payloads' digests. `needs_reward`: its stream trains by rewards."""
-    message = put.rest
+async def put_from_proto(put: RawPut, config: StreamConfig | None = None) -> GroupPut:
+    """Checks everything about the put but its payloads' digests. `config` is of its stream, where it exists."""
+    message, needs_reward = put.rest, config is not None and config.needs_reward
     group_id = require_id(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
         raise InvalidArgument(f"the put of {group_id} has an unknown outcome", field="groups.outcome")

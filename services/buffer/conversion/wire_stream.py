@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from google.protobuf.message import Message
+
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.limits import MAX_STREAM_CONFIG_BYTES, require_bytes
@@ -9,37 +13,17 @@ from services.buffer.ledger.group import GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.production import Production
-from services.buffer.ledger.source import FileSource, source_names
-from services.buffer.ledger.stream import (
-    DEFAULT_LEASE_SECONDS,
-    DEFAULT_MAX_ATTEMPTS,
-    DEFAULT_MAX_GROUPS,
-    DEFAULT_MAX_LEASES,
-    DEFAULT_MAX_PAYLOAD_BYTES,
-    DEFAULT_MAX_QUEUED_GROUPS,
-    ExpiryAction,
-    Selection,
-    StreamConfig,
-)
+from services.buffer.ledger.stream import ExpiryAction, FileSource, Selection, StreamConfig, source_names
 
-_SELECTIONS = {
-    pb.SELECTION_UNSPECIFIED: Selection.FIFO,
-    pb.SELECTION_FIFO: Selection.FIFO,
-    pb.SELECTION_LIFO: Selection.LIFO,
-    pb.SELECTION_PRIORITY: Selection.PRIORITY,
-    pb.SELECTION_FRESHEST: Selection.FRESHEST,
-    pb.SELECTION_REWARD: Selection.REWARD,
-    pb.SELECTION_SURPRISE: Selection.SURPRISE,
-}
-_EXPIRY_ACTIONS = {
-    pb.EXPIRY_ACTION_UNSPECIFIED: ExpiryAction.REQUEUE,
-    pb.EXPIRY_ACTION_REQUEUE: ExpiryAction.REQUEUE,
-    pb.EXPIRY_ACTION_DROP: ExpiryAction.DROP,
+_LIMITER_NAMES = {"min_size_to_sample": "min_size"}
+_ENUMS: dict[str, dict[int, Selection | ExpiryAction]] = {
+    "selection": {pb.Selection.Value(f"SELECTION_{one.name}"): one for one in Selection},
+    "expiry_action": {pb.ExpiryAction.Value(f"EXPIRY_ACTION_{one.name}"): one for one in ExpiryAction},
 }
 
 
 def config_from_proto(message: pb.StreamConfig) -> StreamConfig:
-    """Fills in defaults; `stream_limits` checks the bounds."""
+    """What is not set has StreamConfig's default; `check_config` checks the bounds."""
     require_bytes(message.ByteSize(), MAX_STREAM_CONFIG_BYTES, "config")
     if message.selection == pb.SELECTION_HOOK or message.data_source:
         raise InvalidArgument(
@@ -47,115 +31,44 @@ def config_from_proto(message: pb.StreamConfig) -> StreamConfig:
             "(--buffer-filter-path, --data-source-path)",
             field="config.data_source" if message.data_source else "config.selection",
         )
-    if message.selection not in _SELECTIONS:
-        raise InvalidArgument(f"selection {message.selection} is unknown", field="config.selection")
-    if message.expiry_action not in _EXPIRY_ACTIONS:
-        raise InvalidArgument(f"expiry_action {message.expiry_action} is unknown", field="config.expiry_action")
-    return StreamConfig(
-        name=message.name,
-        n_samples_per_prompt=message.n_samples_per_prompt,
-        groups_per_step=message.groups_per_step,
-        max_staleness=message.max_staleness if message.HasField("max_staleness") else None,
-        lease_seconds=message.lease_seconds or DEFAULT_LEASE_SECONDS,
-        max_attempts=message.max_attempts or DEFAULT_MAX_ATTEMPTS,
-        expiry_action=_EXPIRY_ACTIONS[message.expiry_action],
-        selection=_SELECTIONS[message.selection],
-        files=tuple(_to_file(file) for file in message.files),
-        max_payload_bytes=message.max_payload_bytes or DEFAULT_MAX_PAYLOAD_BYTES,
-        max_queued_groups=message.max_queued_groups or DEFAULT_MAX_QUEUED_GROUPS,
-        max_groups=message.max_groups or DEFAULT_MAX_GROUPS,
-        max_leases=message.max_leases or DEFAULT_MAX_LEASES,
-        retain_steps=message.retain_steps if message.HasField("retain_steps") else None,
-        over_sampling_groups=message.over_sampling_groups,
-        limiter=_to_limiter(message.limiter) if message.HasField("limiter") else None,
-        shard=message.shard,
-        num_shards=message.num_shards or 1,
-        vocab_size=message.vocab_size if message.HasField("vocab_size") else None,
-        needs_reward=message.needs_reward,
-    )
+    values = {"name": "", "n_samples_per_prompt": 0, "groups_per_step": 0, **_set_fields(message)}
+    values["files"] = tuple(FileSource(**{"path": "", "input_key": "", **_set_fields(file)}) for file in message.files)
+    if message.HasField("limiter"):
+        limiter = _set_fields(message.limiter)
+        values["limiter"] = Limiter(**{_LIMITER_NAMES.get(name, name): value for name, value in limiter.items()})
+    for name, known in _ENUMS.items():
+        if number := getattr(message, name):
+            if number not in known:
+                raise InvalidArgument(f"{name} {number} is unknown", field=f"config.{name}")
+            values[name] = known[number]
+    return StreamConfig(**values)
 
 
-def _to_file(message: pb.FileSource) -> FileSource:
-    return FileSource(
-        path=message.path,
-        input_key=message.input_key,
-        label_key=message.label_key or None,
-        metadata_key=message.metadata_key or None,
-        tool_key=message.tool_key or None,
-        shuffle=message.shuffle,
-        seed=message.seed,
-        num_epochs=message.num_epochs or None,
-        skip_bad_lines=message.skip_bad_lines,
-        priority_key=message.priority_key or None,
-        image_key=message.image_key or None,
-        first_row=message.first_row,
-        end_row=message.end_row if message.HasField("end_row") else None,
-        weight=message.weight or 1.0,
-        streaming=message.streaming,
-        num_workers=message.num_workers or 1,
-    )
-
-
-def _to_limiter(message: pb.RateLimiter) -> Limiter:
-    return Limiter(
-        min_size=message.min_size_to_sample or 1,
-        samples_per_insert=message.samples_per_insert if message.HasField("samples_per_insert") else None,
-        error_buffer=message.error_buffer if message.HasField("error_buffer") else None,
-    )
+def _set_fields(message: Message) -> dict[str, Any]:
+    """The fields that are set, by name: the ledger's types have the same names, and their own defaults."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def config_to_proto(config: StreamConfig) -> pb.StreamConfig:
+    values = {name: getattr(config, name) for name in StreamConfig.__slots__}  # None: not set
     return pb.StreamConfig(
-        name=config.name,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        groups_per_step=config.groups_per_step,
-        max_staleness=config.max_staleness,
-        lease_seconds=config.lease_seconds,
-        max_attempts=config.max_attempts,
-        expiry_action=pb.ExpiryAction.Value(f"EXPIRY_ACTION_{config.expiry_action.name}"),
-        selection=pb.Selection.Value(f"SELECTION_{config.selection.name}"),
-        files=[_from_file(file) for file in config.files],
-        data_source=config.data_source or "",
-        shard=config.shard,
-        num_shards=config.num_shards,
-        max_payload_bytes=config.max_payload_bytes,
-        max_queued_groups=config.max_queued_groups,
-        max_groups=config.max_groups,
-        max_leases=config.max_leases,
-        retain_steps=config.retain_steps,
-        over_sampling_groups=config.over_sampling_groups,
-        limiter=_from_limiter(config.limiter) if config.limiter else None,
-        vocab_size=config.vocab_size,
-        needs_reward=config.needs_reward,
+        **values
+        | {
+            "expiry_action": pb.ExpiryAction.Value(f"EXPIRY_ACTION_{config.expiry_action.name}"),
+            "selection": pb.Selection.Value(f"SELECTION_{config.selection.name}"),
+            "files": [
+                pb.FileSource(**{name: getattr(file, name) for name in FileSource.__slots__}) for file in config.files
+            ],
+            "limiter": _limiter_to_proto(config.limiter) if config.limiter else None,
+        }
     )
 
 
-def _from_limiter(limiter: Limiter) -> pb.RateLimiter:
+def _limiter_to_proto(limiter: Limiter) -> pb.RateLimiter:
     return pb.RateLimiter(
         min_size_to_sample=limiter.min_size,
         samples_per_insert=limiter.samples_per_insert,
         error_buffer=limiter.error_buffer,
-    )
-
-
-def _from_file(file: FileSource) -> pb.FileSource:
-    return pb.FileSource(
-        path=file.path,
-        input_key=file.input_key,
-        label_key=file.label_key or "",
-        metadata_key=file.metadata_key or "",
-        tool_key=file.tool_key or "",
-        shuffle=file.shuffle,
-        seed=file.seed,
-        num_epochs=file.num_epochs or 0,
-        skip_bad_lines=file.skip_bad_lines,
-        priority_key=file.priority_key or "",
-        image_key=file.image_key or "",
-        first_row=file.first_row,
-        end_row=file.end_row,
-        weight=file.weight,
-        streaming=file.streaming,
-        num_workers=file.num_workers,
     )
 
 
@@ -171,7 +84,7 @@ def stats_to_proto(stream: IndexedStream) -> pb.StreamStats:
         step=state.step,
         committed_step=state.committed_step,
         policy_version=state.policy_version,
-        admissible_groups=stream.places_left(),
+        admissible_groups=stream.slots_left(),
         prompts_read=state.prompts_read,
         data_epoch=state.data_epoch,
         bad_lines=state.num_bad_lines,

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from services.buffer.ledger.stream import StreamState
 
 
-def places_left(state: StreamState, num_leased: int, num_ready: int, has_batch: Callable[[int], bool]) -> int | None:
+def slots_left(state: StreamState, num_leased: int, num_ready: int, has_batch: Callable[[int], bool]) -> int | None:
     """Counts the groups that may be leased now; None without admission control."""
     config = state.config
     if config.max_staleness is None:

@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from headrace.errors import Internal
+from headrace.protobuf import Payload
 from headrace.trajectory import Failure
 
 _LEASE_BYTES = 512
@@ -73,8 +74,23 @@ class SampleRecord(msgspec.Struct, frozen=True, gc=False):
         return self.payload_bytes + self.column_bytes + len(self.envelope)
 
 
+class NewSample(msgspec.Struct, frozen=True, gc=False):
+    """A sample as a producer put it."""
+
+    record: SampleRecord
+    payload: Payload
+    columns: tuple[bytes, ...] = ()
+    """SHA-256 of the columns that are stored out of line."""
+    newest_version: int | None = None
+    """The newest version of all its tokens, masked ones too."""
+    rollout_id: str = ""
+    """The execution that produced it; its own id unless that fanned out."""
+    failure: Failure | None = None
+    """Set when it FAILED."""
+
+
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """A producer's exclusive right to a group; when it ends is known to the LeaseTable only."""
+    """A producer's exclusive right to a group; only the LeaseTable knows when it ends."""
 
     lease_id: str
     producer_id: str

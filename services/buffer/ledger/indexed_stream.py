@@ -10,11 +10,10 @@ import msgspec
 
 from headrace.digest import batch_digest, batch_digest_of_0_1
 from headrace.errors import DataLoss
-from services.buffer.ledger.admission import oldest_trainable, oldest_wanted, places_left
+from services.buffer.ledger.admission import oldest_trainable, oldest_wanted, slots_left
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
 from services.buffer.ledger.production import Production
-from services.buffer.ledger.queues.change_order import ChangeOrder
-from services.buffer.ledger.queues.source_queues import SourceQueues
+from services.buffer.ledger.queues import ChangeOrder, SourceQueues
 from services.buffer.ledger.stream import StreamState
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -174,7 +173,7 @@ class IndexedStream:
     def admitted_left(self) -> int | None:
         """Counts the groups that staleness lets producers lease now; None without admission control."""
         leased, ready = self.counts[GroupState.LEASED], self.counts[GroupState.READY]
-        return places_left(self.state, leased, ready, self._batches.__contains__)
+        return slots_left(self.state, leased, ready, self._batches.__contains__)
 
     def oldest_wanted(self) -> int:
         """Returns the oldest version that some step without a batch may train; 0 when all may be trained."""
@@ -192,12 +191,12 @@ class IndexedStream:
         needed = max(self.state.config.groups_per_step, limiter.min_size)
         return None if left is None else max(left, needed - self.queues.num_ready - leased)
 
-    def places_left(self) -> int | None:
+    def slots_left(self) -> int | None:
         """Counts the groups that may be leased now; None without admission control and limiter."""
         rules = [left for left in (self.admitted_left(), self.inserts_left()) if left is not None]
         return min(rules) if rules else None
 
-    def prompts_wanted(self, max_groups: int, *, is_held_back: bool) -> Sequence[int]:
+    def prompts_wanted(self, max_groups: int, *, is_held_back: bool = False) -> Sequence[int]:
         """The number of prompts to read from each source so that `max_groups` may be leased.
 
         `is_held_back`: one step fewer ahead, but for what the next step lacks.
@@ -205,23 +204,23 @@ class IndexedStream:
         room = self.state.config.max_groups - self.num_groups
         if not self.state.config.has_source or self.state.exhausted or room <= 0:
             return ()
-        places = self._places_held_back() if is_held_back else self.places_left()
-        return self.queues.wanted(self.state, max_groups if places is None else min(max_groups, places), room)
+        slots = self._slots_held_back() if is_held_back else self.slots_left()
+        return self.queues.wanted(self.state, max_groups if slots is None else min(max_groups, slots), room)
 
-    def _places_held_back(self) -> int | None:
-        """`places_left` with a max_staleness of one less, but for what the next step lacks."""
-        places, wanted = self.places_left(), self.state.config.groups_per_step
-        if places is None or not self.state.config.max_staleness:
-            return places
+    def _slots_held_back(self) -> int | None:
+        """`slots_left` with a max_staleness of one less, but for what the next step lacks."""
+        slots, wanted = self.slots_left(), self.state.config.groups_per_step
+        if slots is None or not self.state.config.max_staleness:
+            return slots
         lacking = wanted - self.counts[GroupState.LEASED] - self.counts[GroupState.READY]
-        return max(places - wanted, min(places, lacking), 0)
+        return max(slots - wanted, min(slots, lacking), 0)
 
     def may_take(self, count: int) -> bool:
         """True when `count` groups are READY for a batch and the limiter lets them go."""
         if self.queues.num_ready < count:
             return False
         limiter = self.state.config.limiter
-        if limiter is None or (self.places_left() == 0 and not self.counts[GroupState.LEASED]):
+        if limiter is None or (self.slots_left() == 0 and not self.counts[GroupState.LEASED]):
             return True
         state = self.state
         return limiter.may_take(
@@ -250,7 +249,9 @@ class IndexedStream:
         self.counts[group.state] -= 1
         if group.state in _UNENDED:
             self.prompt_bytes -= len(group.prompt.body)
-        if group.state is GroupState.LEASED:
+        if group.state is GroupState.QUEUED:
+            self.queues.discard_queued(group)
+        elif group.state is GroupState.LEASED:
             self.queues.unlease(group)
         if group.state not in _WITH_SAMPLES:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.protobuf import Payload
-from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.group import Group, GroupState, NewSample
 from services.buffer.ledger.stream import StreamState
 
 
@@ -46,6 +46,8 @@ class Transaction:
     """Groups that are deleted, with their prompts; applied after `groups`."""
     payloads: dict[str, Payload] = field(default_factory=dict)
     """Payloads by SampleRecord.key; the records are in `groups`."""
+    with_columns: list[NewSample] = field(default_factory=list)
+    """Those samples of `payloads` that name columns out of line."""
     deleted_payloads: list[str] = field(default_factory=list)
     events: list[LedgerEvent] = field(default_factory=list)
     events_from: int | None = None

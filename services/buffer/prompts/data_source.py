@@ -27,7 +27,7 @@ from headrace.process.workers import WorkerError, WorkerPool
 from headrace.prompts import set_label
 from headrace.rpc.log import log
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import Cursor
+from services.buffer.ledger.stream import Cursor
 from services.buffer.prompts.reader import PromptEntry, Reading
 
 KeptGroups = Callable[[], Awaitable[Sequence[Generated]]]

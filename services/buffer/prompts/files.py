@@ -22,7 +22,7 @@ from headrace.process.workers import WorkerPool, WorkerRaised
 from headrace.prompts import chat_message, content_of, ordered_json, parse_row, required, set_label, value_at
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import Cursor, FileSource
+from services.buffer.ledger.stream import Cursor, FileSource
 from services.buffer.prompts.reader import PromptEntry, Reading, without_prompts
 
 # Decides which files may be read as prompts and opens them; pipes, devices and files elsewhere are never opened.

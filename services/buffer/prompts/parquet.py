@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from headrace.errors import InvalidArgument
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import FileSource
+from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import Block, BlockPlace, RowReader, edges_digest, open_regular
 from services.buffer.prompts.reader import check_num_rows, unreadable
 

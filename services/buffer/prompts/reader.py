@@ -10,7 +10,7 @@ from typing import Protocol
 from headrace.errors import InvalidArgument
 from headrace.limits import MAX_FILE_ROWS
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import Cursor
+from services.buffer.ledger.stream import Cursor
 
 
 @dataclass(frozen=True, slots=True)

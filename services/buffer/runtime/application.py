@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -24,30 +24,33 @@ from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.payload import check_samples
 from services.buffer.ledger.chunks import cut, sample_chunks
-from services.buffer.ledger.commands.dropping import Dropped
-from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
-from services.buffer.ledger.commands.retrying import Retried
-from services.buffer.ledger.commands.training import StepBatch
-from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
-from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.ledger.group import Group, GroupState, NewSample, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.stream import StreamConfig, StreamState
-from services.buffer.ledger.stream_limits import check_limits
-from services.buffer.ledger.transaction import LedgerEvent
+from services.buffer.ledger.produce import GroupPut, NoLeaseReason, PutResult, Release, check_submit
+from services.buffer.ledger.stream import StreamConfig, StreamState, check_config
+from services.buffer.ledger.train import StepBatch, candidates, commit_steps, is_starved, rewind_steps
+from services.buffer.ledger.work import MAX_CHANGES
 from services.buffer.pace import paced
 from services.buffer.prompts.files import PromptFiles
-from services.buffer.runtime.clock import LeaseTimer, now
-from services.buffer.runtime.journal import Changes, Journal, StoreWatch, Watching
+from services.buffer.runtime.commit import Committer, Pulse, now
+from services.buffer.runtime.journal import EventStream, Journal
 from services.buffer.runtime.prompt_sources import Locks, PromptReading, PromptSources
 from services.buffer.runtime.user_code import GroupChooser, UserCode
 from services.buffer.store.base import Damage, Store
 from services.buffer.store.columns import Columns
 from services.buffer.store.copy import CopiedFile
 
-# The ledger's copy is read chunk by chunk while the ledger goes on.
-# The store makes the copy at one moment and pins it; its files are streamed, each followed by its digest.
-
 _CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 10
+"""Payloads up to here are checked on the event loop."""
+_CHECKED_BYTES = 64 << 10
+"""Bytes of payloads and envelopes that are checked before other work runs."""
+_SUBMITTED_AT_ONCE = 2_048
+_LOOKED_UP_AT_ONCE = 2_048
+_OPENING_SECONDS = 30.0
+"""How long the start waits for prompt files; a file that never answers does not stop it."""
+NO_USER_CODE = UserCode()
+NO_PROMPT_FILES = PromptFiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +71,7 @@ class Digest:
     sha256: bytes
 
 
-async def stream_copy(
-    store: Store, columns: Callable[[], Sequence[CopiedFile]], readers: BlockingPool
-) -> AsyncIterator[Chunk | Digest]:
-    """Chunks of every file, each file's Digest behind them. Raises FailedPrecondition for a store without files.
-
-    `columns` is asked once the store's copy is made: it has at least those that the copy names.
-    """
-    copy = store.copy()
-    files = await readers.run(copy.__enter__)
-    try:
-        for file in (*files, *await readers.run(columns)):
-            async for part in _stream_file(file, readers):
-                yield part
-    finally:
-        await readers.run(copy.__exit__, None, None, None)
-
-
-async def _stream_file(file: CopiedFile, readers: BlockingPool) -> AsyncIterator[Chunk | Digest]:
-    digest = hashlib.sha256()
-    with file.path.open("rb") as source:
-        for offset in range(0, file.num_bytes, _CHUNK_BYTES):
-            data = await readers.run(source.read, min(_CHUNK_BYTES, file.num_bytes - offset))
-            await readers.run(digest.update, data)
-            yield Chunk(file.name, offset, data)
-    yield Digest(file.name, file.num_bytes, digest.digest())
-
-
-_SMALL_BYTES = 8 << 10
-"""Payloads up to here are checked on the event loop."""
-_CHECKED_BYTES = 64 << 10
-"""Bytes of payloads and envelopes that are checked before other work runs."""
-
-
-class Incoming:
+class SampleIntake:
     """Checks samples, and that `min_free_disk_bytes` of the store's disk stay free."""
 
     def __init__(self, ledger: Ledger, store: Store, min_free_disk_bytes: int) -> None:
@@ -134,11 +104,12 @@ class Incoming:
         self._check(samples)
 
     def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        for record, payload in [(sample.record, sample.payload) for _, sample in samples]:
-            check_payload(record.sample_id, record.digest, record.payload_bytes, payload)
-        vocab_sizes = {group_id: self._ledger.vocab_size(group_id) for group_id in {one[0] for one in samples}}
-        for vocab_size, some in groupby(samples, lambda one: vocab_sizes[one[0]]):
-            check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
+        for _, sample in samples:
+            record = sample.record
+            check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
+        for config, some in groupby(samples, lambda one: self._ledger.config_of(one[0])):
+            parsed = ((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some)
+            check_samples(parsed, config.vocab_size if config else None)
 
     def _require_disk(self) -> None:
         free = self._store.free_bytes()
@@ -149,14 +120,6 @@ class Incoming:
                 reason="DISK_RESERVE",
                 retry_after_seconds=5.0,
             )
-
-
-NO_USER_CODE = UserCode()
-NO_PROMPT_FILES = PromptFiles()
-_SUBMITTED_AT_ONCE = 2_048
-_LOOKED_UP_AT_ONCE = 2_048
-_OPENING_SECONDS = 30.0
-"""How long the start waits for prompt files; a file that never answers does not stop it."""
 
 
 class BufferApplication:
@@ -175,13 +138,16 @@ class BufferApplication:
     ) -> None:
         self.ledger = ledger
         self.journal = journal
+        self.sources = sources
+        self.columns = columns
+        """Columns that are too large for a message."""
         self._store = store
-        self._sources = sources
-        self._columns = columns
-        self._incoming = Incoming(ledger, store, min_free_disk_bytes)
-        self._reading = PromptReading(ledger, sources, store, self._incoming.check)
-        self._changes = Changes(ledger, journal, columns, self._reading.generated)
-        self._watching = Watching(journal, store, max_watch_lag)
+        self._intake = SampleIntake(ledger, store, min_free_disk_bytes)
+        self._committer = Committer(ledger, journal, columns)
+        self.commit = self._committer.commit
+        self._reading = PromptReading(self._committer, sources, store, self._intake.check)
+        self._committer.listeners.append(self._reading.generated)
+        self.events = EventStream(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
         self._choosing = Locks()
         self._changing = Locks()
@@ -189,9 +155,7 @@ class BufferApplication:
         self._deleting: set[asyncio.Task[None]] = set()
         self._payload_readers = BlockingPool("payload-reader", 4)
         self._copiers = BlockingPool("backup", 1)
-        self._timer = LeaseTimer(ledger, self._changes)
-        self.store_watch = StoreWatch(store, journal)
-        self.store_watch.listeners.append(self._keep_leases)
+        self.pulse = Pulse(self._committer, store, journal)
 
     @classmethod
     async def open(
@@ -242,29 +206,27 @@ class BufferApplication:
             await asyncio.wait(opening, timeout=_OPENING_SECONDS)
         for stream in list(ledger.leftovers):
             buffer._purge_deleted(stream)
-        buffer._timer.start()
-        buffer.store_watch.start()
+        buffer.pulse.start()
         return buffer
 
     async def close(self) -> None:
         """Waits for commits on their way, but not for a store that is away: nobody was told that those are durable."""
-        self._timer.stop()
         for task in self._deleting:
             task.cancel()
-        self.store_watch.stop()
-        self._columns.close()
+        self.pulse.stop()
+        self.columns.close()
         if self._store.waiting_for:
             self._store.stop_waiting()
         await self.journal.close()
-        await self._sources.close()
+        await self.sources.close()
         if self._chooser:
             await self._chooser.close()
         await asyncio.to_thread(self._store.close)
 
     async def create_stream_of_client(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """Returns (config, True if new). Raises InvalidArgument for files that clients may not name."""
-        check_limits(config)
-        paths = [await self._sources.path_of_client(file.path) for file in config.files]
+        check_config(config)
+        paths = [await self.sources.path_of_client(file.path) for file in config.files]
         files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
         known = config.name in self.ledger.streams
         names = {*self.ledger.streams, *self.ledger.deleted, config.name}
@@ -275,35 +237,26 @@ class BufferApplication:
             )
         return await self.create_stream(replace(config, files=files))
 
-    async def _keep_leases(self, store_answers: bool) -> None:
-        """Stops leases from expiring while nobody can renew them."""
-        if store_answers:
-            self.ledger.renew_all(now())
-            self._timer.start()
-        else:
-            self._timer.stop()
-
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """Returns (config, True if new)."""
-        check_limits(config)
-        async with self._sources.locks[config.name]:
+        check_config(config)
+        async with self.sources.locks[config.name]:
             is_new = config.name not in self.ledger.streams
-            state = await self._sources.begin(config) if is_new else StreamState(config)
-            return config, await self._changes.commit(self.ledger.create_stream(now(), state))
+            state = await self.sources.begin(config) if is_new else StreamState(config)
+            return config, await self.commit(Ledger.create_stream, state)
 
     async def set_limits(self, limits: StreamConfig) -> None:
         """Changes an existing stream's limits, for the operator, and nothing else."""
-        check_limits(limits)
+        check_config(limits)
         if limits.name in self.ledger.streams:
-            await self._changes.commit(self.ledger.set_limits(now(), limits))
+            await self.commit(Ledger.set_limits, limits)
 
     async def delete_stream(self, stream: str, *, force: bool, stream_id: str | None = None) -> bool:
         """Returns True when the stream existed; its groups are deleted in chunks."""
-        async with self._sources.locks[stream], self._changing[stream]:
-            result = self.ledger.delete_stream(now(), stream, force=force, stream_id=stream_id)
-            deleted = await self._changes.commit(result)
+        async with self.sources.locks[stream], self._changing[stream]:
+            deleted = await self.commit(Ledger.delete_stream, stream, force=force, stream_id=stream_id)
             if deleted:
-                await self._sources.close_stream(stream)
+                await self.sources.close_stream(stream)
                 self._purge_deleted(stream)
         return deleted
 
@@ -313,25 +266,21 @@ class BufferApplication:
         async def purge() -> None:
             while stream in self.ledger.leftovers and not self.journal.failed.done():
                 with suppress(RetryableError):  # the store is away, and will hear of it
-                    await self._changes.commit(self.ledger.purge_deleted(now(), stream))
+                    await self.commit(Ledger.purge_deleted, stream)
 
         task = asyncio.create_task(purge())
         self._deleting.add(task)
         task.add_done_callback(self._deleting.discard)
-
-    def trouble_of(self, stream: str) -> str | None:
-        """Returns why a stream's prompts cannot be read now; None when they can."""
-        return self._sources.trouble_of(stream)
 
     async def submit(self, stream: str, prompts: Sequence[Prompt], *, stream_id: str | None = None) -> list[str]:
         """Returns one group id for each prompt."""
         group_ids: list[str] = []
         async with self._changing[stream]:
             self.ledger.require_same(stream, stream_id)
-            self.ledger.check_submit(stream, prompts)
+            check_submit(self.ledger.stream(stream), prompts)
             for first in range(0, len(prompts), _SUBMITTED_AT_ONCE):
                 some = prompts[first : first + _SUBMITTED_AT_ONCE]
-                group_ids += await self._changes.commit(self.ledger.submit(now(), stream, some))
+                group_ids += await self.commit(Ledger.submit, stream, some)
         return group_ids
 
     async def lease(
@@ -350,49 +299,27 @@ class BufferApplication:
 
         async def attempt() -> list[Group] | None:
             self.ledger.require_same(stream, same_id)
-            await self._reading.read(stream, max_groups, self._changes.note)
+            await self._reading.read(stream, max_groups)
             self.ledger.require_same(stream, same_id)
-            result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
-            if result[0]:
-                self._timer.granted()
-            return await self._changes.commit(result) or ([] if indexed.oldest_wanted() > known_version else None)
+            groups = await self.commit(Ledger.lease, stream, producer_id, request_id, max_groups)
+            return groups or ([] if indexed.oldest_wanted() > known_version else None)
 
         indexed = self.ledger.stream(stream)
-        groups = await self._changes.wait(stream, attempt, wait_seconds) or []
+        groups = await self._committer.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
-
-    def lease_seconds_left(self, lease_id: str) -> float | None:
-        """Returns the time until a lease expires; None when it has ended."""
-        return self.ledger.lease_seconds_left(now(), lease_id)
-
-    def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Returns (renewed ids, ids of leases that have ended)."""
-        return self.ledger.renew(now(), lease_ids)
 
     async def release(self, releases: Sequence[Release]) -> None:
         partials = [sample for release in releases for sample in release.partials]
-        await self._incoming.check([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
-        self._columns.require(partials)
-        await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
+        await self._intake.check([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
+        self.columns.require(partials)
+        await self.commit(Ledger.release, releases)
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Returns once the puts are durable. A nearly full disk refuses them: consume and commit need the rest."""
         samples = [sample for put in puts for sample in put.samples]
-        await self._incoming.check([(put.group_id, sample) for put in puts for sample in put.samples])
-        self._columns.require(samples)
-        return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
-
-    async def retry(
-        self, stream: str, request_id: str, group_ids: Sequence[str], *, stream_id: str | None = None
-    ) -> Retried:
-        self.ledger.require_same(stream, stream_id)
-        return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
-
-    async def drop(
-        self, stream: str, request_id: str, group_ids: Sequence[str], reason: str, *, stream_id: str | None = None
-    ) -> Dropped:
-        self.ledger.require_same(stream, stream_id)
-        return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
+        await self._intake.check([(put.group_id, sample) for put in puts for sample in put.samples])
+        self.columns.require(samples)
+        return await self.commit(Ledger.put, puts)
 
     async def lease_batch(
         self, stream: str, epoch: int, step: int, wait_seconds: float, *, stream_id: str | None = None
@@ -402,47 +329,42 @@ class BufferApplication:
 
         async def attempt() -> StepBatch | None:
             self.ledger.require_same(stream, same_id)
-            batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
-            if batch is None and self.ledger.is_starved(stream):
-                self._sources.require(self.ledger.stream(stream).state)
+            batch = await self.commit(Ledger.lease_batch, stream, epoch, step)
+            if batch is None and is_starved(self.ledger.stream(stream)):
+                self.sources.require(self.ledger.stream(stream).state)
             if batch is None and self._chooser:
                 return await self._choose(self._chooser, stream, epoch, step)
             return batch
 
-        batch = await self._changes.wait(stream, attempt, wait_seconds)
+        batch = await self._committer.wait(stream, attempt, wait_seconds)
         return batch, self.ledger.stream(stream).counts[GroupState.READY]
 
     async def _choose(self, chooser: GroupChooser, stream: str, epoch: int, step: int) -> StepBatch | None:
         async with self._choosing[stream]:
             indexed = self.ledger.stream(stream)
-            if not (groups := self.ledger.candidates(stream, step)):
+            if not (groups := candidates(indexed, step)):
                 return None
             with chooser.folder() as folder:
                 packed = folder / "groups"
                 await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
                 chosen, dropped = await chooser.choose(step, packed, indexed.state.config.groups_per_step)
-            ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
+            ids = [[groups[i].group_id for i in indices] for indices in (chosen, dropped)]
             # A stream that was deleted meanwhile, and created again, is at another epoch.
-            return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
+            return await self.commit(Ledger.choose, stream, epoch, step, ids[0], ids[1])
 
     def _packed(self, group: Group) -> list[bytes]:
         """Serializes a group's samples for the user's function. Runs in a thread."""
         samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
         return [wire.sample_to_proto(record, payload).SerializeToString() for record, payload in samples]
 
-    async def consume(self, stream: str, epoch: int, step: int, digest: bytes, *, stream_id: str | None = None) -> int:
-        """Returns the next step."""
-        self.ledger.require_same(stream, stream_id)
-        return await self._changes.commit(self.ledger.consume(now(), stream, epoch, step, digest))
-
-    async def commit(self, stream: str, epoch: int, step: int, *, stream_id: str | None = None) -> int:
+    async def commit_step(self, stream: str, epoch: int, step: int, *, stream_id: str | None = None) -> int:
         """Returns the number of groups that became COMMITTED."""
         num_groups = 0
         async with self._changing[stream]:
             self.ledger.require_same(stream, stream_id)
-            for until in self.ledger.commit_steps(stream, epoch, step):
-                num_groups += await self._changes.commit(self.ledger.commit(now(), stream, epoch, until))
-            while await self._changes.commit(self.ledger.delete_ended(now(), stream)) == MAX_CHANGES:
+            for until in commit_steps(self.ledger.stream(stream), epoch, step):
+                num_groups += await self.commit(Ledger.commit, stream, epoch, until)
+            while await self.commit(Ledger.delete_ended, stream) == MAX_CHANGES:
                 pass
         return num_groups
 
@@ -453,10 +375,9 @@ class BufferApplication:
         num_back = 0
         async with self._changing[stream]:
             self.ledger.require_same(stream, stream_id)
-            for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
-                _, num_back = await self._changes.commit(self.ledger.rewind(now(), stream, until, None, 0, num_back))
-            rewound = self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
-            return await self._changes.commit(rewound)
+            for until in rewind_steps(self.ledger.stream(stream), step, request_id, least_epoch):
+                _, num_back = await self.commit(Ledger.rewind, stream, until, None, 0, num_back)
+            return await self.commit(Ledger.rewind, stream, step, request_id, least_epoch, num_back)
 
     async def set_policy_version(
         self, stream: str, epoch: int, policy_version: int, *, stream_id: str | None = None
@@ -465,7 +386,7 @@ class BufferApplication:
         num_expired, some = 0, MAX_CHANGES
         while some == MAX_CHANGES:
             self.ledger.require_same(stream, stream_id)
-            some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
+            some = await self.commit(Ledger.set_policy_version, stream, epoch, policy_version)
             num_expired += some
         return num_expired
 
@@ -484,36 +405,43 @@ class BufferApplication:
         for records in sample_chunks(found):
             yield list(zip(records, await self.payloads(records), strict=True))
 
-    async def list_groups(
-        self, stream: str, states: Sequence[GroupState], before: int | None, count: int
-    ) -> tuple[list[Group], int | None]:
-        """Returns a page, and the position before which the next one starts."""
-        page = self.ledger.list_groups(stream, states, before, count)
-        await self.wait_until_durable()
-        return page
-
     async def backup(self) -> AsyncIterator[Chunk | Digest]:
-        """Copies at least everything up to the durable position."""
-        self._columns.pin_all()
-        try:
-            async for part in stream_copy(self._store, self._columns.files, self._copiers):
-                yield part
-        finally:
-            self._columns.unpin_all()
+        """Yields the chunks of every file of a copy, each file's Digest behind them.
 
-    @property
-    def columns(self) -> Columns:
-        """Columns that are too large for a message."""
-        return self._columns
+        The store copies at one moment, at least everything up to the durable position, while the ledger goes on; the
+        columns are asked for once the copy is made, so that none is missing that it names. Raises FailedPrecondition
+        for a store without files.
+        """
+        self.columns.pin_all()
+        copy = self._store.copy()
+        try:
+            files = await self._copiers.run(copy.__enter__)
+            try:
+                for file in (*files, *await self._copiers.run(self.columns.files)):
+                    async for part in self._copied(file):
+                        yield part
+            finally:
+                await self._copiers.run(copy.__exit__, None, None, None)
+        finally:
+            self.columns.unpin_all()
+
+    async def _copied(self, file: CopiedFile) -> AsyncIterator[Chunk | Digest]:
+        digest = hashlib.sha256()
+        with file.path.open("rb") as source:
+            for offset in range(0, file.num_bytes, _CHUNK_BYTES):
+                data = await self._copiers.run(source.read, min(_CHUNK_BYTES, file.num_bytes - offset))
+                await self._copiers.run(digest.update, data)
+                yield Chunk(file.name, offset, data)
+        yield Digest(file.name, file.num_bytes, digest.digest())
 
     async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         """Returns (next offset, True once the column is durable). It is refused when the disk is nearly full."""
-        await self._incoming.require_disk()
-        return await self._columns.upload(sha256, num_bytes, offset, data)
+        await self._intake.require_disk()
+        return await self.columns.upload(sha256, num_bytes, offset, data)
 
     def damage(self) -> Sequence[Damage]:
         """Returns everything that was found damaged so far."""
-        return [*self._store.damage(), *map(Damage, self.ledger.problems), *self._columns.damage()]
+        return [*self._store.damage(), *map(Damage, self.ledger.problems), *self.columns.damage()]
 
     @property
     def store_name(self) -> str:
@@ -522,8 +450,4 @@ class BufferApplication:
 
     async def wait_until_durable(self) -> None:
         """Waits until everything in memory is durable."""
-        await self._changes.wait_until_durable()
-
-    def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
-        """Yields the history from a position on, then live. Raises OutOfRange outside of it, or for a slow reader."""
-        return self._watching.watch(from_position)
+        await self._committer.wait_until_durable()

@@ -1,23 +1,17 @@
-"""Makes transactions durable in their order, then tells callers, waiting streams, and watchers of the history."""
+"""Makes transactions durable in their order, and streams the history that they make."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from headrace.errors import DataLoss, OutOfRange, RetryableError, Unavailable
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.ledger import Ledger, Result
 from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store.base import Store
-from services.buffer.store.columns import Columns
 
 
 class Signal:
@@ -49,7 +43,7 @@ async def wait_for(ticket: asyncio.Event, seconds: float) -> bool:
 _KEPT = 4096
 
 
-class Tail:
+class EventCache:
     """Holds at least the latest `_KEPT` events since the start of the process."""
 
     def __init__(self) -> None:
@@ -93,7 +87,7 @@ class Journal:
         self.oldest_position = oldest_position
         """The first position of the history that the store still has."""
         self.advanced = Signal()
-        self.tail = Tail()
+        self.event_cache = EventCache()
         self.failed: asyncio.Future[None] = loop.create_future()
         self._store = store
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="payloads")
@@ -174,7 +168,7 @@ class Journal:
     def _advance(self, transactions: Sequence[Transaction]) -> None:
         positions = [t.events[-1].position for t in transactions if t.events]
         if positions:
-            self.tail.add([event for t in transactions for event in t.events])
+            self.event_cache.add([event for t in transactions for event in t.events])
             self.durable_position = positions[-1]
             self.oldest_position = max(self.oldest_position, *(t.events_from or 0 for t in transactions))
             self.advanced.set()
@@ -197,108 +191,17 @@ def _retrieved(waiting: asyncio.Future[None]) -> None:
         waiting.exception()
 
 
-# Passes a command's changes on: to the journal and, once they are durable, to the calls that wait for them.
-# Waits of a stream end when anything in it changes. Deleted samples release their columns when the deletion is durable;
-# groups that became READY are then given to the data source that wants to see them.
-
-_Answer = TypeVar("_Answer")
-_SETTLE_AGAIN_SECONDS = 0.5
-
-Generated = Callable[[Transaction], Awaitable[None]]
-"""Is told of every durable transaction."""
-
-
-class Changes:
-    """Unblocked by the journal."""
-
-    def __init__(self, ledger: Ledger, journal: Journal, columns: Columns, generated: Generated) -> None:
-        self._ledger = ledger
-        self._journal = journal
-        self._columns = columns
-        self._generated = generated
-        self._changed: defaultdict[str, Signal] = defaultdict(Signal)
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def commit(self, result: Result[_Answer]) -> _Answer:
-        """Returns the answer once the transaction is durable."""
-        answer, transaction = result
-        durable = self._journal.append(transaction)
-        for name in {e.stream for e in transaction.events}:
-            self._changed[name].set()
-        if transaction.deleted_payloads:
-            self._later(self._release_columns(transaction.deleted_payloads))
-        try:
-            await durable
-        except Unavailable:
-            self._later(self._generated_when_durable(transaction))
-            raise
-        await self._generated(transaction)
-        return answer
-
-    def note(self, result: Result[None]) -> None:
-        """Commits without waiting: what the caller commits next is behind it in the journal."""
-        _ = self._journal.append(result[1])
-        for name in {e.stream for e in result[1].events}:
-            self._changed[name].set()
-
-    async def commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
-        """Commits as `commit` does; columns of the stored samples are pinned from now on."""
-        for sample in samples:
-            if sample.record.key in result[1].payloads:
-                self._columns.pin(sample.record, sample.columns)
-        return await self.commit(result)
-
-    async def wait_until_durable(self) -> None:
-        """Waits until everything in memory is durable."""
-        await self._journal.append(Transaction())
-
-    async def wait(
-        self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
-    ) -> _Answer | None:
-        """Attempts after every change of the stream until one gives an answer; returns None when none did in time."""
-        end = time.monotonic() + seconds
-        while True:
-            ticket = self._changed[stream].ticket()
-            answer = await attempt()
-            left = end - time.monotonic()
-            if answer is not None or left <= 0 or not await wait_for(ticket, left):
-                return answer
-
-    async def _release_columns(self, keys: Sequence[str]) -> None:
-        """Runs to its end even when the call that deleted the samples was cancelled."""
-        if await self._durable_at_last():
-            self._columns.release(keys)
-
-    async def _generated_when_durable(self, transaction: Transaction) -> None:
-        if await self._durable_at_last():
-            await self._generated(transaction)
-
-    async def _durable_at_last(self) -> bool:
-        """Waits even while the store is away; returns False when it has failed and the process is ending."""
-        while not self._journal.failed.done():
-            try:
-                await self.wait_until_durable()
-            except Unavailable:
-                await asyncio.sleep(_SETTLE_AGAIN_SECONDS)
-            else:
-                return True
-        return False
-
-    def _later(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-# Streams the history from any position, then live. Each watcher reads at its own pace and delays nobody.
-# Live watchers are served from memory. One that falls behind by more than `max_lag` events is cut off with the position
-# at which it may go on: the ledger keeps no queue for it.
-
 _EVENTS_PER_PAGE = 500
 _READERS = 2
 
 
-class Watching:
+class EventStream:
+    """Streams the history from any position, then live. Each watcher reads at its own pace and delays nobody.
+
+    Live watchers are served from memory. One that falls behind by more than `max_lag` events is cut off with the
+    position at which it may continue: the ledger keeps no queue for it.
+    """
+
     def __init__(self, journal: Journal, store: Store, max_lag: int) -> None:
         self._journal = journal
         self._store = store
@@ -328,7 +231,7 @@ class Watching:
                 is_live = True
                 await ticket.wait()
                 continue
-            events = self._journal.tail.read(position, _EVENTS_PER_PAGE)
+            events = self._journal.event_cache.read(position, _EVENTS_PER_PAGE)
             if events is None:
                 events = await self._readers.run(self._store.read_events, position, _EVENTS_PER_PAGE)
             events = events[: _num_without_gap(events, position)]
@@ -362,47 +265,3 @@ def _num_without_gap(events: Sequence[LedgerEvent], position: int) -> int:
     if events and events[-1].position == position + len(events) - 1:
         return len(events)
     return next((i for i, event in enumerate(events) if event.position != position + i), len(events))
-
-
-# Tells clients and operators while the store is away, and goes on when it is back.
-# Answering → away: its database is away (callers get UNAVAILABLE), or its disk is full (RESOURCE_EXHAUSTED). No lease
-# expires, and health is NOT_SERVING.
-# Away → answering: everything in memory is durable by then, and every lease starts its full time again.
-# A store that gives up ends the process, through the journal.
-
-_LOOK_SECONDS = 0.25
-
-
-class StoreWatch:
-    """`listeners` are told each time that the store goes away or comes back."""
-
-    def __init__(self, store: Store, journal: Journal) -> None:
-        self.listeners: list[Callable[[bool], Awaitable[None]]] = []
-        self._store = store
-        self._journal = journal
-        self._is_away = False
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    def stop(self) -> None:
-        if self._task:
-            self._task.cancel()
-
-    def require(self) -> None:
-        """Raises while the store is away. Call it before a command changes memory."""
-        if away := self._store.waiting_for:
-            raise away
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)  # the store waits in another thread, and has no event to set
-            away = self._store.waiting_for
-            if away:
-                self._journal.refuse(away)
-            if bool(away) != self._is_away:
-                self._is_away = bool(away)
-                log.warning("store_away" if away else "store_back", reason=away.message if away else None)
-                for listener in self.listeners:
-                    await listener(not self._is_away)

@@ -20,20 +20,17 @@ from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.wire import distinct, to_finished
-from services.buffer.ledger.commands.producing import NoLeaseReason
-from services.buffer.ledger.commands.prompting import Finish
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import Group, GroupState, payload_key
-from services.buffer.ledger.ledger import Ledger, Result
-from services.buffer.ledger.source import FileSource, source_names
-from services.buffer.ledger.stream import StreamConfig, StreamState
+from services.buffer.ledger.group import Group, GroupState, NewSample, payload_key
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.produce import Finish, NoLeaseReason
+from services.buffer.ledger.stream import FileSource, StreamConfig, StreamState, source_names
 from services.buffer.ledger.transaction import Transaction
 from services.buffer.pace import paced
 from services.buffer.prompts.data_source import DataSourceReader, KeptGroups, is_again, origin_group
 from services.buffer.prompts.files import IndexedFile, PromptFiles, RowReader, StreamedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, lines_or_table, read_jsonl_block
 from services.buffer.prompts.reader import MixReading, PromptEntry, PromptMix, PromptReader, ReaderShard, finished_of
-from services.buffer.runtime.clock import now
+from services.buffer.runtime.commit import Committer
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
 
@@ -304,26 +301,28 @@ _FULL = (NoLeaseReason.ADMISSION, NoLeaseReason.LIMITER, NoLeaseReason.BYTES)
 class PromptReading:
     """Reads under the stream's lock. Unblocked by: a lease's request."""
 
-    def __init__(self, ledger: Ledger, sources: PromptSources, store: Store, check: CheckSamples) -> None:
-        self._ledger = ledger
+    def __init__(self, committer: Committer, sources: PromptSources, store: Store, check: CheckSamples) -> None:
+        self._committer = committer
+        self._ledger = committer.ledger
         self._sources = sources
         self._store = store
         self._check = check
         self._payloads = BlockingPool("generated-samples", 1)
 
-    async def read(self, stream: str, max_groups: int, note: Callable[[Result[None]], None]) -> None:
+    async def read(self, stream: str, max_groups: int) -> None:
         """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
         async with self._sources.locks[stream]:
             if self._sources.chooses(stream) and any(counts := self._wanted(stream, max_groups)):
-                await self._choose(stream, sum(counts), note)
+                await self._choose(stream, sum(counts))
             while any(counts := self._wanted(stream, max_groups)):
                 reading = await self._sources.read(self._ledger.stream(stream).state, counts)
                 finished = await self._finished(stream, reading.finished)
-                note(self._ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended, finished))
+                prompts, cursors, ended = reading.prompts, reading.cursors, reading.ended
+                self._committer.start(Ledger.read, stream, prompts, cursors, ended, finished)
 
     def _wanted(self, stream: str, max_groups: int) -> Sequence[int]:
         """A group that may be chosen again is trained a step late: producers begin that much less ahead."""
-        return self._ledger.prompts_wanted(stream, max_groups, is_held_back=self._sources.chooses(stream))
+        return self._ledger.stream(stream).prompts_wanted(max_groups, is_held_back=self._sources.chooses(stream))
 
     async def generated(self, transaction: Transaction) -> None:
         """Gives the groups that a durable transaction made READY to the data sources of their streams."""
@@ -339,7 +338,7 @@ class PromptReading:
             if known and groups[0].group_id in known.groups:  # else its stream was deleted since
                 await self._sources.hand_over(self._ledger.stream(stream).state, packed, partial(self._kept, stream))
 
-    async def _choose(self, stream: str, count: int, note: Callable[[Result[None]], None]) -> None:
+    async def _choose(self, stream: str, count: int) -> None:
         if self._ledger.no_lease_reason(stream) in _FULL:
             return
         step, oldest = self._ledger.stream(stream).next_filled()
@@ -352,7 +351,7 @@ class PromptReading:
             return
         finished = await self._finished(stream, finished_of(new))
         ended = state.ended or (state.exhausted,)
-        note(self._ledger.read(now(), stream, [[each.prompt for each in new]], state.cursors, ended, finished))
+        self._committer.start(Ledger.read, stream, [[each.prompt for each in new]], state.cursors, ended, finished)
         log.info("groups_trained_again", stream=stream, groups=len(new), step=step)
 
     async def _finished(self, stream: str, packed: Mapping[str, Sequence[bytes]]) -> dict[str, Finish]:

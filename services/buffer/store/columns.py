@@ -25,8 +25,7 @@ from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFo
 from headrace.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import Group, SampleRecord
+from services.buffer.ledger.group import Group, NewSample, SampleRecord
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
 from services.buffer.store.column_file import PART, FileState, append, has_digest, state_of

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import simpy
 
-from services.buffer.ledger.admission import oldest_trainable, places_left
+from services.buffer.ledger.admission import oldest_trainable, slots_left
 from services.buffer.ledger.stream import StreamConfig, StreamState
 from tests.bench.scaling.costs import Costs
 from tests.bench.scaling.layout import Demand, Layout, Workload, groups_per_step
@@ -167,7 +167,7 @@ class Run:
         flying = simpy.Container(self.env, capacity=fair, init=fair)
         while True:
             yield flying.get(1)
-            while not places_left(self._state, self._leased, self._num_ready, lambda _: False):
+            while not slots_left(self._state, self._leased, self._num_ready, lambda _: False):
                 yield self._changed
             self._leased += 1
             admitted = self._state.step * self._groups + self._leased + self._num_ready

@@ -90,7 +90,7 @@ async def test_a_copy_made_under_load_is_one_moment_of_the_ledger(served: Served
             assert groups[group.group_id] == group
         ids = [sample.sample_id for group in groups.values() for sample in group.samples]
         assert len(await client.fetch_samples("train", ids)) == len(ids)
-        events = [event.position async for page in _until(buffer.watch(1), position) for event in page]
+        events = [event.position async for page in _until(buffer.events.watch(1), position) for event in page]
         assert events == list(range(1, position + 1))
         await produce(client, 2, "goes on")
 

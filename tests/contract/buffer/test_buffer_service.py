@@ -33,7 +33,7 @@ from headrace.trajectory import Sample
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import StreamConfig
 from services.buffer.ledger.transaction import Instant, Transaction
-from services.buffer.runtime import clock as runtime_clock
+from services.buffer.runtime import commit
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
@@ -293,7 +293,7 @@ async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None
         BufferClient(server.address) as client,
     ):
         await client.create_stream(stream(max_queued_groups=100))
-        watcher = buffer.watch(1)
+        watcher = buffer.events.watch(1)
         assert len(await anext(watcher)) == 1
         live = asyncio.ensure_future(anext(watcher))
         await client.submit_prompts("train", text_prompts("a"))
@@ -485,14 +485,13 @@ async def test_leases_have_their_full_time_when_the_database_is_back(
     monkeypatch: pytest.MonkeyPatch, lease_seconds: float, away_seconds: float, num_leases: int
 ) -> None:
     clock = [0.0]
-    real = runtime_clock.now
+    real = commit.now
     later: Callable[[], Instant] = lambda: Instant(real().monotonic + clock[0], real().unix)  # noqa: E731
-    for module in ("application", "clock"):
-        monkeypatch.setattr(f"services.buffer.runtime.{module}.now", later)
+    monkeypatch.setattr(commit, "now", later)
     store = AwayStore()
     async with served_buffer(store) as (buffer, server), BufferClient(server.address) as client:
         heard: asyncio.Queue[bool] = asyncio.Queue()
-        buffer.store_watch.listeners.append(heard.put)  # told after those that keep the leases
+        buffer.pulse.listeners.append(heard.put)  # told after the leases were renewed
         await client.create_stream(stream(lease_seconds=lease_seconds, max_staleness=100))
         await client.submit_prompts("train", text_prompts(*(f"{i}" for i in range(num_leases))))
         leases = (await client.lease_groups("train", "p", num_leases)).leases
@@ -503,5 +502,5 @@ async def test_leases_have_their_full_time_when_the_database_is_back(
         store.away = False
         assert await heard.get()
         clock[0] += lease_seconds / 2
-        assert len(buffer.renew([x.lease_id for x in leases])[0]) == num_leases
+        assert len(buffer.ledger.renew(commit.now(), [x.lease_id for x in leases])[0]) == num_leases
         assert (await client.stats("train")).groups["LEASED"] == num_leases

@@ -9,14 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound, ResourceExhausted
-from services.buffer.ledger.commands.dropping import Dropped
-from services.buffer.ledger.commands.producing import PutOutcome, Release
-from services.buffer.ledger.commands.retrying import Retried
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import GroupState, Prompt
+from services.buffer.ledger.group import GroupState, NewSample, Prompt
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.source import FileSource
-from services.buffer.ledger.stream import Selection
+from services.buffer.ledger.operate import Dropped, Retried
+from services.buffer.ledger.produce import PutOutcome, Release
+from services.buffer.ledger.stream import FileSource, Selection
 from services.buffer.store.base import Store
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
 from tests.support.ledgers.mixed_ledger import Mixed

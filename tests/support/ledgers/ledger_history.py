@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.buffer.ledger.commands.producing import PutOutcome, Release
 from services.buffer.ledger.group import Group, GroupState
-from services.buffer.ledger.ledger import Result
+from services.buffer.ledger.produce import PutOutcome, Release
 from services.buffer.ledger.stream import StreamState
+from services.buffer.ledger.work import Result
 from services.buffer.store.base import Snapshot, Store
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.buffer.ledger.group import Group, Prompt
-from services.buffer.ledger.source import Cursor, FileSource
-from services.buffer.ledger.stream import StreamConfig, StreamState
+from services.buffer.ledger.stream import Cursor, FileSource, StreamConfig, StreamState
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 
 WEIGHTS = {"math": 5.0, "code": 2.0, "chat": 1.0}
@@ -28,7 +27,7 @@ class Mixed(LedgerUnderTest):
         self.do(self.ledger.create_stream(self.now, state))
 
     def lease(self, count: int = 100) -> list[Group]:
-        while any(counts := self.ledger.prompts_wanted("train", count)):
+        while any(counts := self.ledger.stream("train").prompts_wanted(count)):
             state = self.ledger.stream("train").state
             prompts, cursors, ended = [], [], []
             for file, cursor, wanted in zip(state.config.files, state.cursors, counts, strict=True):

@@ -17,8 +17,9 @@ from headrace.job.schema.job import Job
 from headrace.protobuf import raw_put
 from headrace.trajectory import Sample as WireSample
 from services.buffer.conversion import wire
-from services.buffer.ledger.commands.training import StepBatch
+from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.stream import ExpiryAction, StreamConfig
+from services.buffer.ledger.train import StepBatch
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
@@ -43,7 +44,7 @@ class ReusingRun:
         batch, _ = await self.buffer.lease_batch("train", self.epoch, self.step, 0.0)
         assert batch is not None
         samples = await self.samples(batch)
-        await self.buffer.consume("train", self.epoch, self.step, batch.digest)
+        await self.buffer.commit(Ledger.consume, "train", self.epoch, self.step, batch.digest)
         self.step += 1
         await self.buffer.set_policy_version("train", self.epoch, self.step)
         return samples

@@ -22,7 +22,7 @@ from services.buffer.conversion.wire import add_to_server
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import NO_USER_CODE, BufferApplication
 from services.buffer.runtime.user_code import UserCode
-from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
+from services.buffer.servicer import REQUEST_BYTES, BufferServicer
 from services.buffer.store.base import Store
 from tests.support.processes.with_constants import python_with
 
@@ -62,11 +62,11 @@ async def served_buffer(
         address,
         [service],
         insecure=insecure,
-        request_limits=REQUEST_LIMITS,
-        gate=buffer.store_watch.require,
+        request_bytes=REQUEST_BYTES,
+        gate=buffer.pulse.require_store,
     )
     await server.start()
-    buffer.store_watch.listeners.append(server.set_serving)
+    buffer.pulse.listeners.append(server.set_serving)
     try:
         yield buffer, server
     finally:

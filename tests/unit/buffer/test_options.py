@@ -40,7 +40,7 @@ class Parts:
 
     @property
     def source(self) -> Any:
-        return self.buffer._sources._data_sources["train"]
+        return self.buffer.sources._data_sources["train"]
 
 
 FILES: Readers = {
@@ -56,7 +56,7 @@ FILES: Readers = {
     "over_sampling_batch_size": [lambda p: p.stream.over_sampling_groups + p.stream.groups_per_step],
     "expiry_action": [lambda p: p.stream.expiry_action.name.lower()],
     "selection": [lambda p: p.stream.selection.name.lower()],
-    "max_payload_bytes": [lambda p: p.stream.max_payload_bytes, lambda p: p.buffer._columns._max_bytes],
+    "max_payload_bytes": [lambda p: p.stream.max_payload_bytes, lambda p: p.buffer.columns._max_bytes],
     "min_size_to_sample": [lambda p: p.stream.limiter.min_size],
     "samples_per_insert": [lambda p: p.stream.limiter.samples_per_insert],
     "samples_per_insert_error_buffer": [lambda p: p.stream.limiter.error_buffer],
@@ -83,8 +83,8 @@ FILES: Readers = {
     },
     "multimodal_keys": [lambda p: {"image": p.stream.files[0].image_key}],
     "loss_type": [lambda p: "policy_loss" if p.stream.needs_reward else "sft_loss"],
-    "prompt_root": [lambda p: p.buffer._sources.files.root],
-    "retain_events": [lambda p: p.buffer.ledger._retain_events],
+    "prompt_root": [lambda p: p.buffer.sources.files.root],
+    "retain_events": [lambda p: p.buffer.ledger.retain_events],
     "buffer_store": [lambda p: "memory" if isinstance(p.buffer._store, MemoryStore) else "another"],
 }
 HOOKS: Readers = {

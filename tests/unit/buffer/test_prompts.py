@@ -17,7 +17,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.source import Cursor, FileSource
+from services.buffer.ledger.stream import Cursor, FileSource
 from services.buffer.prompts.reader import PromptMix
 from services.buffer.runtime.prompt_sources import open_files
 

@@ -98,7 +98,7 @@ async def test_the_history_of_a_reused_group_is_one_that_the_audit_knows(folder:
         ]
         assert {group.state for group in again} == {GroupState.READY}
         kinds: dict[str, list[str]] = {}
-        events = run.buffer.watch(1)
+        events = run.buffer.events.watch(1)
         while len(kinds.get(again[-1].group_id, ())) < 3:
             for event in await anext(events):
                 kinds.setdefault(event.group_id or "", []).append(event.kind)

@@ -15,11 +15,11 @@ from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
 from headrace.protobuf import raw_put
 from services.buffer.conversion import wire
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
-from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import GroupState, Prompt
-from services.buffer.ledger.source import Cursor
-from services.buffer.ledger.stream import Selection, StreamConfig
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.produce import GroupPut, PutOutcome
+from services.buffer.ledger.stream import Cursor, Selection, StreamConfig
+from services.buffer.ledger.train import StepBatch
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
@@ -123,7 +123,7 @@ async def test_a_users_function_chooses_the_batch_and_the_choice_is_durable(fold
         assert [(g.prompt.prompt_id, g.failure.reason) for g in dropped if g.failure] == [("never", "BUFFER_FILTER")]
     async with opened(store, folder, "pop_first") as buffer:
         assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["dddd", "ccc"]
-        await buffer.consume("train", epoch, 0, batch.digest)
+        await buffer.commit(Ledger.consume, "train", epoch, 0, batch.digest)
         assert labels((await buffer.lease_batch("train", epoch, 1, 0.0))[0]) == ["a", "bb"]
 
 

@@ -17,7 +17,7 @@ from headrace.images import with_images
 from headrace.job.eval_sets import EvalSet, eval_dataset
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
-from services.buffer.ledger.source import FileSource
+from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles

@@ -18,7 +18,7 @@ from headrace.hooks import Sample
 from headrace.hooks.args import HookArgs
 from headrace.hooks.plain import plain
 from headrace.prompts import label_text
-from services.buffer.ledger.source import FileSource
+from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.prompts.files import RowReader
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys

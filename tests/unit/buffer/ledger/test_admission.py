@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import InvalidArgument
-from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.ledger.group import GroupState
 from services.buffer.ledger.limiter import Limiter
+from services.buffer.ledger.produce import GroupPut, NoLeaseReason, PutOutcome, Release
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, sample
 
 

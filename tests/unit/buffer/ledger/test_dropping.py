@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
-from services.buffer.ledger.commands.dropping import Dropped
-from services.buffer.ledger.commands.producing import PutOutcome
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.limiter import Limiter
+from services.buffer.ledger.operate import Dropped
+from services.buffer.ledger.produce import PutOutcome
 from services.buffer.ledger.stream import Selection
 from services.buffer.store.base import Snapshot
 from services.buffer.store.memory import MemoryStore

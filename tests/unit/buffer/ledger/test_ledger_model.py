@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.errors import NotFound
-from services.buffer.ledger.commands.dropping import Dropped
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
 from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.operate import Dropped
+from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
 from services.buffer.ledger.stream import ExpiryAction, Selection
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample, without_samples
 from tests.support.ledgers.stores import STORES, reopened

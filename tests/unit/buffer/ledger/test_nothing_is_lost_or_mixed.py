@@ -12,10 +12,10 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.protobuf import raw_put
 from services.buffer.conversion import wire
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
 from services.buffer.ledger.group import GroupState
-from services.buffer.ledger.source import FileSource
-from services.buffer.ledger.stream import StreamConfig
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
+from services.buffer.ledger.stream import FileSource, StreamConfig
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
@@ -128,7 +128,7 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
     )
     batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
     assert batch is not None
-    await buffer.consume("train", epoch, 0, batch.digest)
+    await buffer.commit(Ledger.consume, "train", epoch, 0, batch.digest)
     with pytest.raises(FailedPrecondition, match="1 groups are left for step 1") as refused:
         await buffer.lease_batch("train", epoch, 1, 0.0)
     assert refused.value.reason == "EXHAUSTED"

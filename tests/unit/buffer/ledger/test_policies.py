@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import InvalidArgument, NotFound, ResourceExhausted
-from services.buffer.ledger.commands.producing import NoLeaseReason, PutOutcome
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.limiter import Limiter
-from services.buffer.ledger.stream import Selection
+from services.buffer.ledger.produce import NoLeaseReason, PutOutcome
+from services.buffer.ledger.stream import Selection, StreamConfig, check_config
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, rewarded, without_samples
 
 
@@ -106,9 +106,9 @@ def test_limiter_and_staleness_together_never_stop_everything(it: LedgerUnderTes
         (Limiter(samples_per_insert=1.0, error_buffer=1.0), "smaller than 1.5"),
     ],
 )
-def test_a_limiter_that_cannot_be_is_refused(it: LedgerUnderTest, limiter: Limiter, complaint: str) -> None:
+def test_a_limiter_that_cannot_be_is_refused(limiter: Limiter, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
-        it.create(groups_per_step=2, limiter=limiter)
+        check_config(StreamConfig("train", n_samples_per_prompt=2, groups_per_step=2, limiter=limiter))
 
 
 def test_over_sampling_fills_a_step_in_spite_of_drops_and_the_surplus_is_made_anew(it: LedgerUnderTest) -> None:

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from headrace.digest import batch_digest, batch_digest_of_0_1
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
-from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
-from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import Group, GroupState, Prompt
 from services.buffer.ledger.indexed_stream import group_digest
+from services.buffer.ledger.produce import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.ledger.stream import ExpiryAction, Selection
+from services.buffer.ledger.train import StepBatch
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, rewarded, sample, without_samples
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import NotFound
 from headrace.trajectory import Failure
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
+from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from services.buffer.ledger.commands.producing import PutOutcome
-from services.buffer.ledger.commands.training import StepBatch
-from services.buffer.ledger.queues.source_queues import fair_order
+from services.buffer.ledger.produce import PutOutcome
+from services.buffer.ledger.queues import fair_order
+from services.buffer.ledger.train import StepBatch
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import complete, without_samples

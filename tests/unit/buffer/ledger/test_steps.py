@@ -7,12 +7,10 @@ from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.limits import MAX_STEPS_AHEAD
-from services.buffer.ledger.commands import training, work
-from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
-from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import GroupState, Prompt
-from services.buffer.ledger.source import Cursor, FileSource
-from services.buffer.ledger.stream import ExpiryAction
+from services.buffer.ledger import train, work
+from services.buffer.ledger.group import GroupState, NewSample, Prompt
+from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
+from services.buffer.ledger.stream import Cursor, ExpiryAction, FileSource
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample, without_samples
 
 
@@ -83,20 +81,20 @@ def test_a_step_or_an_epoch_further_ahead_than_any_run_is_refused(it: LedgerUnde
 
 
 def test_many_steps_are_committed_and_rewound_in_parts(it: LedgerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "MAX_CHANGES", 4)  # two steps of two groups
+    monkeypatch.setattr(train, "MAX_CHANGES", 4)  # two steps of two groups
     epoch = it.rewind()
     for step in range(5):
         it.consume(epoch, step)
-    assert it.ledger.commit_steps("train", epoch, 5) == [2, 4, 5]
-    assert it.ledger.rewind_steps("train", 0, "r", 0) == [4, 2]
-    assert it.ledger.commit_steps("train", epoch, 2) == [2]
+    assert train.commit_steps(it.ledger.stream("train"), epoch, 5) == [2, 4, 5]
+    assert train.rewind_steps(it.ledger.stream("train"), 0, "r", 0) == [4, 2]
+    assert train.commit_steps(it.ledger.stream("train"), epoch, 2) == [2]
 
 
 def test_groups_past_retention_are_forgotten_in_parts(it: LedgerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = it.rewind()
     for step in (0, 1):
         it.consume(epoch, step)
-    monkeypatch.setattr(training, "MAX_CHANGES", 3)
+    monkeypatch.setattr(train, "MAX_CHANGES", 3)
     it.commit(epoch, 2)
     state = it.ledger.stream("train").state
     assert (state.forgotten, state.forgotten_step) == ({"COMMITTED": 3}, 0)
@@ -106,7 +104,7 @@ def test_groups_past_retention_are_forgotten_in_parts(it: LedgerUnderTest, monke
 
 
 def test_no_batch_is_made_while_stale_groups_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (training, work):
+    for module in (train, work):
         monkeypatch.setattr(module, "MAX_CHANGES", 2)
     it = LedgerUnderTest()
     it.create(max_staleness=1, over_sampling_groups=4)

@@ -15,12 +15,10 @@ from msgspec.structs import replace
 from headrace.errors import FailedPrecondition, Fenced
 from headrace.limits import MAX_STEPS_AHEAD
 from headrace.trajectory import Failure
-from services.buffer.ledger.commands.work import MAX_CHANGES, Work
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.stream import Selection
-
-_MAX_REMEMBERED_REWINDS = 256
+from services.buffer.ledger.work import MAX_CHANGES, Work, remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,9 @@ def choose(
         return _batch(stream, step, known)
     for group_id in dropped:
         if stream.queues.is_ready(group_id):
-            stream.queues.discard_ready(group_id)
             work.drop(stream, stream.groups[group_id], Failure("BUFFER_FILTER", "buffer_filter took it out"))
     if len(chosen) < stream.state.config.groups_per_step or not all(map(stream.queues.is_ready, chosen)):
         return None
-    for group_id in chosen:
-        stream.queues.discard_ready(group_id)
     groups = _give(work, stream, step, [stream.groups[group_id] for group_id in chosen])
     return _batch(stream, step, groups)
 
@@ -210,7 +205,7 @@ def delete_ended(work: Work, stream: IndexedStream) -> int:
 
 
 def rewind(
-    work: Work, stream: IndexedStream, step: int, request_id: str | None, least_epoch: int, *, num_back: int = 0
+    work: Work, stream: IndexedStream, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
 ) -> tuple[int, int]:
     """Makes the batches from `step` on READY again; returns (new epoch, groups). A new epoch fences earlier ones.
 
@@ -223,9 +218,7 @@ def rewind(
     back = _members(stream, step, state.step)
     skipped = _skipped(stream, state.step, step)
     answer = (max(state.epoch + 1, least_epoch), len(back) + num_back)
-    rewinds = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
-    if request_id is not None:
-        rewinds[request_id] = answer
+    rewinds = state.rewinds if request_id is None else remembered(state.rewinds, request_id, answer)
     work.set_state(stream, replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds=rewinds))
     for group in skipped:
         ids = [record.sample_id for record in group.samples]

@@ -1,4 +1,4 @@
-"""Commands of producers: leases out, puts in.
+"""Commands of producers: prompts in, leases out, puts in.
 
 A lease is exclusive while it lives and ends by put, release or expiry. A group is put whole or not at all.
 """
@@ -6,21 +6,27 @@ A lease is exclusive while it lives and ends by put, release or expiry. A group 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
+from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
-from headrace.limits import MAX_SAMPLES_PER_STEP
+from headrace.limits import MAX_SAMPLES_PER_STEP, shown
 from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.chunks import first_within
-from services.buffer.ledger.commands.work import NewSample, Work
-from services.buffer.ledger.group import Group, GroupState, Lease
+from services.buffer.ledger.group import Group, GroupState, Lease, NewSample, Prompt
 from services.buffer.ledger.indexed_stream import IndexedStream
+from services.buffer.ledger.stream import Cursor
+from services.buffer.ledger.work import MAX_CHANGES, Work, require_distinct
+
+_DATA_SOURCE = "data source"
 
 
 class PutOutcome(StrEnum):
@@ -79,9 +85,95 @@ class Release:
     reason: str = ""
 
 
-def lease(
-    work: Work, stream: IndexedStream, producer_id: str, request_id: str, max_groups: int, ledger_id: str
-) -> list[Group]:
+Finish = Callable[[str, str], tuple[NewSample, ...]]
+"""(group id, lease id) → the samples of a group that came finished; checked before, so that it does not raise."""
+
+
+def submit(work: Work, stream: IndexedStream, prompts: Sequence[Prompt]) -> list[str]:
+    """Makes one group for each prompt; all of them or none."""
+    _add_groups(work, stream, check_submit(stream, prompts))
+    return [stream.prompts[prompt.prompt_id] for prompt in prompts]
+
+
+def check_submit(stream: IndexedStream, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns the prompts that are new. Raises unless all of them can be stored."""
+    new: dict[str, Prompt] = {}
+    for prompt in prompts:
+        known = stream.groups[stream.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in stream.prompts else None
+        earlier = known or new.setdefault(prompt.prompt_id, prompt)
+        if earlier.body != prompt.body:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} was submitted to {stream.state.name} before with another content: "
+                "give it another prompt_id"
+            )
+    check_room(stream, len(new))
+    _check_bytes(stream, sum([len(prompt.body) for prompt in new.values()]), stream.stored_bytes)
+    return list(new.values())
+
+
+def check_room(stream: IndexedStream, num_groups: int) -> None:
+    """Raises ResourceExhausted when `num_groups` more groups exceed one of the stream's limits."""
+    limit = stream.state.config.max_queued_groups
+    if stream.queues.num_queued + num_groups > limit:
+        raise ResourceExhausted(
+            f"stream {stream.state.name} has {stream.queues.num_queued} groups queued, {num_groups} more exceed "
+            f"max_queued_groups {limit}: submit again when producers have taken some",
+            retry_after_seconds=1.0,
+        )
+    room = stream.state.config.max_groups - stream.num_groups
+    if num_groups > room:
+        raise ResourceExhausted(
+            f"stream {stream.state.name} holds {stream.num_groups} groups, {num_groups} more exceed max_groups "
+            f"{stream.state.config.max_groups}: submit again when some were committed",
+            retry_after_seconds=1.0,
+        )
+
+
+def read(
+    work: Work,
+    stream: IndexedStream,
+    prompts: Sequence[Sequence[Prompt]],
+    cursors: Sequence[Cursor],
+    ended: Sequence[bool],
+    finished: Mapping[str, Finish] = MappingProxyType({}),
+) -> None:
+    """Makes groups of the prompts read from each source, and moves the cursors with them.
+
+    `finished` has those that are READY at once, by prompt id.
+    """
+    for prompt in chain.from_iterable(prompts):
+        if prompt.prompt_id in stream.prompts:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} of {stream.state.name}'s source was submitted before: "
+                "submitted prompts need ids of their own"
+            )
+    for source, those in enumerate(prompts):
+        _add_groups(work, stream, those, source)
+    state = replace(stream.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
+    work.set_state(stream, state)
+    for prompt_id, finish in finished.items():
+        _finish(work, stream, stream.groups[stream.prompts[prompt_id]], finish)
+
+
+def _finish(work: Work, stream: IndexedStream, group: Group, finish: Finish) -> None:
+    """Finishes the group as if a producer had leased and put it."""
+    leased = _grant(work, stream, group, _DATA_SOURCE, "")
+    samples = finish(group.group_id, leased.live_lease.lease_id)
+    _complete(work, stream, work.end_lease(leased), samples, leased.live_lease.policy_version)
+
+
+def _add_groups(work: Work, stream: IndexedStream, prompts: Sequence[Prompt], source: int | None = None) -> None:
+    if not prompts:
+        return
+    seq = stream.state.next_seq
+    work.set_state(stream, replace(stream.state, next_seq=seq + len(prompts)))
+    config = stream.state.config
+    for i, prompt in enumerate(prompts, seq):
+        number = i * config.num_shards + config.shard
+        work.add(stream, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
+
+
+def lease(work: Work, stream: IndexedStream, producer_id: str, request_id: str, max_groups: int) -> list[Group]:
     """Leases at most `max_groups` groups that fit one answer. A repeated request gets its live leases again."""
     held = [g for g in work.leases.of_request(stream.state.name, request_id) if g.group_id in stream.groups]
     if held or no_lease_reason(stream) is not None:
@@ -92,10 +184,10 @@ def lease(
         raise ResourceExhausted(
             f"{most} leases of {stream.state.name} are live, which is max_leases: put or release some first"
         )
-    places = stream.places_left()
-    count = min(max_groups, room) if places is None else min(max_groups, room, places)
+    slots = stream.slots_left()
+    count = min(max_groups, room) if slots is None else min(max_groups, room, slots)
     return [
-        grant(work, stream, group, producer_id, request_id, ledger_id)
+        _grant(work, stream, group, producer_id, request_id)
         for group in _answerable(stream, stream.queues.take_queued(stream.state, count))
     ]
 
@@ -109,12 +201,13 @@ def _answerable(stream: IndexedStream, group_ids: Sequence[str]) -> list[Group]:
     return fitting
 
 
-def grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
-    """Makes a group LEASED that is in no queue."""
+def _grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str) -> Group:
+    """Makes a QUEUED group LEASED."""
     number = group.num_leases + 1
-    lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, stream.state.policy_version)
+    lease_id = f"{group.group_id}#{number}.{work.ledger.ledger_id}"
+    lease = Lease(lease_id, producer_id, request_id, stream.state.policy_version)
     leased = replace(group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1)
-    leased = work.change(stream, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
+    leased = work.change(stream, leased, "leased", detail=f"lease {lease_id} to {producer_id}")
     work.leases.grant(leased, work.now.monotonic + stream.state.config.lease_seconds)
     return leased
 
@@ -132,7 +225,19 @@ def no_lease_reason(stream: IndexedStream) -> NoLeaseReason | None:
     return NoLeaseReason.EXHAUSTED if stream.state.exhausted else NoLeaseReason.NO_PROMPTS
 
 
-def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> None:
+def release(work: Work, releases: Sequence[Release]) -> None:
+    """Ends live leases; ended ones are ignored."""
+    require_distinct("lease_id", [r.lease_id for r in releases])
+    live = [(group, r) for r in releases if (group := work.ledger.live(r.lease_id))]
+    adding: defaultdict[str, int] = defaultdict(int)
+    for group, given in live:
+        adding[group.stream] += sum(p.record.stored_bytes for p in given.partials)
+    _check_sample_bytes(work, adding)
+    for group, given in live:
+        _release(work, work.ledger.streams[group.stream], group, given)
+
+
+def _release(work: Work, stream: IndexedStream, group: Group, given: Release) -> None:
     """Queues the group again, at the front. The lease does not count as an attempt."""
     if given.partials:
         work.delete_payloads(group.partials)
@@ -148,8 +253,18 @@ def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> 
     stream.production.returned(given.reason)
 
 
-def expire_lease(work: Work, stream: IndexedStream, group: Group) -> None:
-    """Ends a lease that has reached its deadline."""
+def expire_leases(work: Work) -> int:
+    """Ends at most a chunk of the leases that have reached their deadline."""
+    due = work.leases.due(work.now.monotonic, MAX_CHANGES)
+    for group in due:
+        if (stream := work.ledger.stream_with(group)) is not None:
+            _expire_lease(work, stream, group)
+        else:
+            work.leases.end(group.live_lease.lease_id)
+    return len(due)
+
+
+def _expire_lease(work: Work, stream: IndexedStream, group: Group) -> None:
     seconds = stream.state.config.lease_seconds
     failure = Failure(
         "LEASE_EXPIRED", f"producer {group.live_lease.producer_id} did not renew its lease for {seconds:g} s"
@@ -158,7 +273,27 @@ def expire_lease(work: Work, stream: IndexedStream, group: Group) -> None:
     stream.production.returned(f"{failure.reason}: {failure.message}")
 
 
-def check_put(work: Work, stream: IndexedStream, put: GroupPut) -> int:
+def put(work: Work, puts: Sequence[GroupPut]) -> list[PutResult]:
+    """Stores all puts or none. A put of an ended lease is refused in its own result."""
+    require_distinct("group_id", [p.group_id for p in puts])
+    require_distinct("sample_id", [s.record.sample_id for p in puts for s in p.samples])
+    streams = [_stream_of(work, put.group_id) for put in puts]
+    adding: defaultdict[str, int] = defaultdict(int)
+    for stream, put in zip(streams, puts, strict=True):
+        adding[stream.state.name] += _check_put(stream, put)
+    _check_sample_bytes(work, adding)
+    return [_put(work, stream, put) for stream, put in zip(streams, puts, strict=True)]
+
+
+def _stream_of(work: Work, group_id: str) -> IndexedStream:
+    stream = group_id.rpartition("/")[0]
+    work.ledger.require_whole(stream)
+    if stream not in work.ledger.streams:
+        raise NotFound(f"there is no group {shown(group_id)}")
+    return work.ledger.streams[stream]
+
+
+def _check_put(stream: IndexedStream, put: GroupPut) -> int:
     """Raises unless the put can be answered. Returns the payload bytes that it adds."""
     group = _find(stream, put.group_id)
     if group is None or _was_answered(group, put):
@@ -170,7 +305,12 @@ def check_put(work: Work, stream: IndexedStream, put: GroupPut) -> int:
     return sum([s.record.stored_bytes for s in put.samples])
 
 
-def check_bytes(stream: IndexedStream, num_bytes: int, held_bytes: int) -> None:
+def _check_sample_bytes(work: Work, adding: Mapping[str, int]) -> None:
+    for stream, num_bytes in adding.items():
+        _check_bytes(work.ledger.streams[stream], num_bytes, work.ledger.streams[stream].sample_bytes)
+
+
+def _check_bytes(stream: IndexedStream, num_bytes: int, held_bytes: int) -> None:
     """Raises ResourceExhausted when `num_bytes` more bytes exceed max_payload_bytes.
 
     Prompts count for submissions and not for puts: a full queue must not keep finished samples out.
@@ -184,7 +324,7 @@ def check_bytes(stream: IndexedStream, num_bytes: int, held_bytes: int) -> None:
         )
 
 
-def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
+def _put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     """Ends the lease with a put that was checked."""
     group = _find(stream, put.group_id)
     if group is None:
@@ -200,7 +340,7 @@ def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
-            done = complete(work, stream, ended, put.samples, group.live_lease.policy_version)
+            done = _complete(work, stream, ended, put.samples, group.live_lease.policy_version)
             stream.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
         case PutOutcome.DROPPED:
             done = work.drop(stream, ended, failure)
@@ -211,7 +351,7 @@ def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     return PutResult(done.group_id, done.state)
 
 
-def complete(
+def _complete(
     work: Work, stream: IndexedStream, group: Group, samples: Sequence[NewSample], leased_version: int
 ) -> Group:
     """Makes a group READY that is no longer leased; one that is too stale by now expires."""

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
-from headrace.protobuf import Payload
+from headrace.errors import InvalidArgument
 from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
-from services.buffer.ledger.group import EndedLease, Group, GroupState, SampleRecord
+from services.buffer.ledger.group import EndedLease, Group, GroupState, NewSample, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
-from services.buffer.ledger.queues.leases import LeaseTable
+from services.buffer.ledger.state import LedgerState
 from services.buffer.ledger.stream import ExpiryAction, StreamState
 from services.buffer.ledger.transaction import Instant, LedgerEvent, Transaction
 
 MAX_CHANGES = 1_024
 """How many groups one command expires, commits, deletes or rewinds before other commands run."""
-
-
-class NewSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample as a producer put it."""
-
-    record: SampleRecord
-    payload: Payload
-    columns: tuple[bytes, ...] = ()
-    """SHA-256 of the columns that are stored out of line."""
-    newest_version: int | None = None
-    """The newest version of all its tokens, masked ones too."""
-    rollout_id: str = ""
-    """The execution that produced it; its own id unless that fanned out."""
-    failure: Failure | None = None
-    """Set when it FAILED."""
+_MAX_REMEMBERED = 256
+_EVENTS_FORGOTTEN_SHARE = 8
+"""Old events are deleted when an eighth of retain_events has gathered."""
 
 
 class Work:
     """A command checks first and changes last: after its first change it must not raise."""
 
-    def __init__(self, now: Instant, position: int, leases: LeaseTable) -> None:
+    def __init__(self, ledger: LedgerState, now: Instant) -> None:
+        self.ledger = ledger
         self.now = now
-        self.position = position
-        self.leases = leases
+        self.leases = ledger.leases
         self.transaction = Transaction()
 
     def set_state(self, stream: IndexedStream, state: StreamState) -> None:
@@ -62,14 +52,14 @@ class Work:
         """Replaces a group and adds the event `kind`. `step` is set where it is not the group's own."""
         if step is None:
             step = group.ended_step if group.step is None else group.step
-        self.position += 1
-        admitted_at = self.position if kind == "leased" else group.admitted_at
-        group = replace(group, position=self.position, admitted_at=admitted_at)
+        position = self._next_position()
+        admitted_at = position if kind == "leased" else group.admitted_at
+        group = replace(group, position=position, admitted_at=admitted_at)
         stream.place(group)
         self.transaction.groups[group.group_id] = group
         self.transaction.events.append(
             LedgerEvent(
-                position=self.position,
+                position=position,
                 unix_seconds=self.now.unix,
                 stream=group.stream,
                 kind=kind,
@@ -92,10 +82,9 @@ class Work:
     def announce(self, stream: IndexedStream, kind: str, *, step: int | None = None, detail: str = "") -> None:
         """Adds an event of the stream itself."""
         state = stream.state
-        self.position += 1
         self.transaction.events.append(
             LedgerEvent(
-                position=self.position,
+                position=self._next_position(),
                 unix_seconds=self.now.unix,
                 stream=state.name,
                 kind=kind,
@@ -108,7 +97,10 @@ class Work:
 
     def store_payloads(self, samples: Iterable[NewSample]) -> None:
         """Stores the samples' payloads."""
-        self.transaction.payloads.update({s.record.key: s.payload for s in samples})
+        for sample in samples:
+            self.transaction.payloads[sample.record.key] = sample.payload
+            if sample.columns:
+                self.transaction.with_columns.append(sample)
 
     def delete_group(self, stream: IndexedStream, group_id: str) -> Group:
         """Deletes an ended group from memory and from the store."""
@@ -181,3 +173,63 @@ class Work:
             return self.change(stream, dropped, "expired", detail=message)
         queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
         return self.change(stream, queued, "expired", detail=message)
+
+    def _next_position(self) -> int:
+        self.ledger.position += 1
+        return self.ledger.position
+
+
+_P = ParamSpec("_P")
+_Answer = TypeVar("_Answer")
+Result = tuple[_Answer, Transaction]
+Command = Callable[Concatenate["LedgerState", Instant, _P], Result[_Answer]]
+"""(ledger, now, request) → (answer, transaction)."""
+
+
+def command(function: Callable[Concatenate[Work, _P], _Answer]) -> Command[_P, _Answer]:
+    """Makes a function that changes the ledger through a Work a command: (ledger, now, …) → (answer, transaction)."""
+
+    @wraps(function)
+    def run(ledger: LedgerState, now: Instant, /, *args: _P.args, **kwargs: _P.kwargs) -> Result[_Answer]:
+        work = Work(ledger, now)
+        answer = function(work, *args, **kwargs)
+        _delete_events(work)
+        return answer, work.transaction
+
+    return run
+
+
+def command_of_stream(
+    function: Callable[Concatenate[Work, IndexedStream, _P], _Answer],
+) -> Callable[Concatenate[LedgerState, Instant, str, _P], Result[_Answer]]:
+    """As `command`, for a function of one stream: callers name it."""
+
+    @wraps(function)
+    def run(ledger: LedgerState, now: Instant, stream: str, /, *args: _P.args, **kwargs: _P.kwargs) -> Result[_Answer]:
+        work = Work(ledger, now)
+        answer = function(work, ledger.stream(stream), *args, **kwargs)
+        _delete_events(work)
+        return answer, work.transaction
+
+    return run
+
+
+def _delete_events(work: Work) -> None:
+    ledger, keep = work.ledger, work.ledger.retain_events
+    if keep is None or not work.transaction.events:
+        return
+    oldest = ledger.position + 1 - keep
+    if oldest > ledger.oldest_position + keep // _EVENTS_FORGOTTEN_SHARE:
+        ledger.oldest_position = work.transaction.events_from = oldest
+
+
+def require_distinct(name: str, values: Sequence[str]) -> None:
+    """Raises InvalidArgument naming what comes twice."""
+    if len(set(values)) < len(values):
+        twice = Counter(values).most_common(1)[0][0]
+        raise InvalidArgument(f"{name} {twice} comes twice in one call", field=name)
+
+
+def remembered(answers: Mapping[str, _Answer], request_id: str, answer: _Answer) -> dict[str, _Answer]:
+    """Adds a request's answer, which a repeated request gets again; the oldest answers are forgotten."""
+    return {**dict(list(answers.items())[1 - _MAX_REMEMBERED :]), request_id: answer}

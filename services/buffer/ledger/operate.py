@@ -1,5 +1,7 @@
-"""An operator takes groups out for good: poison that no check caught, and groups whose records are damaged.
+"""Commands of operators: FAILED groups are tried again, and groups are taken out for good.
 
+FAILED groups are tried again after an engine, a scorer or a hook was mended. Groups that are dropped are poison which
+no check caught, or their records are damaged.
 A batch that is not consumed is dissolved when a group leaves it: its other groups are READY without a batch, and the
 step's next LeaseBatch chooses again. This is the one way in which a step's batch changes, and the history says so.
 """
@@ -9,18 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.limits import MAX_GROUPS_PER_STEP
+from headrace.limits import MAX_GROUPS_PER_STEP, MAX_RETRIES_PER_CALL
 from headrace.trajectory import Failure
-from services.buffer.ledger.commands.work import Work
 from services.buffer.ledger.group import Group, GroupState, Prompt
 from services.buffer.ledger.indexed_stream import IndexedStream
+from services.buffer.ledger.produce import check_room
+from services.buffer.ledger.work import Work, remembered, require_distinct
 
 DROP_REASON = "OPERATOR"
-_MAX_REMEMBERED = 256
 _WAY_OUT = {
     GroupState.CONSUMED: "a step has trained on it: stop the trainer, let Rewind take the step back, and drop it then",
     GroupState.COMMITTED: "a checkpoint was trained on it: go back to an earlier checkpoint of the run",
@@ -37,6 +40,7 @@ class Dropped:
 
 def drop(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
     """Makes all of these groups DROPPED, or none. A repeated request changes nothing and gets the first answer."""
+    require_distinct("group_id", group_ids)
     if request_id not in stream.state.drops:
         lost = [group_id for group_id in group_ids if group_id in stream.lost_groups]
         found = [_droppable(stream, group_id) for group_id in group_ids if group_id not in stream.lost_groups]
@@ -53,16 +57,19 @@ def drop(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequence
             _drop_lost(work, stream, group_id, Failure(DROP_REASON, f"its record was damaged: {reason}"))
         for step in sorted(steps):
             _dissolve(work, stream, step)
-        remembered = dict(list(stream.state.drops.items())[1 - _MAX_REMEMBERED :])
-        numbers = (dropped.num_groups, dropped.num_batches)
-        work.set_state(stream, replace(stream.state, drops={**remembered, request_id: numbers}))
+        drops = remembered(stream.state.drops, request_id, (dropped.num_groups, dropped.num_batches))
+        work.set_state(stream, replace(stream.state, drops=drops))
     return Dropped(*stream.state.drops[request_id])
 
 
-def _droppable(stream: IndexedStream, group_id: str) -> Group:
+def _known(stream: IndexedStream, group_id: str) -> Group:
     if group_id not in stream.groups:
         raise NotFound(f"stream {stream.state.name} has no group {group_id}")
-    group = stream.groups[group_id]
+    return stream.groups[group_id]
+
+
+def _droppable(stream: IndexedStream, group_id: str) -> Group:
+    group = _known(stream, group_id)
     if group.state in _WAY_OUT:
         raise FailedPrecondition(
             f"group {group_id} is {group.state.value}, {_WAY_OUT[group.state]}", reason=group.state.value
@@ -105,9 +112,7 @@ def _take_back(work: Work, stream: IndexedStream, steps: Collection[int]) -> Non
 
 
 def _drop(work: Work, stream: IndexedStream, group: Group, failure: Failure) -> None:
-    if group.state is GroupState.QUEUED:
-        stream.queues.discard_queued(group)
-    elif group.state is GroupState.LEASED:
+    if group.state is GroupState.LEASED:
         group = work.end_lease(group)
     work.drop(stream, group, failure)
 
@@ -124,3 +129,45 @@ def _dissolve(work: Work, stream: IndexedStream, step: int) -> None:
     for group in stream.members(step):
         free = replace(group, step=None, batch_index=None)
         work.change(stream, free, "unbatched", step=step, detail=f"a group of the batch of step {step} was dropped")
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """The result of a retry request: groups queued again, and groups that are still FAILED."""
+
+    num_groups: int
+    num_failed: int
+
+
+def retry(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequence[str]) -> Retried:
+    """Queues FAILED groups again with no attempt counted, all or none; without ids the latest, up to a call's limit.
+
+    A repeated request gets the first answer.
+    """
+    require_distinct("group_id", group_ids)
+    state = stream.state
+    if request_id not in state.retries:
+        groups = [_failed(stream, group_id) for group_id in group_ids] if group_ids else _latest(work, stream)
+        check_room(stream, len(groups))
+        for group in groups:
+            assert group.failure is not None
+            queued = replace(group, state=GroupState.QUEUED, attempts=0, failure=None)
+            work.change(stream, queued, "retried", detail=f"{group.failure.reason}: {group.failure.message}")
+        work.set_state(stream, replace(state, retries=remembered(state.retries, request_id, len(groups))))
+    return Retried(stream.state.retries[request_id], stream.count(GroupState.FAILED))
+
+
+def _latest(work: Work, stream: IndexedStream) -> list[Group]:
+    return list(
+        islice(stream.change_order.before(work.ledger.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL)
+    )
+
+
+def _failed(stream: IndexedStream, group_id: str) -> Group:
+    group = _known(stream, group_id)
+    if group.state is not GroupState.FAILED:
+        raise FailedPrecondition(
+            f"group {group_id} is {group.state.value}, only FAILED ones are tried again: leave it out",
+            reason="NOT_FAILED",
+        )
+    return group

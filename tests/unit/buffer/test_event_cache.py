@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from services.buffer.ledger.transaction import LedgerEvent
-from services.buffer.runtime.journal import Tail
+from services.buffer.runtime.journal import EventCache
 
 
 def test_the_latest_events_are_in_memory_and_older_ones_are_left_to_the_store() -> None:
-    tail = Tail()
+    tail = EventCache()
     assert tail.read(1, 10) is None
     for first in range(1, 20_001, 100):
         tail.add([LedgerEvent(position, 0.0, "train", "leased") for position in range(first, first + 100)])
