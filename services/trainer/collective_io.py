@@ -33,7 +33,6 @@ from headrace.errors import (
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-_ERROR_BYTES = 4096
 _MESSAGE_CHARACTERS = 900
 
 
@@ -67,19 +66,9 @@ class CollectiveIO:
 
     def agree(self) -> None:
         """Collective. Raises the error of the first rank that failed, on every rank."""
-        world_size, rank = self._group.size(), self._group.rank()
-        first = torch.tensor([world_size if self._failure is None else rank], device=self._device)
-        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
-        failed = int(first.item())
-        if failed == world_size:
-            return
-        data = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
-        if self._failure is not None:
-            encoded = _encoded(self._failure, f"rank {rank}: " if world_size > 1 else "")
-            data[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        data = data.to(self._device)
-        dist.broadcast(data, src=dist.get_global_rank(self._group, failed), group=self._group)
-        raise _decoded(bytes(data.tolist()).rstrip(b"\0")) from self._failure
+        own = b"" if self._failure is None else _encoded(self._failure, self._group)
+        if first := next(filter(None, gathered_bytes(own, self._group, self._device)), None):
+            raise _decoded(first) from self._failure
 
     def do(self, work: Callable[[], T]) -> T:
         """Attempts the work and agrees on it."""
@@ -90,16 +79,8 @@ class CollectiveIO:
 
     def gather(self, text: str) -> list[str]:
         """Collective: every rank's text, on the first rank; [] on the others."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
-        dist.all_gather(sizes, torch.tensor([len(own)], device=self._device), group=self._group)
-        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
-        padded[: len(own)] = own
-        padded = padded.to(self._device)
-        found = [torch.empty_like(padded) for _ in sizes] if self._group.rank() == 0 else None
-        dist.gather(padded, found, dst=dist.get_global_rank(self._group, 0), group=self._group)
-        texts = zip(found or [], sizes, strict=False)
-        return [bytes(data[: int(size.item())].cpu().numpy()).decode() for data, size in texts]
+        found = gathered_bytes(text.encode(), self._group, self._device, to_all=False)
+        return [each.decode() for each in found]
 
     def _of_disk(self, error: OSError | SafetensorError) -> HeadraceError:
         number = error.errno if isinstance(error, OSError) else _errno(str(error))
@@ -114,15 +95,33 @@ def _errno(message: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _encoded(error: HeadraceError, prefix: str) -> bytearray:
-    message = f"{prefix}{error.message}"[:_MESSAGE_CHARACTERS]
-    return bytearray(json.dumps({"error": type(error).__name__, "message": message}).encode())
+def _encoded(error: HeadraceError, group: dist.ProcessGroup) -> bytes:
+    whose = f"rank {group.rank()}: " if group.size() > 1 else ""
+    return json.dumps([type(error).__name__, f"{whose}{error.message}"[:_MESSAGE_CHARACTERS]]).encode()
 
 
 def _decoded(data: bytes) -> HeadraceError:
-    found = json.loads(data)
+    name, message = json.loads(data)
     kinds = {kind.__name__: kind for kind in error_classes()}
-    return kinds[found["error"]](found["message"])
+    return kinds[name](message)
+
+
+def gathered_bytes(
+    mine: bytes, group: dist.ProcessGroup | None, device: torch.device, *, to_all: bool = True
+) -> list[bytes]:
+    """Collective: what each rank gave, by rank; with `to_all` False [] on all but the first rank."""
+    world_size, is_first = dist.get_world_size(group), dist.get_rank(group) == 0
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(counts, torch.tensor([len(mine)], dtype=torch.int64, device=device), group=group)
+    sizes = [int(count) for count in counts]
+    found = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in sizes] if to_all or is_first else []
+    if any(sizes):
+        padded = torch.frombuffer(bytearray(mine.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
+        if to_all:
+            dist.all_gather(found, padded, group=group)
+        else:
+            dist.gather(padded, found or None, group=group, group_dst=0)
+    return [each[:size].cpu().numpy().tobytes() for each, size in zip(found, sizes, strict=False)]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from headrace.client.rollout import RolloutClient
 from headrace.errors import Fenced
@@ -18,21 +17,6 @@ from headrace.rpc.log import log
 
 Move = Callable[[], Awaitable[object]]
 """Returns when all ranks have moved their memory."""
-
-
-class Devices(Protocol):
-    """The devices, as those see them who compute there."""
-
-    is_shared: bool
-
-    def claim(self, epoch: int) -> None:
-        """The ledger epoch of this trainer."""
-
-    async def take(self) -> None:
-        """Returns when the ranks' memory is on the devices. What engines had there is lost."""
-
-    async def give(self) -> None:
-        """Returns when engines have their memory; they need weights."""
 
 
 class OwnDevices:

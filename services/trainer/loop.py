@@ -41,24 +41,50 @@ class TrainerLedger(Protocol):
         """The engines serve it."""
 
 
+class Devices(Protocol):
+    """The devices, which with --colocate are the engines' too; else taking and giving them does nothing."""
+
+    is_shared: bool
+
+    def claim(self, epoch: int) -> None:
+        """The ledger epoch of this trainer."""
+
+    async def take(self) -> None:
+        """Engines give up their memory, weights and all, then the ranks' is on the devices."""
+
+    async def give(self) -> None:
+        """The ranks' memory moves to the host, then engines have theirs; they need weights."""
+
+
+class Engines(Protocol):
+    """Those that generate with the weights."""
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        """The current weights to all of them, as one transaction; returns figures once they serve `state.step`."""
+
+    async def stale_engines(self, state: TrainState) -> StaleEngines:
+        """The engines, or the whole fleet, that started again and lack these weights."""
+
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
+        """Engines that started again get the served weights, while the others go on."""
+
+
 class Ranks(Protocol):
     """All trainer processes, as one."""
+
+    @property
+    def devices(self) -> Devices:
+        """Theirs, or shared with the engines."""
+
+    @property
+    def engines(self) -> Engines:
+        """Those of all rollout services."""
 
     async def restore(self) -> int:
         """Loads the latest checkpoint, if there is one; returns its step."""
 
     async def claim(self, state: TrainState) -> None:
         """Makes sure that only trainers of this epoch, or a newer one, put checkpoints into the folder from now on."""
-
-    @property
-    def shares_devices(self) -> bool:
-        """Engines are on the same devices (--colocate); else the next two do nothing."""
-
-    async def take_devices(self) -> None:
-        """Engines give up their memory, weights and all, then the ranks' is on the devices."""
-
-    async def give_devices(self) -> None:
-        """The ranks' memory moves to the host, then engines have theirs; they need weights."""
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps; returns their metrics."""
@@ -67,13 +93,7 @@ class Ranks(Protocol):
         """Every rank begins to fetch its samples of the next step, in the background."""
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        """The current weights to all engines, as one transaction; it gives them shared devices before they load."""
-
-    async def stale_engines(self, state: TrainState) -> StaleEngines:
-        """The engines, or the whole fleet, that started again and lack these weights."""
-
-    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
-        """Engines that started again get the served weights, while the others go on."""
+        """As the engines', which get shared devices before they load."""
 
     async def save(self, state: TrainState) -> None:
         """Takes a checkpoint, and shared devices for it; writing it may go on in the background.
@@ -133,22 +153,22 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
-        await ranks.give_devices()
+        await ranks.devices.give()
         state, batch = await next_batch(ledger, ranks, console, state)
         if batch is None:
             break
         if state.step + 1 < schedule.num_steps:
             await look_ahead(ledger, ranks, state)
-        await ranks.take_devices()
+        await ranks.devices.take()
         metrics = await ranks.train(state.step, batch)
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()
-        if ranks.shares_devices and schedule.saves(state):
+        if ranks.devices.is_shared and schedule.saves(state):
             await save_or_warn(ranks.save(state))
         if schedule.publishes(state):
             state, figures = await publish(ledger, ranks, state)
             metrics |= figures
-        if not ranks.shares_devices and schedule.saves(state):
+        if not ranks.devices.is_shared and schedule.saves(state):
             await save_or_warn(ranks.save(state))
         covered = await commit(ledger, ranks, covered)
         console.report(state, metrics)
@@ -180,11 +200,11 @@ async def next_batch(
 ) -> tuple[TrainState, Batch | None]:
     """The step's batch, once it is full; None when the run is to end. Engines that start meanwhile get the weights."""
     while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
-        stale = await ranks.stale_engines(state)
+        stale = await ranks.engines.stale_engines(state)
         if stale.all:
             state, _ = await publish(ledger, ranks, state)
         elif stale.engine_ids:
-            await ranks.rejoin(state, stale.engine_ids)
+            await ranks.engines.rejoin(state, stale.engine_ids)
     return state, batch
 
 

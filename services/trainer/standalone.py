@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.durable import retry_while_full
+from services.trainer.gpu_sharing import OwnDevices
+from services.trainer.loop import Devices, Engines
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
-
-
-class Publications(Protocol):
-    """Gives the current weights to those that generate with them."""
-
-    async def publish(self, state: TrainState) -> dict[str, float]:
-        """Returns figures once every engine serves `state.step`."""
-
-    async def stale_engines(self, state: TrainState) -> StaleEngines:
-        """The engines that do not serve the policy version."""
-
-    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
-        """Gives engines that came back the served weights."""
 
 
 class NoEngines:
@@ -48,18 +36,14 @@ class UntrainedRanks:
         self._record = TrainingRecord(run_dir / "trained.jsonl")
         self._epoch = 0
         self._safe: TrainState | None = None
+        self.devices: Devices = OwnDevices()
+        self.engines: Engines = NoEngines()
 
     async def restore(self) -> int:
         return self._step
 
     async def claim(self, state: TrainState) -> None:
         self._epoch = state.epoch
-
-    shares_devices = False
-
-    async def take_devices(self) -> None: ...
-
-    async def give_devices(self) -> None: ...
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """The batch's figures. Its samples are written down as those that the step was fed."""
@@ -71,11 +55,6 @@ class UntrainedRanks:
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         return {}
-
-    async def stale_engines(self, state: TrainState) -> StaleEngines:
-        return NONE_STALE
-
-    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 
     async def save(self, state: TrainState) -> None: ...
 

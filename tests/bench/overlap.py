@@ -33,9 +33,11 @@ from services.rollout.build import rollout_service
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from services.rollout.service import RolloutParts
-from services.trainer.loop import train
+from services.trainer.gpu_sharing import OwnDevices
+from services.trainer.loop import Devices, Engines, train
 from services.trainer.plan.batch import Batch
-from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
+from services.trainer.standalone import NoEngines
+from services.trainer.state import TrainState
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.fakes.scripted_reward import score, scripted_reward
@@ -84,16 +86,13 @@ class SleepingRanks:
     receiver: Receiver
     train_seconds: float
     numbers: itertools.count[int] = field(default_factory=itertools.count)
-    shares_devices: bool = False
+    devices: Devices = field(default_factory=OwnDevices)
+    engines: Engines = field(default_factory=NoEngines)
 
     async def restore(self) -> int:
         return 0
 
     async def claim(self, state: TrainState) -> None: ...
-
-    async def take_devices(self) -> None: ...
-
-    async def give_devices(self) -> None: ...
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         await asyncio.sleep(self.train_seconds)
@@ -109,11 +108,6 @@ class SleepingRanks:
             await self.receiver.receive(name, bucket)
         committed = await self.receiver.commit(name, CHECKSUMS)
         return {"publish/paused_seconds": committed.paused_seconds}
-
-    async def stale_engines(self, state: TrainState) -> StaleEngines:
-        return NONE_STALE
-
-    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 
     async def save(self, state: TrainState) -> None: ...
 

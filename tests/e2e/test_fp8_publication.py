@@ -20,17 +20,19 @@ from headrace.errors import ChecksumMismatch
 from headrace.job.schema.job import Job
 from headrace.models.folders import BlockFp8
 from headrace.process.scratch import memory_folder
+from headrace.publication import TensorSpec
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
+from services.trainer.control.senders import WeightSender, WeightWriter
 from services.trainer.durable import remove
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles
+from services.trainer.weights.quantization import quantized_specs
 from tests.long_forms import whole_run
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
@@ -47,8 +49,11 @@ class Stack:
     fleet: Fleet
     roots: dict[str, Path]
 
-    def source(self) -> QuantizedWeights:
-        return QuantizedWeights(cast(Policy, SameWeights(self.weights, self.checkpoint)), self.form)
+    def source(self) -> Policy:
+        return cast(Policy, SameWeights(self.weights, self.checkpoint))
+
+    def specs(self) -> list[TensorSpec]:
+        return quantized_specs(self.form, self.source().hf_tensor_specs())
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def plan_of(stack: Stack, version: int, *, group: GroupPlan | None = None, root:
         pause_mode="in_place",
         backend="gloo",
         deadline_seconds=240,
-        buckets={0: stack.source().hf_tensor_specs()},
+        buckets={0: stack.specs()},
         groups=() if group is None else (group,),
         folder=None if root is None else root / name,
     )
@@ -94,7 +99,13 @@ def plan_of(stack: Stack, version: int, *, group: GroupPlan | None = None, root:
 async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | None = None) -> Committed:
     """With the sender's checksums, but for those that are `spoiled`."""
     sender = WeightSender(
-        stack.source(), ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240
+        stack.source(),
+        ALONE,
+        lambda _: False,
+        host="127.0.0.1",
+        bucket_bytes=512 << 20,
+        timeout_seconds=240,
+        form=stack.form,
     )
     opened = sender.open(0)
     assert opened is not None
@@ -112,7 +123,9 @@ async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | Non
 
 async def through_files(stack: Stack, way: str, version: int) -> Committed:
     root, memory = stack.roots[way], MemoryFiles() if way == "ipc" else None
-    writer = WeightWriter(stack.source(), ALONE, lambda _: False, root=root, file_bytes=1 << 20, memory=memory)
+    writer = WeightWriter(
+        stack.source(), ALONE, lambda _: False, root=root, file_bytes=1 << 20, memory=memory, form=stack.form
+    )
     plan = plan_of(stack, version, root=root)
     sent = await asyncio.to_thread(writer.send, plan.publication_id, {})
     assert sent is not None
@@ -136,7 +149,7 @@ async def test_an_engine_has_the_quantized_weights_that_were_sent_on_every_way(s
         again = await through_files(stack, "disk", version + 10)
         assert again.weights_digest == digests[-1], "what one way brought, the other would have brought"
     assert len(set(digests)) == 3
-    specs = stack.source().hf_tensor_specs()
+    specs = stack.specs()
     plain = sum(spec.num_bytes for spec in SameWeights(stack.weights, stack.checkpoint).hf_tensor_specs())
     assert sum(spec.num_bytes for spec in specs) < 0.6 * plain
     (folder,) = stack.roots["disk"].glob("e1-v13-*")

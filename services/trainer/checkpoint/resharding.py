@@ -252,7 +252,7 @@ class ModelState:
     def _writes(self, shard: ModelShard, slot: Slot, number: int) -> bool:
         if shard.is_copy:
             return False
-        return shard.speaks if slot.is_distributed else number % shard.num_replicas == shard.replica
+        return shard.is_reporting if slot.is_distributed else number % shard.num_replicas == shard.replica
 
     def _chunk(self, shard: ModelShard, kind: str, values: Tensor, start: int) -> ShardChunk:
         return ShardChunk(

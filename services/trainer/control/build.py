@@ -26,14 +26,15 @@ from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import JoinedRanks, RankGroup, TrainerRanks
-from services.trainer.control.senders import QuantizedWeights, Sender, WeightSender, WeightWriter
+from services.trainer.control.senders import Sender, WeightSender, WeightWriter
 from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
 from services.trainer.data.samples import Fetch, TrainedSamples
 from services.trainer.durable import remove
 from services.trainer.failure_budget import FailureBudget
-from services.trainer.gpu_sharing import Devices, OwnDevices, SharedDevices, clear
+from services.trainer.gpu_sharing import OwnDevices, SharedDevices, clear
+from services.trainer.loop import Devices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
@@ -129,25 +130,26 @@ class TrainerBuild:
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
         publish, form = self._job.publish, BlockFp8.of(self._job.model.hf_checkpoint)
-        source = policy if form is None else QuantizedWeights(policy, form)
         if publish.update_weight_transport != "collective":
             return WeightWriter(
-                source,
+                policy,
                 layout,
                 is_aborted,
                 root=self.weights_root,
                 file_bytes=publish.update_weight_buffer_size,
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
+                form=form,
                 hashes=self.knows_checksums(layout),
                 leaves=self._job.placement.colocate,
             )
         return WeightSender(
-            source,
+            policy,
             layout,
             is_aborted,
             host=self._host_for_engines(),
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
+            form=form,
             hashes=self.knows_checksums(layout),
         )
 

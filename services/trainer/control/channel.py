@@ -8,9 +8,8 @@ longer, timeout instead.
 Between machines it is encrypted where the job has certificates: then both sides show one, too.
 
 Only a rank that is still missing and knows the run's secret is listened to; all others are hung up on and change
-nothing. Once every rank is there nobody can connect any more. The secret is not sent: rank 0 sends a nonce; the rank
-answers with its number, a nonce of its own and a digest of all that; rank 0 answers with another digest. All of it has
-a fixed size, so nobody can make the other side wait for, or keep, more than that.
+nothing. Once every rank is there nobody can connect any more. A rank says its number and the secret, and rank 0
+welcomes it.
 
 On the wire a message is four bytes of length and MessagePack; an empty one is a heartbeat.
 
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -42,9 +40,8 @@ _REMEMBERED = 64
 _HEARTBEAT = bytes(4)
 _MAX_FRAME_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-_NONCE_BYTES = 32
 _RANK_BYTES = 4
-_DIGEST_BYTES = 32
+_WELCOME = b"\1"
 
 R = TypeVar("R")
 
@@ -134,7 +131,7 @@ class Channel:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 reader, writer = await asyncio.open_connection(host, port, limit=_CHUNK_BYTES, **secured)
                 await introduce(reader, writer, self._secret, self._rank)
-        except (TimeoutError, OSError, EOFError, _Refused) as error:
+        except (TimeoutError, OSError, EOFError) as error:
             raise PeerLost(f"rank 0 is gone ({host}:{port}: {error!r}): this rank ends too") from error
         self._keep(reader, writer, peer=0)
 
@@ -196,11 +193,12 @@ class Channel:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                peer = await _admit(reader, writer, self._secret, self._missing)
-        except (TimeoutError, OSError, EOFError, _Refused):
+                peer = await _admit(reader, self._secret, self._missing)
+        except (TimeoutError, OSError, EOFError):
             log.warning("stranger_refused", peer=str(writer.get_extra_info("peername")))
             writer.close()
             return
+        writer.write(_WELCOME)
         self._keep(reader, writer, peer)
         if not self._missing and self._server is not None:
             self._server.close()
@@ -285,32 +283,17 @@ async def _next(reader: asyncio.StreamReader, count: int) -> bytes:
         return await reader.readexactly(count)
 
 
-class _Refused(Exception):
-    """The other side does not know the secret, or did not accept this one."""
-
-
-async def _admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, missing: set[int]) -> int:
+async def _admit(reader: asyncio.StreamReader, secret: bytes, missing: set[int]) -> int:
     """Called on rank 0: takes this rank out of `missing` and returns it."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(nonce)
-    hello = await reader.readexactly(_RANK_BYTES + _NONCE_BYTES + _DIGEST_BYTES)
-    said, digest = hello[:-_DIGEST_BYTES], hello[-_DIGEST_BYTES:]
-    rank = int.from_bytes(said[:_RANK_BYTES], "big")
-    if not hmac.compare_digest(digest, _digest(secret, b"hello", nonce, said)) or rank not in missing:
-        raise _Refused
+    hello = await reader.readexactly(_RANK_BYTES + len(secret))
+    rank = int.from_bytes(hello[:_RANK_BYTES], "big")
+    if not hmac.compare_digest(hello[_RANK_BYTES:], secret) or rank not in missing:
+        raise ConnectionRefusedError("it is no rank of this run that is missing")
     missing.remove(rank)
-    writer.write(_digest(secret, b"welcome", nonce, said))
     return rank
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> None:
     """Called on every other rank. Raises EOFError or OSError when rank 0 hangs up."""
-    nonce = await reader.readexactly(_NONCE_BYTES)
-    said = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
-    writer.write(said + _digest(secret, b"hello", nonce, said))
-    if not hmac.compare_digest(await reader.readexactly(_DIGEST_BYTES), _digest(secret, b"welcome", nonce, said)):
-        raise _Refused
-
-
-def _digest(secret: bytes, purpose: bytes, nonce: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, purpose + nonce + said, "sha256")
+    writer.write(rank.to_bytes(_RANK_BYTES, "big") + secret)
+    await reader.readexactly(len(_WELCOME))

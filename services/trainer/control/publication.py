@@ -28,7 +28,7 @@ from services.trainer.control.ranks import RankGroup
 from services.trainer.control.senders import Probed
 from services.trainer.control.transport import Attempt, Offer, Recipients, Source, Straggler, Transport
 from services.trainer.control.worker import RankWorker
-from services.trainer.gpu_sharing import Devices
+from services.trainer.loop import Devices
 from services.trainer.state import ALL_STALE, NONE_STALE, EngineIds, StaleEngines, TrainState
 
 _FLEET_SECONDS = 2.0

@@ -26,13 +26,12 @@ from services.trainer.control.worker import RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.data.samples import SkippedSamples
 from services.trainer.durable import retry_while_full
-from services.trainer.gpu_sharing import Devices
+from services.trainer.loop import Devices, Engines
 from services.trainer.megatron.parallel import Layout, told
 from services.trainer.megatron.rendezvous import listener, on_one_machine, own_host
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.standalone import Publications
-from services.trainer.state import EngineIds, StaleEngines, TrainState
+from services.trainer.state import TrainState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -186,7 +185,7 @@ class TrainerRanks:
     def __init__(
         self,
         group: RankGroup,
-        publisher: Publications,
+        engines: Engines,
         console: TrainerConsole,
         run_dir: Path,
         checkpoints: Checkpoints,
@@ -204,26 +203,16 @@ class TrainerRanks:
         self._restored_step = restored_step
         self._num_steps = num_steps
         self._save_hf = save_hf
-        self._devices = devices
-        self._publisher = publisher
+        self.devices = devices
+        self.engines = engines
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
         return self._restored_step
 
     async def claim(self, state: TrainState) -> None:
-        self._devices.claim(state.epoch)
+        self.devices.claim(state.epoch)
         await asyncio.to_thread(self._checkpoints.claim, state.epoch)
-
-    @property
-    def shares_devices(self) -> bool:
-        return self._devices.is_shared
-
-    async def take_devices(self) -> None:
-        await self._devices.take()
-
-    async def give_devices(self) -> None:
-        await self._devices.give()
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         with self._console.phase(pb.PHASE_TRAINING):
@@ -240,13 +229,7 @@ class TrainerRanks:
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         with self._console.phase(pb.PHASE_PUBLISHING):
-            return await self._publisher.publish(state)
-
-    async def stale_engines(self, state: TrainState) -> StaleEngines:
-        return await self._publisher.stale_engines(state)
-
-    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
-        await self._publisher.rejoin(state, engine_ids)
+            return await self.engines.publish(state)
 
     async def flush(self) -> None:
         with self._console.phase(pb.PHASE_SAVING):
@@ -258,7 +241,7 @@ class TrainerRanks:
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
         with self._console.phase(pb.PHASE_SAVING):
-            await self._devices.take()  # a person may ask for it in the engines' turn
+            await self.devices.take()  # a person may ask for it in the engines' turn
             await self._group.call(RankWorker.save, state.step, state.policy_version, state.epoch)
 
     def checkpoint_path(self, step: int) -> Path:
@@ -278,5 +261,5 @@ class TrainerRanks:
     async def export_to(self, path: Path) -> None:
         """Writes the current weights as a Hugging Face folder."""
         with self._console.phase(pb.PHASE_SAVING):
-            await self._devices.take()
+            await self.devices.take()
             await self._group.call(RankWorker.export, str(path))

@@ -1,7 +1,5 @@
 """One rank's part in giving weights to the engines: it broadcasts them, or writes them into files.
 
-Engines are given the policy's weights in the form in which their checkpoint has them.
-
 While a bucket is broadcast, the next one is gathered and laid flat, and those before it are hashed. The ranks with
 tensor rank 0 and data rank 0 are senders, one for each pipeline stage; all others take part in gathering the shards.
 If a publication is given up in the middle, senders stop broadcasting but gather to the end, so that no rank is left
@@ -16,11 +14,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -30,7 +28,6 @@ from headrace.errors import HeadraceError, PublicationAborted
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
-from services.trainer.hugging_face.export import Look, Write
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import (
@@ -89,27 +86,55 @@ def part_of(publication_id: str, service: int) -> str:
     return f"{publication_id}/{service}"
 
 
-class Sender(Protocol):
-    """One rank's part, in its compute thread."""
+class Sender:
+    """One rank's part, in its compute thread. Engines are given the policy's weights, or with `form` in block FP8."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        layout: Layout,
+        is_aborted: Callable[[str], bool],
+        *,
+        bucket_bytes: int | None,
+        form: BlockFp8 | None = None,
+        hashes: bool = True,
+    ) -> None:
+        """`hashes`: what engines print can be computed here. Without `bucket_bytes` all tensors are in one bucket."""
+        self._policy = policy
+        self._form = form
+        self._is_aborted = is_aborted
+        self._stage = layout.pp_rank
+        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
+        self._hashes = hashes
+        specs = policy.hf_tensor_specs() if form is None else quantized_specs(form, policy.hf_tensor_specs())
+        whole = bucket_bytes is None
+        self._buckets = [specs] if whole else split_into_buckets(specs, filling_bytes(specs, bucket_bytes or 0))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
 
     def describe(self) -> StageWeights | None:
         """This stage's weights, the same at every publication; None on ranks that send nothing."""
+        return StageWeights(self._stage, self._buckets) if self._is_sender else None
 
     def probe(self) -> Probed | None:
         """Collective: what engines must compute; None except on the last stage's sender."""
+        found = self._policy.probe()
+        return Probed(*found) if found and self._is_sender else None
 
     def open(self, service: int) -> StageGroup | None:
         """The address at which this stage's group of a rollout service's engines listens; None where there is none."""
+        return None
 
     def hashed(self) -> Sent | None:
         """Collective: what engines print over the current weights; None on ranks that send nothing.
 
         An error is in the answer.
         """
+        return None
 
     def keep(self) -> None:
         """Collective: copies the current weights into this sender's host memory, to send them again."""
 
+    @abstractmethod
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Collective: sends the current weights, or those that it `kept`. An error is in the answer.
 
@@ -119,83 +144,35 @@ class Sender(Protocol):
     def drop(self, services: Collection[int]) -> None:
         """Tears down what a failed publication to these rollout services left."""
 
-
-class WeightSource(Protocol):
-    """The part of a policy that a sender needs."""
-
-    def hf_tensor_specs(self) -> list[TensorSpec]:
-        """The tensors that this stage's sender yields, in order."""
-
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
-
-    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
-        """Collective: a complete Hugging Face folder of the current weights."""
-
-    def probe(self) -> tuple[list[int], list[float]] | None:
-        """Collective: a short sequence and its log-probs; None except on last-stage ranks."""
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._policy.hf_tensors()
+        return tensors if self._form is None else quantized(self._form, tensors)
 
 
-class QuantizedWeights:
-    """A policy's weights in block FP8; what engines compute is compared with the policy itself."""
-
-    def __init__(self, policy: Policy, form: BlockFp8) -> None:
-        self._policy = policy
-        self._form = form
-
-    def hf_tensor_specs(self) -> list[TensorSpec]:
-        return quantized_specs(self._form, self._policy.hf_tensor_specs())
-
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return quantized(self._form, self._policy.hf_tensors())
-
-    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
-        self._policy.export(folder, file_bytes, look, write, self._form)
-
-    def probe(self) -> tuple[list[int], list[float]] | None:
-        return self._policy.probe()
-
-
-Gathered = Sequence[tuple[str, torch.Tensor]]
-
-
-class WeightSender:
+class WeightSender(Sender):
     """Opens, uses and drops this stage's groups of engines: one for each rollout service."""
 
     def __init__(
         self,
-        policy: WeightSource,
+        policy: Policy,
         layout: Layout,
         is_aborted: Callable[[str], bool],
         *,
         host: str,
-        bucket_bytes: int,
         timeout_seconds: float,
+        bucket_bytes: int,
+        form: BlockFp8 | None = None,
         hashes: bool = True,
     ) -> None:
-        """`hashes`: what engines print can be computed here."""
-        self._policy = policy
-        self._is_aborted = is_aborted
+        """`host` is where engines reach this rank."""
+        super().__init__(policy, layout, is_aborted, bucket_bytes=bucket_bytes, form=form, hashes=hashes)
         self._host = host
         self._backend = "nccl" if layout.device.type == "cuda" else "gloo"
-        self._stage = layout.pp_rank
-        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
         self._timeout_seconds = timeout_seconds
-        self._hashes = hashes
-        specs = policy.hf_tensor_specs()
-        self._buckets = split_into_buckets(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
         self._kept = RollbackCopy(layout.device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._groups: dict[int, WeightGroup] = {}
         """The broadcast groups by rollout service."""
-
-    def describe(self) -> StageWeights | None:
-        return StageWeights(self._stage, self._buckets) if self._is_sender else None
-
-    def probe(self) -> Probed | None:
-        found = self._policy.probe()
-        return Probed(*found) if found and self._is_sender else None
 
     def open(self, service: int) -> StageGroup | None:
         if not self._is_sender:
@@ -210,7 +187,7 @@ class WeightSender:
         checksums = EngineChecksums()
         failure: str | None = None
         try:
-            for name, tensor in self._policy.hf_tensors():
+            for name, tensor in self._tensors():
                 if self._is_sender:
                     checksums.update([(name, tensor)])
         except HeadraceError as error:
@@ -220,7 +197,7 @@ class WeightSender:
         return Sent(self._stage, {} if failure else checksums.result(), failure)
 
     def keep(self) -> None:
-        tensors = self._policy.hf_tensors()
+        tensors = self._tensors()
         if self._is_sender:
             self._kept.keep(tensors)
         for _ in tensors:
@@ -231,7 +208,7 @@ class WeightSender:
         hashing = Hashing(self._thread)
         failure: HeadraceError | None = None
         broadcasts = self._broadcasts(publication_id, world_sizes)
-        tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
+        tensors = self._kept.tensors() if kept else self._tensors()
         try:
             try:
                 self._send_all(tensors, broadcasts, hashing)
@@ -263,7 +240,7 @@ class WeightSender:
     def _send_all(self, tensors: Iterator[tuple[str, torch.Tensor]], broadcasts: Broadcasts, hashing: Hashing) -> None:
         """Returns when every bucket is sent to every group that is left."""
         for bucket in self._buckets:
-            gathered = self._gather(bucket, tensors)
+            gathered = list(islice(tensors, len(bucket)))
             if not self._is_sender:
                 return
             flat = self._flat_buckets.pack([tensor for _, tensor in gathered])
@@ -273,16 +250,8 @@ class WeightSender:
                 hashing.add(gathered)
         broadcasts.finish()
 
-    def _gather(self, bucket: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Gathered:
-        gathered = list(islice(tensors, len(bucket)))
-        if self._is_sender and [name for name, _ in gathered] != [spec.name for spec in bucket]:
-            raise PublicationAborted(
-                f"tensor {gathered[0][0]} was gathered where {bucket[0].name} was announced: this is a bug of headrace"
-            )
-        return gathered
 
-
-class WeightWriter:
+class WeightWriter(Sender):
     """Writes below `root`, at most `file_bytes` to a file.
 
     With `memory` it lays files there and says their checksums when it is asked for them: engines load meanwhile, where
@@ -291,45 +260,25 @@ class WeightWriter:
 
     def __init__(
         self,
-        policy: WeightSource,
+        policy: Policy,
         layout: Layout,
         is_aborted: Callable[[str], bool],
         *,
         root: Path,
         file_bytes: int,
         memory: MemoryFiles | None = None,
+        form: BlockFp8 | None = None,
         hashes: bool = True,
         leaves: bool = False,
     ) -> None:
-        """`hashes`: what engines print can be computed here. `leaves`: weights leave their device once written."""
-        self._policy = policy
-        self._is_aborted = is_aborted
+        """`leaves`: weights leave their device once written."""
+        super().__init__(policy, layout, is_aborted, bucket_bytes=None, form=form, hashes=hashes)
         self._root = root
         self._file_bytes = file_bytes
         self._memory = memory
-        self._stage = layout.pp_rank
-        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
-        self._hashes = hashes
         self._says_later = memory is not None and not leaves
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._hashing = Hashing(self._thread)
         self._written_id: str | None = None
-
-    def describe(self) -> StageWeights | None:
-        return StageWeights(self._stage, [self._policy.hf_tensor_specs()]) if self._is_sender else None
-
-    def probe(self) -> Probed | None:
-        found = self._policy.probe()
-        return Probed(*found) if found and self._is_sender else None
-
-    def open(self, service: int) -> None:
-        """Nobody meets anybody."""
-
-    def hashed(self) -> None:
-        """A version is always written: engines that come back load it from its folder."""
-
-    def keep(self) -> None:
-        """The served version's folder stays by itself."""
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Writes the current weights into the publication's folder; with `kept` says the checksums of those there."""
@@ -348,9 +297,6 @@ class WeightWriter:
         log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
         return Sent(self._stage, {} if self._says_later else self._hashing.result())
 
-    def drop(self, services: Collection[int]) -> None:
-        """Rank 0 deletes what is not needed any more."""
-
     def _write(self, publication_id: str) -> int:
         """Returns this sender's bytes, once its folder is whole; their hashing may go on."""
         num_bytes, hashing = 0, Hashing(self._thread)
@@ -367,5 +313,5 @@ class WeightWriter:
         if self._memory:
             make_private(self._root)  # with the same outcome on all ranks: they are on one machine
         write = self._memory.write if self._memory else None
-        self._policy.export(self._root / publication_id, self._file_bytes, look, write)
+        self._policy.export(self._root / publication_id, self._file_bytes, look, write, self._form)
         return num_bytes

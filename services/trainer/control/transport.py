@@ -37,7 +37,7 @@ from services.trainer.control.ranks import RankGroup, results_of
 from services.trainer.control.senders import Sent, StageGroup, StageWeights, part_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.durable import append_rows, remove
-from services.trainer.gpu_sharing import Devices
+from services.trainer.loop import Devices
 
 STRAGGLER_SECONDS = 10.0
 

@@ -122,7 +122,7 @@ class Converter:
         found = [self._shard(placed) for placed in self._placed if self._is_here(placed)]
         if self._has_tied_copy:
             copy = self._shard(self._tied_embedding())
-            found.append(replace(copy, replica=0, num_replicas=0, speaks=False))
+            found.append(replace(copy, replica=0, num_replicas=0, is_reporting=False))
         return found
 
     def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
@@ -133,19 +133,15 @@ class Converter:
         return source
 
     def _shard(self, placed: Placed) -> ModelShard:
-        layout, sharding, shared = self._layout, self._sharding(placed), placed.row.expert is None
-        rank, size = self._rank(placed), self._size(placed)
-        data_rank, data_size = (layout.dp_rank, layout.dp_size) if shared else (layout.edp_rank, layout.edp_size)
-        is_replicated = isinstance(sharding, Replicated)
-        return ModelShard(
-            key=placed.row.hf[0].name,
-            parameter=self._weights[placed.name],
-            sharding=sharding,
-            shard=0 if is_replicated else rank,
-            num_shards=1 if is_replicated else size,
-            replica=data_rank * size + rank if is_replicated else data_rank,
-            num_replicas=data_size * size if is_replicated else data_size,
-            speaks=rank == 0 or not is_replicated,
+        layout, shared = self._layout, placed.row.expert is None
+        return ModelShard.of(
+            placed.row.hf[0].name,
+            self._weights[placed.name],
+            self._sharding(placed),
+            rank=self._rank(placed),
+            size=self._size(placed),
+            data_rank=layout.dp_rank if shared else layout.edp_rank,
+            data_size=layout.dp_size if shared else layout.edp_size,
         )
 
     def _tied_embedding(self) -> Placed:

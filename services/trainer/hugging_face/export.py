@@ -33,13 +33,14 @@ from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, passthrough
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import split_into_buckets
 
+Part = tuple[Mapping[str, str], int]
+"""The file of each tensor, and the bytes of all."""
 
-def write_passthrough_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
-    """Copies them from the checkpoint into files of their own, matrices in `dtype`; `part` lists them for the index."""
+
+def write_passthrough_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int) -> Part:
+    """Copies them from the checkpoint into files of their own, matrices in `dtype`; returns their part of the index."""
     source = HfFolder(hf_checkpoint)
     names = passthrough_names(source.names, read_architecture(hf_checkpoint))
-    if not names:
-        return
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, specs in enumerate(_files(source, names, file_bytes)):
@@ -48,7 +49,7 @@ def write_passthrough_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_
         write_tensors(draft / file, content, {"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
         num_bytes += sum(tensor.nbytes for tensor in content.values())
-    part.write_text(json.dumps({"weight_map": weight_map, "num_bytes": num_bytes}))
+    return weight_map, num_bytes
 
 
 def _files(source: HfFolder, names: Sequence[str], file_bytes: int) -> list[list[TensorSpec]]:
@@ -70,7 +71,6 @@ _FIRST = "model-00001-of-00001.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _QUANTIZED = "float8_e4m3fn"
-_PART = ".part"
 _DRAFT = ".draft"
 _TORN = ".torn"
 
@@ -96,15 +96,16 @@ def export(
     draft = folder.parent / f".{folder.name}{_DRAFT}"
     work.do(lambda: _begin(folder, draft) if is_first else None)
     files = split_into_buckets(specs, file_bytes)
-    names = _file_names(len(files), layout)
+    names, part = _file_names(len(files), layout), ""
     if layout.tp_rank == 0 and layout.dp_rank == 0:
-        _write_stage(work, tensors, files, names, draft, layout.pp_rank, look, write or _write_file)
+        part = _write_stage(work, tensors, files, names, draft, look, write or _write_file)
     with suppress(HeadraceError):  # nothing is left on a rank that writes, unless it has failed already
         for _ in tensors:  # the other tensor ranks only take part in the gathering
             pass
     try:
         work.agree()
-        work.do(lambda: _finish(hf_checkpoint, draft, folder, specs, file_bytes, layout) if is_first else None)
+        parts = [json.loads(each) for each in work.gather(part) if each]
+        work.do(lambda: _finish(hf_checkpoint, draft, folder, specs, file_bytes, parts) if is_first else None)
     except HeadraceError:
         if is_first:
             remove(draft)  # a full disk is not kept full
@@ -125,14 +126,13 @@ def _begin(folder: Path, draft: Path) -> None:
 
 
 def _finish(
-    hf_checkpoint: Path, draft: Path, folder: Path, specs: Sequence[TensorSpec], file_bytes: int, layout: Layout
+    hf_checkpoint: Path, draft: Path, folder: Path, specs: Sequence[TensorSpec], file_bytes: int, parts: Sequence[Part]
 ) -> None:
     """Runs on rank 0 when every stage's files are durable."""
     dtype = next(spec.dtype for spec in specs if spec.dtype != _QUANTIZED)
     copy_companions(hf_checkpoint, draft)
     _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype == _QUANTIZED for spec in specs))
-    write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
-    _write_index(draft)
+    _write_index(draft, [*parts, write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes)])
     sync_files(draft)
     if folder.exists():
         _make_way(folder)
@@ -168,10 +168,10 @@ def _write_stage(
     files: Sequence[Sequence[TensorSpec]],
     names: Sequence[str],
     draft: Path,
-    stage: int,
     look: Look,
     write: Write,
-) -> None:
+) -> str:
+    """Returns what the index says of this stage, as JSON."""
     weight_map: dict[str, str] = {}
     for name, specs in zip(names, files, strict=True):
         content = work.attempt(partial(_next, tensors, len(specs))) or {}
@@ -179,8 +179,7 @@ def _write_stage(
         work.attempt(partial(write, draft / name, content))
         weight_map |= dict.fromkeys(content, name)
     num_bytes = sum(spec.num_bytes for specs in files for spec in specs)
-    part = json.dumps({"weight_map": weight_map, "num_bytes": num_bytes})
-    work.attempt(lambda: (draft / f"{stage}{_PART}").write_text(part))
+    return json.dumps((weight_map, num_bytes))
 
 
 def _next(tensors: Iterator[tuple[str, Tensor]], number: int) -> dict[str, Tensor]:
@@ -209,20 +208,16 @@ def _write_config(hf_checkpoint: Path, draft: Path, dtype: str, *, is_quantized:
     (draft / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _write_index(draft: Path) -> None:
-    parts = sorted(draft.glob(f"*{_PART}"), key=lambda path: int(path.stem))
-    contents = [json.loads(part.read_text()) for part in parts]
-    weight_map = {name: file for content in contents for name, file in content["weight_map"].items()}
+def _write_index(draft: Path, parts: Sequence[Part]) -> None:
+    weight_map = {name: file for files, _ in parts for name, file in files.items()}
     if _SINGLE in weight_map.values() and set(weight_map.values()) != {_SINGLE}:
         (draft / _SINGLE).rename(draft / _FIRST)  # transformers would read that file alone
         weight_map = {name: _FIRST if file == _SINGLE else file for name, file in weight_map.items()}
     if set(weight_map.values()) != {_SINGLE}:
-        total_size = sum(content["num_bytes"] for content in contents)
+        total_size = sum(num_bytes for _, num_bytes in parts)
         (draft / _INDEX).write_text(
             json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2)
         )
-    for part in parts:
-        part.unlink()
 
 
 Named = tuple[str, Tensor]

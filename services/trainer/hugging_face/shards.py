@@ -69,8 +69,18 @@ class ModelShard:
     num_shards: int
     replica: int
     num_replicas: int
-    speaks: bool
+    is_reporting: bool
     """False on ranks that hold what another tensor rank or stage holds too: norms, the copy of a tied embedding."""
+
+    @classmethod
+    def of(
+        cls, key: str, parameter: Tensor, sharding: Sharding, *, rank: int, size: int, data_rank: int, data_size: int
+    ) -> ModelShard:
+        """The shard of a rank among `size` tensor ranks and `data_size` data ranks; all hold what is not cut."""
+        if isinstance(sharding, Replicated):
+            replica = data_rank * size + rank
+            return cls(key, parameter, sharding, 0, 1, replica, data_size * size, is_reporting=rank == 0)
+        return cls(key, parameter, sharding, rank, size, data_rank, data_size, is_reporting=True)
 
     @property
     def is_copy(self) -> bool:

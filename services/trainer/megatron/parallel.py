@@ -29,6 +29,7 @@ from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.model import virtual_stages
 from headrace.models.architecture import Architecture
+from services.trainer.collective_io import gathered_bytes
 from services.trainer.megatron import cpu_adapter, rendezvous
 from services.trainer.plan.rows import Rows, RowSegment, Share
 
@@ -125,10 +126,8 @@ class Layout:
     files_group: dist.ProcessGroup
     """All ranks, on CPUs: what they tell each other of files, in threads that compute nothing."""
     tp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     """Ranks with different samples: one of each context group."""
-    pp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
     """Ranks that hold different experts of the same layers."""
     etp_group: dist.ProcessGroup
@@ -236,9 +235,7 @@ def initialize(
         edp_size=parallel_state.get_expert_data_parallel_world_size(),
         files_group=dist.new_group(backend="gloo", timeout=FILES_TIMEOUT),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(),
         data_group=data_group,
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
@@ -302,14 +299,7 @@ def refuse_divided_experts(args: MegatronArgs) -> None:
 
 def gathered(mine: Any, layout: Layout) -> list[Any]:
     """Collective over all ranks: what each of them gave, as JSON, in the order of the ranks."""
-    text = json.dumps(mine).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=layout.device) for _ in range(layout.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=layout.device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=layout.device)
-    texts = [torch.empty_like(padded) for _ in range(layout.world_size)]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(each.tolist())) for each in texts]
+    return [json.loads(each) for each in gathered_bytes(json.dumps(mine).encode(), None, layout.device)]
 
 
 def told(mine: bytes, layout: Layout) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from services.trainer.megatron.parallel import Layout, initialize
 from services.trainer.megatron.routing_replay import RoutingReplay
 from services.trainer.metrics import Speed, Stopwatch, peak_tflops
 from services.trainer.model.critic import Critic
-from services.trainer.model.frozen_policies import OldLogProbs, OldPolicies, ReferencePolicy
+from services.trainer.model.frozen_policies import HostCopy, OldLogProbs, OldPolicies, frozen_policy
 from services.trainer.model.lora import Adapters, PolicyWeights, attach
 from services.trainer.model.memory import RankMemory, TrainedModel
 from services.trainer.model.pipeline import Pipeline, Runner, TokenHead
@@ -52,9 +53,8 @@ from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Pre
 from services.trainer.plan.planning import ModelFlops, Planner, cost_of
 from services.trainer.plan.rows import Packing, RolloutChoices
 from services.trainer.rl.advantages import Advantages
-from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook, load_advantage_hook
-from services.trainer.rl.loss import CustomLoss, PolicyReducer
-from services.trainer.rl.objective import Objective, custom_correction
+from services.trainer.rl.hooks import bound
+from services.trainer.rl.objective import CustomLoss, Objective, PolicyReducer, custom_correction
 from services.trainer.rl.whole_batch import WholeBatchHooks
 
 _DEFAULT = "build_default"
@@ -157,11 +157,10 @@ def objective_of(job: Job) -> Objective:
 
 def advantages_of(job: Job, group: dist.ProcessGroup | None) -> Advantages:
     """The job's estimator. `group`: the data-parallel ranks that whiten together."""
-    path = job.hooks.custom_advantage_function_path
     return Advantages(
         job.train,
         group,
-        hook=load_advantage_hook(path, hook_args(job)) if path else None,
+        hook=bound(job.hooks.custom_advantage_function_path, "advantage", hook_args(job)),
         distillation=job.distillation.opd_kl_coef if job.distillation.use_opd else None,
     )
 
@@ -176,24 +175,6 @@ def whole_batch_hooks_of(job: Job, layout: Layout) -> WholeBatchHooks | None:
         "rollout_log": hooks.custom_rollout_log_function_path,
     }
     return WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
-
-
-def rollout_data_hook_of(job: Job) -> RolloutDataHook | None:
-    """A user's look at a step's data before it is trained; None without."""
-    path = job.hooks.rollout_data_postprocess_path
-    return RolloutDataHook(path, hook_args(job)) if path else None
-
-
-def before_train_step_of(job: Job) -> BeforeTrainStep | None:
-    """A user's function before each optimizer step; None without."""
-    path = job.hooks.custom_megatron_before_train_step_hook_path
-    return BeforeTrainStep(path, hook_args(job)) if path else None
-
-
-def before_log_prob_of(job: Job, model: Any) -> BeforeLogProb | None:
-    """A user's function before each pass for log-probs; None without."""
-    path = job.hooks.custom_megatron_before_log_prob_hook_path
-    return BeforeLogProb(path, hook_args(job), model) if path else None
 
 
 def join_ranks(job: Job) -> Layout:
@@ -240,9 +221,12 @@ def policy_of(job: Job, layout: Layout) -> Policy:
     pipeline = _pipeline(job, architecture, model, chunks, layout, stopwatch)
     critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
     weights = PolicyWeights(model.converter, adapters, weights_of([chunk.module for chunk in chunks]))
-    reference = ReferencePolicy(weights, job.model.ref_load) if uses_reference(job) else None
+    reference = frozen_policy(weights, job.model.ref_load) if uses_reference(job) else None
     old_policies = _old_policies(job, weights)
-    before_log_prob = before_log_prob_of(job, chunks)
+    hooks, args_of_hooks = job.hooks, hook_args(job)
+    before_log_prob = bound(hooks.custom_megatron_before_log_prob_hook_path, "before_log_prob", args_of_hooks)
+    if before_log_prob is not None:
+        before_log_prob = partial(before_log_prob, chunks)
     return Policy(
         layout,
         _batches(job, architecture, model.packing, layout),
@@ -255,7 +239,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             reference=reference,
             teacher=_teacher(job, weights),
             critic=critic,
-            data_hook=rollout_data_hook_of(job),
+            data_hook=bound(hooks.rollout_data_postprocess_path, "rollout_data", args_of_hooks),
             before_log_prob=before_log_prob,
             distills=job.distillation.use_opd,
         ),
@@ -266,7 +250,9 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             stopwatch,
             critic=critic,
             critic_only_steps=job.critic.num_critic_only_steps,
-            before_train_step=before_train_step_of(job),
+            before_train_step=bound(
+                hooks.custom_megatron_before_train_step_hook_path, "before_train_step", args_of_hooks
+            ),
         ),
         pipeline,
         model.converter,
@@ -385,10 +371,10 @@ def _sample_check(job: Job, architecture: Architecture, choices: RolloutChoices 
     return check
 
 
-def _teacher(job: Job, weights: PolicyWeights) -> ReferencePolicy | None:
+def _teacher(job: Job, weights: PolicyWeights) -> HostCopy | None:
     if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
         return None
-    return ReferencePolicy(weights, job.distillation.opd_teacher_load)
+    return frozen_policy(weights, job.distillation.opd_teacher_load)
 
 
 def _old_policies(job: Job, weights: PolicyWeights) -> OldPolicies | None:
@@ -407,14 +393,14 @@ def _saved(
     weights: PolicyWeights,
     optimizer: Optimizer,
     critic: Critic | None,
-    reference: ReferencePolicy | None,
+    reference: HostCopy | None,
     old_policies: OldPolicies | None,
 ) -> SavedParts:
     models = [ModelState(POLICY, weights.shards, optimizer)]
     if critic is not None:
         models.append(critic.state)
     if reference is not None and job.train.ref_update_interval is not None:
-        models.append(ModelState("reference", reference.shards(), None))
+        models.append(reference.state("reference"))
     others: Sequence[RandomState | OldPolicies] = [RandomState(layout.rank), *([old_policies] if old_policies else [])]
     return SavedParts(architecture, models, others, weights.adapters)
 

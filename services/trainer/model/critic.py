@@ -29,8 +29,8 @@ from services.trainer.model.pipeline import Runner, placed
 from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.numerics import weighted_sum
 from services.trainer.rl.algorithms.ppo import value_loss
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, optional_at
-from services.trainer.rl.loss import masked_sum
+from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.rl.objective import masked_sum
 
 
 class ValueHead(torch.nn.Module):
@@ -88,13 +88,13 @@ class Critic:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
         return self._runner.infer(inputs, self._at_responses)
 
-    def train(self, inputs: StepInputs, old_values: MicroValues, *, updates: bool = True) -> dict[str, float]:
+    def train(self, inputs: StepInputs, *, updates: bool = True) -> dict[str, float]:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
-            micro, old = inputs[number], require(optional_at(old_values, number))
+            micro = inputs[number]
             values = self._at_responses(micro, output)
-            per_token, clipped = value_loss(values, old, micro.returns, self._value_clip)
+            per_token, clipped = value_loss(values, require(micro.values), micro.returns, self._value_clip)
             found = weighted_sum(per_token, micro.weights)
             return found, _sums(micro, values, clipped, found)
 
@@ -140,17 +140,14 @@ def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> 
 def _shards(model: RankModel, layout: Layout) -> list[ModelShard]:
     """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
     living = {id(parameter) for parameter in weights_of(model.stages).values()}
+    place = {
+        "rank": layout.tp_rank,
+        "size": layout.tp_size,
+        "data_rank": layout.dp_rank,
+        "data_size": layout.dp_size,
+    }
     head = [
-        ModelShard(
-            key=name,
-            parameter=parameter,
-            sharding=Replicated(),
-            shard=0,
-            num_shards=1,
-            replica=layout.dp_rank * layout.tp_size + layout.tp_rank,
-            num_replicas=layout.dp_size * layout.tp_size,
-            speaks=layout.tp_rank == 0,
-        )
+        ModelShard.of(name, parameter, Replicated(), **place)
         for name, parameter in model.stages[-1].named_parameters()
         if name.startswith("output_layer.")
     ]

@@ -13,7 +13,7 @@ samples again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,16 +31,17 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import Routing
 from services.trainer.model.lora import PolicyWeights
 from services.trainer.model.pipeline import Pipeline
-from services.trainer.rl.hooks import BeforeLogProb
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs
+from services.trainer.rl.inputs import MicroInputs, StepInputs, filled
 
 
 class HostCopy:
     """A copy of everything in `weights` at the moment it is made, or taken again."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], shards: Sequence[ModelShard] = ()) -> None:
+        """`shards` are the weights' places in a checkpoint."""
         self._weights = weights
-        self._values = {name: _copied(weight) for name, weight in weights.items()}
+        self._shards = shards
+        self._values = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
 
     def take(self) -> None:
         """Copies the weights that are in place now."""
@@ -63,41 +64,22 @@ class HostCopy:
         finally:
             current.put()
 
-    def shards(self, shards: Sequence[ModelShard]) -> list[ModelShard]:
-        """The model's places in a checkpoint, with this copy's values."""
+    def state(self, name: str) -> ModelState:
+        """The part `name` of a checkpoint: this copy's values in the model's places."""
         names = {id(weight): name for name, weight in self._weights.items()}
-        return [replace(shard, parameter=self._values[names[id(shard.parameter)]]) for shard in shards]
+        shards = [replace(shard, parameter=self._values[names[id(shard.parameter)]]) for shard in self._shards]
+        return ModelState(name, shards, None)
 
 
-def _copied(weight: Tensor) -> Tensor:
-    return weight.detach().to("cpu", copy=True)
-
-
-class ReferencePolicy:
-    """A host copy of a Hugging Face folder's weights, or of the initial ones; with LoRA of the adapters alone."""
-
-    def __init__(self, weights: PolicyWeights, folder: Path | None) -> None:
-        if folder is None:
-            self._shards = weights.changing_shards
-            self._copy = HostCopy(weights.changing)
-            return
-        current = HostCopy(weights.named)
-        weights.become(folder)
-        self._shards = weights.shards
-        self._copy = HostCopy(weights.named)
-        current.put()
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """The model is the reference policy inside the block, and itself again after it."""
-        return self._copy.in_place()
-
-    def update(self) -> None:
-        """Makes the current policy the reference from here on."""
-        self._copy.take()
-
-    def shards(self) -> list[ModelShard]:
-        """Its weights in the model's places, for a checkpoint."""
-        return self._copy.shards(self._shards)
+def frozen_policy(weights: PolicyWeights, folder: Path | None) -> HostCopy:
+    """A copy of a Hugging Face folder's weights, or of the initial ones; with LoRA of the adapters alone."""
+    if folder is None:
+        return HostCopy(weights.changing, weights.changing_shards)
+    current = HostCopy(weights.named)
+    weights.become(folder)
+    found = HostCopy(weights.named, weights.shards)
+    current.put()
+    return found
 
 
 _PART = "old-"
@@ -126,7 +108,7 @@ class OldPolicies:
         if step % self._publish_interval and self._was_asked:
             return
         self._was_asked = True
-        self._copies[step] = HostCopy(self._weights)
+        self._copies[step] = HostCopy(self._weights, self._shards)
         for version in self.versions[: -self._capacity]:
             del self._copies[version]
 
@@ -141,7 +123,7 @@ class OldPolicies:
     def chunks(self) -> Iterator[ShardChunk]:
         """The kept versions as chunks of a checkpoint."""
         for version, copy in self._copies.items():
-            yield from self._state(version, copy).chunks()
+            yield from copy.state(f"{_PART}{version}").chunks()
 
     def scalars(self) -> Mapping[str, Any]:
         """There are none: versions are in the chunks' names."""
@@ -150,16 +132,13 @@ class OldPolicies:
     def restore(self, reader: CheckpointReader) -> None:
         """Keeps the versions that the checkpoint has, and no others."""
         versions = {int(found[1]) for name in reader.names if (found := re.match(rf"{_PART}(\d+)/", name))}
-        self._copies = {version: HostCopy(self._weights) for version in sorted(versions)}
+        self._copies = {version: HostCopy(self._weights, self._shards) for version in sorted(versions)}
         for version, copy in self._copies.items():
-            self._state(version, copy).restore(reader)
-
-    def _state(self, version: int, copy: HostCopy) -> ModelState:
-        return ModelState(f"{_PART}{version}", copy.shards(self._shards), None)
+            copy.state(f"{_PART}{version}").restore(reader)
 
 
 class OldLogProbs:
-    """`policies` are kept only with keep_old_actor."""
+    """`policies` are kept only with keep_old_actor; `before` is given "" before the passes for the policy's own."""
 
     def __init__(
         self,
@@ -167,7 +146,7 @@ class OldLogProbs:
         layout: Layout,
         pipeline: Pipeline,
         policies: OldPolicies | None,
-        before: BeforeLogProb | None,
+        before: Callable[[str], None] | None,
     ) -> None:
         self._layout = layout
         self._pipeline = pipeline
@@ -178,32 +157,25 @@ class OldLogProbs:
             self._routing = "replay" if config.use_rollout_routing_replay else "record"
         self._trains_on_them = trains_on_old_log_probs(config)
 
-    def __call__(
-        self, step: int, steps: Sequence[StepInputs], *, for_advantages: bool
-    ) -> tuple[Sequence[MicroValues], Sequence[MicroValues]]:
-        """Old log-probs for the advantages, and for the loss of every optimizer step. Collective over all ranks."""
-        nothing: list[MicroValues] = [None] * len(steps)
+    def __call__(self, step: int, steps: Sequence[StepInputs], *, for_advantages: bool) -> Sequence[StepInputs]:
+        """Collective: the steps with own log-probs for their advantages, and old ones for their loss."""
         if self._policies is not None:
             self._policies.remember(step)
             versions = self._versions(self._policies, step, [micro for inputs in steps for micro in inputs])
             if versions != [step]:
-                olds = self._by_version(self._policies, step, steps, versions)
-                return olds, olds
+                return self._by_version(self._policies, step, steps, versions)
         trains_on_them = self._trains_on_them and len(steps) > 1
         if for_advantages:
-            own = self._all_log_probs(steps)
-            return own, own if trains_on_them else nothing
-        if trains_on_them:
-            return nothing, [None, *self._all_log_probs(steps[1:])]
-        return nothing, nothing
+            return self._with_log_probs(steps, "own_log_probs", *(["old_log_probs"] if trains_on_them else []))
+        return [*steps[:1], *self._with_log_probs(steps[1:], "old_log_probs")] if trains_on_them else steps
 
-    def _all_log_probs(self, steps: Sequence[StepInputs]) -> list[MicroValues]:
+    def _with_log_probs(self, steps: Sequence[StepInputs], *names: str) -> list[StepInputs]:
         if self._before is not None:
             self._before("")
-        return [self._log_probs(inputs) for inputs in steps]
-
-    def _log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
-        return self._pipeline.log_probs(inputs, routing=self._routing)
+        found = [(inputs, self._pipeline.log_probs(inputs, routing=self._routing)) for inputs in steps]
+        for name in names:
+            found = [(filled(inputs, name, log_probs), log_probs) for inputs, log_probs in found]
+        return [inputs for inputs, _ in found]
 
     def _versions(self, policies: OldPolicies, step: int, micros: Iterable[MicroInputs]) -> list[int]:
         """The versions that samples of any rank are from: all ranks swap alike, for passes are collective."""
@@ -215,17 +187,22 @@ class OldLogProbs:
 
     def _by_version(
         self, policies: OldPolicies, step: int, steps: Sequence[StepInputs], versions: Sequence[int]
-    ) -> list[MicroValues]:
+    ) -> Sequence[StepInputs]:
         found = [[torch.zeros_like(micro.mask) for micro in inputs] for inputs in steps]
         for version in versions:
             with policies.in_place(version):
                 if self._before is not None:
                     self._before("")
                 for inputs, olds in zip(steps, found, strict=True):
-                    for number, log_probs in enumerate(self._log_probs(inputs) or []):
+                    log_probs_of = self._pipeline.log_probs(inputs, routing=self._routing) or []
+                    for number, log_probs in enumerate(log_probs_of):
                         is_from = torch.tensor([each == version for each in _of(policies, step, inputs[number])])
                         olds[number] = torch.where(is_from[:, None].to(log_probs.device), log_probs, olds[number])
-        return list(found) if self._layout.is_last_stage else [None] * len(steps)
+        if not self._layout.is_last_stage:
+            return steps
+        for name in ("own_log_probs", "old_log_probs"):
+            steps = [filled(inputs, name, olds) for inputs, olds in zip(steps, found, strict=True)]
+        return steps
 
 
 def _of(policies: OldPolicies, step: int, micro: MicroInputs) -> list[int]:

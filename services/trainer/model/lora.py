@@ -458,16 +458,14 @@ class _Builder:
         layout, layer = self.layout, layer_name(weight.name)
         of_a, of_b = pair_shardings(sharding)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
-            is_whole = isinstance(how, Replicated)
-            yield ModelShard(
-                key=f"{layer}.{name}.weight",
-                parameter=parameter,
-                sharding=how,
-                shard=0 if is_whole else layout.tp_rank,
-                num_shards=1 if is_whole else layout.tp_size,
-                replica=layout.dp_rank * layout.tp_size + layout.tp_rank if is_whole else layout.dp_rank,
-                num_replicas=layout.dp_size * layout.tp_size if is_whole else layout.dp_size,
-                speaks=layout.tp_rank == 0 or not is_whole,
+            yield ModelShard.of(
+                f"{layer}.{name}.weight",
+                parameter,
+                how,
+                rank=layout.tp_rank,
+                size=layout.tp_size,
+                data_rank=layout.dp_rank,
+                data_size=layout.dp_size,
             )
 
 

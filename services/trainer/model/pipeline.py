@@ -34,9 +34,8 @@ from services.trainer.metrics import MAXIMA, SUMS, LogProbDistance, Stopwatch, s
 from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, inference_inputs, optional_at
-from services.trainer.rl.loss import LossInputs, LossOutputs
-from services.trainer.rl.objective import Objective
+from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.rl.objective import LossInputs, LossOutputs, Objective
 
 
 class TokenHead:
@@ -214,7 +213,7 @@ class Pipeline:
         self._temperature = temperature or 1.0
         self._agreement_bound = agreement_bound
 
-    def forward_backward(self, inputs: StepInputs, old: MicroValues, reference: MicroValues) -> dict[str, float]:
+    def forward_backward(self, inputs: StepInputs) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks.
 
         Raises FailedPrecondition on all of them when trainer and engine disagree beyond the bound.
@@ -222,7 +221,7 @@ class Pipeline:
 
         def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutputs]:
             with self._stopwatch.part("forward"):
-                return self._loss(hidden, inputs[number], optional_at(old, number), optional_at(reference, number))
+                return self._loss(hidden, inputs[number])
 
         return self._metrics(self._runner.train(inputs, loss))
 
@@ -244,12 +243,10 @@ class Pipeline:
         found = self.log_probs([micro, *[filler] * (self._layout.micro_batch_multiple - 1)], temperature)
         return [] if found is None else micro.cut(found[0])
 
-    def _loss(
-        self, hidden: Tensor, micro: MicroInputs, old: Tensor | None, reference: Tensor | None
-    ) -> tuple[Tensor, LossOutputs]:
+    def _loss(self, hidden: Tensor, micro: MicroInputs) -> tuple[Tensor, LossOutputs]:
         log_probs, entropy = self._head(hidden, micro, self._temperature)
         logits = self._head.logits(hidden, micro) if self._objective.needs_logits else None
-        loss_inputs = LossInputs(micro, log_probs, entropy, old, reference, logits)
+        loss_inputs = LossInputs(micro, log_probs, entropy, logits)
         if self._layout.is_reporting_rank:
             self.distance.add(loss_inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.staleness)
         output = self._objective(loss_inputs)

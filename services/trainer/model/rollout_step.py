@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -24,17 +25,17 @@ from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics import Stopwatch, TeacherDistance
 from services.trainer.model.critic import Critic
-from services.trainer.model.frozen_policies import OldLogProbs, ReferencePolicy
+from services.trainer.model.frozen_policies import HostCopy, OldLogProbs
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import Planner, StepPlan
 from services.trainer.plan.rows import Packing, RolloutChoices
-from services.trainer.rl.advantages import AdvantageInputs, Advantages
+from services.trainer.rl.advantages import Advantages
 from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
 from services.trainer.rl.algorithms.table import algorithm
-from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook
-from services.trainer.rl.inputs import MicroInputs, MicroValues, StepInputs, optional_at, step_inputs
+from services.trainer.rl.hooks import changed_by
+from services.trainer.rl.inputs import MicroInputs, StepInputs, filled, step_inputs
 from services.trainer.rl.objective import weights_of
 from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
@@ -101,20 +102,11 @@ class BatchReader:
         return RolloutBatch(facts, read.set_aside, plans, inputs, changes.metrics, changes.is_logged)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedStep:
-    """One optimizer step, ready to run."""
-
-    inputs: StepInputs
-    old: MicroValues
-    reference: MicroValues
-    values: MicroValues
-
-
 class Preparation:
     """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step.
 
-    `distills`: there is a teacher, held by these ranks (`teacher`) or asked while the samples were made.
+    `distills`: there is a teacher, held by these ranks (`teacher`) or asked while the samples were made. `data_hook` is
+    given the step and its data; `before_log_prob` "ref_" or "teacher_" before that policy's passes.
     """
 
     def __init__(
@@ -125,11 +117,11 @@ class Preparation:
         old: OldLogProbs,
         advantages: Advantages,
         *,
-        reference: ReferencePolicy | None,
-        teacher: ReferencePolicy | None,
+        reference: HostCopy | None,
+        teacher: HostCopy | None,
         critic: Critic | None,
-        data_hook: RolloutDataHook | None,
-        before_log_prob: BeforeLogProb | None,
+        data_hook: Callable[..., None] | None,
+        before_log_prob: Callable[[str], None] | None,
         distills: bool,
     ) -> None:
         self._config = config
@@ -144,22 +136,21 @@ class Preparation:
         self._data_hook = data_hook
         self._before_log_prob = before_log_prob
 
-    def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
+    def __call__(self, step: int, steps: Sequence[StepInputs]) -> Sequence[StepInputs]:
         """Collective over all ranks."""
         self._update_reference(step)
         by_advantages = self._advantages.needs_log_probs and not self._config.use_rollout_logprobs
         normalizes = self._config.tis_batch_normalize
-        olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
-        references = self._under(self._reference, "ref_", steps)
-        teachers = self._under(self._teacher, "teacher_", steps)
-        values: list[MicroValues] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
-        filled = list(steps)
-        if self._layout.is_last_stage and self._config.loss_type != "sft_loss":
-            filled = self._with_advantages(step, steps, olds, references, teachers, values)
-            if normalizes:
-                filled = [self._normalized(inputs, old) for inputs, old in zip(filled, olds, strict=True)]
-        rows = zip(filled, kept, references, values, strict=True)
-        return [PreparedStep(*row) for row in rows]
+        steps = self._old(step, steps, for_advantages=by_advantages or normalizes)
+        steps = self._under(self._reference, "ref_", "reference_log_probs", steps)
+        steps = self._under(self._teacher, "teacher_", "teacher_log_probs", steps)
+        if self._critic is not None:
+            steps = [filled(inputs, "values", self._critic.values(inputs)) for inputs in steps]
+        if not self._layout.is_last_stage or self._config.loss_type == "sft_loss":
+            return steps
+        if normalizes:
+            steps = [self._normalized(inputs) for inputs in steps]
+        return self._with_advantages(step, steps)
 
     def metrics(self) -> dict[str, float]:
         """Collective: what was seen since it was asked last."""
@@ -168,67 +159,50 @@ class Preparation:
     def _update_reference(self, step: int) -> None:
         interval = self._config.ref_update_interval
         if self._reference is not None and interval is not None and step and step % interval == 0:
-            self._reference.update()
+            self._reference.take()
 
-    def _under(self, policy: ReferencePolicy | None, prefix: str, steps: Sequence[StepInputs]) -> list[MicroValues]:
+    def _under(
+        self, policy: HostCopy | None, prefix: str, name: str, steps: Sequence[StepInputs]
+    ) -> Sequence[StepInputs]:
         if policy is None:
-            return [None] * len(steps)
+            return steps
         with policy.in_place():
             if self._before_log_prob is not None:
                 self._before_log_prob(prefix)
-            return [self._pipeline.log_probs(inputs) for inputs in steps]
+            return [filled(inputs, name, self._pipeline.log_probs(inputs)) for inputs in steps]
 
-    def _with_advantages(
-        self,
-        step: int,
-        steps: Sequence[StepInputs],
-        olds: Sequence[MicroValues],
-        references: Sequence[MicroValues],
-        teachers: Sequence[MicroValues],
-        values: Sequence[MicroValues],
-    ) -> list[StepInputs]:
-        batch = [
-            AdvantageInputs(
-                micro,
-                log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else optional_at(old, number),
-                reference_log_probs=optional_at(reference, number),
-                teacher_log_probs=self._teacher_log_probs(micro, optional_at(teacher, number)),
-                values=optional_at(value, number),
-            )
-            for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
-            for number, micro in enumerate(inputs)
-        ]
-        self._measure(batch)
+    def _with_advantages(self, step: int, steps: Sequence[StepInputs]) -> list[StepInputs]:
+        batch = [self._known(micro) for inputs in steps for micro in inputs]
+        if (
+            self._distance is not None and self._layout.is_reporting_rank
+        ):  # the others know the same of the same samples
+            for micro in batch:
+                self._distance.add(require(micro.own_log_probs), require(micro.teacher_log_probs), micro.mask)
         found = self._advantages(batch)
         if self._data_hook is not None:
-            found = self._data_hook(step, found)
+            found = changed_by(partial(self._data_hook, step), found)
         rest = iter(found)
         return [list(islice(rest, len(inputs))) for inputs in steps]
 
-    def _normalized(self, inputs: StepInputs, old: MicroValues) -> StepInputs:
+    def _known(self, micro: MicroInputs) -> MicroInputs:
+        """With the log-probs that travelled with the samples, where the job takes the engine's or a teacher's."""
+        if self._config.use_rollout_logprobs:
+            micro = replace(micro, own_log_probs=micro.rollout_log_probs)
+        if self._distance is not None and micro.teacher_log_probs is None:
+            micro = replace(micro, teacher_log_probs=micro.put([teacher_log_probs(one) for one in micro.samples]))
+        return micro
+
+    def _normalized(self, inputs: StepInputs) -> StepInputs:
         """The inputs with the mean of this optimizer step's importance weights over all data-parallel ranks."""
         config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
-        for number, micro in enumerate(inputs):
-            found = weights_of(config, micro, require(optional_at(old, number)))
+        for micro in inputs:
+            found = weights_of(config, micro, require(micro.own_log_probs))
             sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
         dist.all_reduce(sums, group=self._layout.data_group)
         total, count = sums.tolist()
         mean = total / count if total > LEAST_MEAN_WEIGHT * count else 1.0
         return [replace(micro, mean_weight=mean) for micro in inputs]
-
-    def _measure(self, batch: Sequence[AdvantageInputs]) -> None:
-        """One rank speaks for those that know the same of the same samples."""
-        if self._distance is None or not self._layout.is_reporting_rank:
-            return
-        for one in batch:
-            self._distance.add(require(one.log_probs), require(one.teacher_log_probs), one.micro.mask)
-
-    def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
-        """Held by these ranks, or travelled with the samples."""
-        if held is not None or self._distance is None:
-            return held
-        return micro.put([teacher_log_probs(sample) for sample in micro.samples])
 
 
 def teacher_log_probs(sample: Sample) -> Tensor:
@@ -243,7 +217,11 @@ def teacher_log_probs(sample: Sample) -> Tensor:
 
 
 class OptimizerSteps:
-    """Trains on prepared steps; in the first `critic_only_steps` rollout steps the policy stays as it is."""
+    """Trains on prepared steps; in the first `critic_only_steps` rollout steps the policy stays as it is.
+
+    `before_train_step` is given the step, the number of the optimizer step, a list of this rank's Megatron modules, and
+    Megatron's optimizer and scheduler.
+    """
 
     def __init__(
         self,
@@ -254,7 +232,7 @@ class OptimizerSteps:
         *,
         critic: Critic | None,
         critic_only_steps: int,
-        before_train_step: BeforeTrainStep | None,
+        before_train_step: Callable[..., None] | None,
     ) -> None:
         self._pipeline = pipeline
         self._chunks = chunks
@@ -264,7 +242,7 @@ class OptimizerSteps:
         self._critic_only_steps = critic_only_steps
         self._before_train_step = before_train_step
 
-    def __call__(self, step: int, plans: Sequence[StepPlan], prepared: Sequence[PreparedStep]) -> dict[str, float]:
+    def __call__(self, step: int, plans: Sequence[StepPlan], prepared: Sequence[StepInputs]) -> dict[str, float]:
         """The rollout step's metrics, equal on all ranks."""
         rows = [
             self._step(step, step_id, one, updates=not plan.is_empty)
@@ -272,9 +250,12 @@ class OptimizerSteps:
         ]
         return {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
 
-    def _step(self, step: int, step_id: int, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
+    def _step(self, step: int, step_id: int, inputs: StepInputs, *, updates: bool) -> dict[str, float]:
         """Computes everything also without `updates`, as ranks wait for each other, but changes no weight then."""
-        metrics = self._train_critic(prepared, updates=updates)
+        metrics: dict[str, float] = {}
+        if self._critic is not None:
+            with self._stopwatch.part("critic"):
+                metrics = self._critic.train(inputs, updates=updates)
         if step < self._critic_only_steps:
             return metrics
         for chunk in self._chunks:
@@ -283,15 +264,9 @@ class OptimizerSteps:
         if self._before_train_step is not None:
             self._before_train_step(step, step_id, self._chunks, *self._optimizer.megatron)
         with self._stopwatch.part("forward_backward"):
-            metrics |= self._pipeline.forward_backward(prepared.inputs, prepared.old, prepared.reference)
+            metrics |= self._pipeline.forward_backward(inputs)
         with self._stopwatch.part("optimizer"):
             return metrics | self._optimizer.step(updates=updates)
-
-    def _train_critic(self, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
-        if self._critic is None:
-            return {}
-        with self._stopwatch.part("critic"):
-            return self._critic.train(prepared.inputs, prepared.values, updates=updates)
 
 
 def _mean(values: Sequence[float]) -> float:

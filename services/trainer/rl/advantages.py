@@ -7,8 +7,7 @@ samples, all of them together for whitening.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,30 +15,18 @@ from torch import Tensor
 
 from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.algorithm import ResponseValues, require
-from services.trainer.rl.algorithms.distillation import distilled_advantages
-from services.trainer.rl.algorithms.kl import kl_estimate
+from services.trainer.rl.algorithms.kl import distilled_advantages, kl_estimate
 from services.trainer.rl.algorithms.numerics import whiten
 from services.trainer.rl.algorithms.table import algorithm
-from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
+from services.trainer.rl.hooks import RolloutData, put_back
 from services.trainer.rl.inputs import MicroInputs
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageInputs:
-    """A micro-batch's values before it is trained on, [B, S] each; None where the job does not need it."""
-
-    micro: MicroInputs
-    log_probs: Tensor | None
-    """The policy's, under the weights that this rollout step starts from, or the engine's with use_rollout_logprobs."""
-    reference_log_probs: Tensor | None
-    teacher_log_probs: Tensor | None
-    values: Tensor | None
 
 
 class Advantages:
     """The job's estimator. `group`: the data-parallel ranks that whiten together.
 
-    `distillation`: the weight of the reverse KL to a teacher, None without one.
+    `distillation`: the weight of the reverse KL to a teacher, None without one. `hook` is a user's function of the
+    rollout's data, which sets `advantages` and `returns`.
     """
 
     def __init__(
@@ -47,7 +34,7 @@ class Advantages:
         config: TrainSection,
         group: dist.ProcessGroup | None,
         *,
-        hook: AdvantageHook | None = None,
+        hook: Callable[[RolloutData], None] | None = None,
         distillation: float | None = None,
     ) -> None:
         self._config = config
@@ -63,9 +50,9 @@ class Advantages:
             return False
         return self._config.kl_coef > 0 or self._distillation is not None or self._hook is not None
 
-    def __call__(self, batch: Sequence[AdvantageInputs]) -> list[MicroInputs]:
+    def __call__(self, batch: Sequence[MicroInputs]) -> list[MicroInputs]:
         """The micro-batches with advantages and returns filled in."""
-        responses = [response for inputs in batch for response in self._responses(inputs)]
+        responses = [response for micro in batch for response in self._responses(micro)]
         masks = [response.mask for response in responses]
         if self._hook is None:
             estimates = [self._algorithm.advantages(response) for response in responses]
@@ -76,19 +63,17 @@ class Advantages:
             advantages = [_distilled(a, t, self._distillation) for a, t in zip(advantages, responses, strict=True)]
         if self._config.normalize_advantages:
             advantages = whiten(advantages, masks, self._group)
-        return put_back([inputs.micro for inputs in batch], advantages, returns)
+        return put_back(batch, advantages, returns)
 
-    def _responses(self, inputs: AdvantageInputs) -> list[ResponseValues]:
-        micro = inputs.micro
-
+    def _responses(self, micro: MicroInputs) -> list[ResponseValues]:
         def cut(values: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * len(micro.samples) if values is None else micro.cut(values)
 
         kl = None
         if self._config.kl_coef > 0:
-            own, reference = require(inputs.log_probs), require(inputs.reference_log_probs)
+            own, reference = require(micro.own_log_probs), require(micro.reference_log_probs)
             kl = kl_estimate(own, reference, self._config.kl_reward_type)
-        columns = (inputs.log_probs, kl, inputs.teacher_log_probs, inputs.values)
+        columns = (micro.own_log_probs, kl, micro.teacher_log_probs, micro.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
         return [ResponseValues(*part) for part in parts]
 
@@ -99,9 +84,8 @@ def _distilled(advantages: Tensor, response: ResponseValues, weight: float) -> T
 
 
 def _by_hook(
-    hook: AdvantageHook, batch: Sequence[AdvantageInputs], responses: Sequence[ResponseValues]
+    hook: Callable[[RolloutData], None], micros: Sequence[MicroInputs], responses: Sequence[ResponseValues]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    micros = [e.micro for e in batch]
     data = RolloutData.of(micros)
     data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in responses]
     for name in ("log_probs", "teacher_log_probs", "values"):

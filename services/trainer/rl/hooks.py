@@ -12,11 +12,9 @@ from torch import Tensor
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
-from headrace.hooks.trainer import trainer_hook
+from headrace.hooks.trainer import TrainerKind, trainer_hook
 from headrace.trajectory import Sample, Status
 from services.trainer.rl.inputs import MicroInputs
-
-AdvantageHook = Callable[["RolloutData"], None]
 
 
 class RolloutData(dict[str, Any]):
@@ -66,51 +64,12 @@ def of_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-class RolloutDataHook:
-    """`f(args, rollout_id, rollout_data)`: sees a rollout step's data, and may change advantages and returns."""
-
-    def __init__(self, path: str, args: HookArgs) -> None:
-        self._hook = trainer_hook(path, "rollout_data").target
-        self._args = args
-
-    def __call__(self, step: int, micros: Sequence[MicroInputs]) -> list[MicroInputs]:
-        """The micro-batches with what the hook left."""
-        data = RolloutData.of(micros)
-        data["advantages"], data["returns"] = _cut(micros, "advantages"), _cut(micros, "returns")
-        self._hook(self._args, step, data)
-        return put_back(micros, data.per_token("advantages", micros), data.per_token("returns", micros))
-
-
-class BeforeTrainStep:
-    """`f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`, before each optimizer step of the policy.
-
-    `model` is a list of this rank's Megatron modules, `optimizer` and the scheduler are Megatron's.
-    """
-
-    def __init__(self, path: str, args: HookArgs) -> None:
-        self._hook = trainer_hook(path, "before_train_step").target
-        self._args = args
-
-    def __call__(self, step: int, step_id: int, model: Any, optimizer: Any, schedule: Any) -> None:
-        """Calls the function, on every rank."""
-        self._hook(self._args, step, step_id, model, optimizer, schedule)
-
-
-class BeforeLogProb:
-    """`f(args, model, store_prefix)`, before the passes of a rollout step for one policy's log-probs, on every rank.
-
-    `store_prefix` is "" for the policy itself, now or as it was, "ref_" for the reference, "teacher_" for a teacher.
-    A step whose first training pass finds the old log-probs has no pass of its own for them.
-    """
-
-    def __init__(self, path: str, args: HookArgs, model: Any) -> None:
-        self._hook = trainer_hook(path, "before_log_prob").target
-        self._args = args
-        self._model = model
-
-    def __call__(self, store_prefix: str) -> None:
-        """Calls the function."""
-        self._hook(self._args, self._model, store_prefix)
+def changed_by(hook: Callable[[RolloutData], None], micros: Sequence[MicroInputs]) -> list[MicroInputs]:
+    """The micro-batches with the advantages and returns that a function of the rollout's data left."""
+    data = RolloutData.of(micros)
+    data["advantages"], data["returns"] = _cut(micros, "advantages"), _cut(micros, "returns")
+    hook(data)
+    return put_back(micros, data.per_token("advantages", micros), data.per_token("returns", micros))
 
 
 def put_back(
@@ -125,9 +84,9 @@ def put_back(
     return found
 
 
-def load_advantage_hook(path: str, args: HookArgs) -> AdvantageHook:
-    """A user's `f(args, rollout_data)`, which sets `advantages` and `returns`."""
-    return partial(trainer_hook(path, "advantage").target, args)
+def bound(path: str | None, kind: TrainerKind, args: HookArgs) -> Callable[..., Any] | None:
+    """A user's function with its first argument, `args`; None without one."""
+    return None if path is None else partial(trainer_hook(path, kind).target, args)
 
 
 def _cut(micros: Sequence[MicroInputs], name: str) -> list[Tensor]:

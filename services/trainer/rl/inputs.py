@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class MicroInputs:
     staleness: Tensor
     """float32 [B, 1], how many steps behind the sample's oldest token is"""
     advantages: Tensor
-    """float32 [B, S]; zeros until services/trainer/rl/advantages.py fills it in"""
+    """float32 [B, S]; zeros until rl/advantages.py fills it in"""
     returns: Tensor
     """float32 [B, S]: what a critic learns; likewise"""
     rewards: Sequence[float]
@@ -56,6 +57,17 @@ class MicroInputs:
     """The images of the rows; None: a model of text alone"""
     mean_weight: float = 1.0
     """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
+    own_log_probs: Tensor | None = None
+    """float32 [B, S], the policy's that this rollout step starts from (keep_old_actor: that a sample is from). This and
+    the next four are filled in by `Preparation`, where the job needs them, on the ranks of the last stage."""
+    old_log_probs: Tensor | None = None
+    """float32 [B, S], what the loss compares the policy with; None: what its own pass finds"""
+    reference_log_probs: Tensor | None = None
+    """float32 [B, S]"""
+    teacher_log_probs: Tensor | None = None
+    """float32 [B, S]"""
+    values: Tensor | None = None
+    """float32 [B, S], the critic's before this rollout step's updates"""
 
     def cut(self, values: Tensor) -> list[Tensor]:
         """Each sample's part of [B, S], [R] each: views, differentiable."""
@@ -74,6 +86,14 @@ class MicroInputs:
 
 
 StepInputs = Sequence[MicroInputs]
+
+
+def filled(inputs: StepInputs, name: str, values: Sequence[Tensor] | None) -> StepInputs:
+    """The micro-batches with these [B, S] as the field `name`; None (not on the last stage) leaves them as they are."""
+    if values is None:
+        return inputs
+    changes: list[dict[str, Any]] = [{name: value} for value in values]
+    return [replace(micro, **change) for micro, change in zip(inputs, changes, strict=True)]
 
 
 def step_inputs(
@@ -161,12 +181,3 @@ def _on_device(
 def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
     """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
     return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)
-
-
-MicroValues = Sequence[Tensor] | None
-"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
-
-
-def optional_at(values: MicroValues, number: int) -> Tensor | None:
-    """[B, S] of the micro-batch with this number; None where the step has none."""
-    return None if values is None else values[number]

@@ -67,7 +67,7 @@ def _refused(message: str) -> InvalidArgument:
 T = TypeVar("T")
 
 
-class Once(Generic[T]):
+class SingleFlight(Generic[T]):
     """A caller that goes away leaves the work to the others. A failure is not kept: the key can be asked for again."""
 
     def __init__(self, keep: int) -> None:
@@ -113,8 +113,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._console = console
         self._report = report
         self._exports = exports
-        self._saved: Once[pb.SaveCheckpointResponse] = Once(_KEPT_RESULTS)
-        self._exported: Once[pb.ExportModelResponse] = Once(_KEPT_RESULTS)
+        self._saved: SingleFlight[pb.SaveCheckpointResponse] = SingleFlight(_KEPT_RESULTS)
+        self._exported: SingleFlight[pb.ExportModelResponse] = SingleFlight(_KEPT_RESULTS)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return self._console.status

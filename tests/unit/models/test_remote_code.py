@@ -160,15 +160,6 @@ def test_code_of_another_repository_is_never_fetched(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "model", trust_remote_code=True)
 
 
-def test_code_that_fails_says_so_with_its_files(tmp_path: Path) -> None:
-    publish(tmp_path / "model", model_type="deepseek_v3")
-    path = tmp_path / "model" / "tokenization_kimi.py"
-    old = "from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode"
-    path.write_text(path.read_text().replace("from transformers.convert_slow_tokenizer import bytes_to_unicode", old))
-    with pytest.raises(ConfigError, match=r"its own code \(tokenization_kimi.py, words_kimi.py\) fails with transform"):
-        load_tokenizer(tmp_path / "model", trust_remote_code=True)
-
-
 def test_a_job_is_refused_until_each_process_that_runs_the_code_is_told_to(
     load_with: Callable[..., Job], model: Path
 ) -> None:
@@ -181,11 +172,6 @@ def test_a_job_is_refused_until_each_process_that_runs_the_code_is_told_to(
     said = dict(plan(load_with(*TRUST)))["remote code"]
     assert said.startswith("tokenization_kimi.py, words_kimi.py, configuration_deepseek.py of ")
     assert "the rollout service, hooks that use headrace.hooks.kit and in the engines" in said
-
-
-def test_a_job_without_trust_says_that_the_folders_code_is_not_run(load_with: Callable[..., Job], model: Path) -> None:
-    publish(model, model_type="qwen3")  # the fixture's tokenizer.json is beside it
-    assert dict(plan(load_with()))["remote code"].startswith("none: tokenization_kimi.py")
 
 
 def _of_tiktoken(folder: Path) -> list[list[int]]:

@@ -93,23 +93,11 @@ def test_exact_match_ignores_blanks_and_nothing_else() -> None:
 def test_regex_takes_its_pattern_from_metadata_or_label() -> None:
     assert regex.score(item("<think>a\nb</think>c", pattern=r"(?s)^<think>.*</think>.+$")) == 1.0
     assert regex.score(item("no", pattern=r"^\d+$")) == 0.0
-    assert regex.score(item("17", r"^\d+$")) == 1.0
+    assert regex.score(item("17", r"^\d+$")) == regex.score(item("17", r"^\d+$", pattern=None)) == 1.0
     with pytest.raises(InvalidArgument, match=r"cannot compile '\('"):
         regex.score(item("x", "("))
     with pytest.raises(InvalidArgument, match=r"metadata\.pattern or the label"):
         regex.score(item("x"))
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "expected"),
-    [("sum = 12", r"= \d+$", 1.0), ("sum is 12", r"= \d+$", 0.0), ("YES", "(?i)yes", 1.0), ("", "^$", 1.0)],
-)
-def test_a_pattern_of_null_leaves_the_label_as_the_pattern(response: str, label: str, expected: float) -> None:
-    try:
-        score: float | str = regex.score(item(response, label, pattern=None))
-    except InvalidArgument as error:
-        score = error.message
-    assert score == expected
 
 
 @pytest.mark.parametrize(

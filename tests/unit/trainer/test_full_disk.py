@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from headrace.errors import DiskFull
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.durable import retry_while_full
 from services.trainer.plan.batch import Batch
-from services.trainer.serving import report as report_module
 from services.trainer.serving.report import RunReport, TensorBoard
 from tests.support.faults.file_limit import files_end_at
 
@@ -55,13 +53,6 @@ async def test_a_disk_that_stays_full_ends_the_trainer_with_the_file_and_the_way
     assert record.path.read_bytes() == b""
 
 
-async def test_another_error_of_the_disk_is_not_waited_for(tmp_path: Path) -> None:
-    record = TrainingRecord(tmp_path / "a file" / "trained.jsonl")
-    record.path.parent.touch()
-    with pytest.raises(NotADirectoryError):
-        await retry_while_full(lambda: record.append(0, BATCH), record.path)
-
-
 def test_rows_of_metrics_stay_in_memory_on_a_full_disk_and_all_are_written_later(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     report = RunReport(tmp_path)
@@ -90,43 +81,6 @@ def test_a_start_on_a_full_disk_deletes_no_metrics(tmp_path: Path) -> None:
     after.write(3, {"again": 1.0})
     assert steps(file) == [1, 2, 3]
     assert "again" in file.read_text()
-
-
-def test_a_trainer_keeps_no_rows_in_memory(tmp_path: Path) -> None:
-    report = RunReport(tmp_path)
-    report.resume(0)
-    rows = [{f"part/number_{i}": step + i / 7 for i in range(60)} for step in range(1_000)]
-    tracemalloc.start()
-    for step, row in enumerate(rows):
-        report.write(step, row)
-        if step == len(rows) // 2:
-            before, _ = tracemalloc.get_traced_memory()
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept - before < 20_000, "500 rows of 60 numbers would be 240,000 bytes at least"
-    assert [dict(row.metrics) for row in report.rows()] == rows
-    again = RunReport(tmp_path)
-    again.resume(len(rows))
-    assert [dict(row.metrics) for row in again.rows()] == rows
-
-
-def test_rows_that_wait_for_the_disk_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "MOST_WAITING", 3)
-    report = RunReport(tmp_path)
-    report.resume(0)
-    with structlog.testing.capture_logs() as said, files_end_at(0):
-        for step in range(1, 6):
-            report.write(step, {"loss": 1.0})
-    assert [each["until"] for each in said] == ["the disk takes them; the last 3 are kept"]
-    report.close()
-    assert steps(tmp_path / "metrics.jsonl") == [3, 4, 5]
-
-
-def test_a_line_that_was_torn_hides_none_of_those_behind_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n{"step": 2, "ti\n{"step": 3, "time": 3.0}\n')
-    report = RunReport(tmp_path)
-    report.resume(3)
-    assert [row.step for row in report.rows()] == [1, 3]
 
 
 def test_tensorboard_goes_on_after_a_full_disk(tmp_path: Path) -> None:

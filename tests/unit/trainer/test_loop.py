@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ class Everything:
     """Steps whose first checkpoint cannot be written."""
     stop_after_leases: int | None = None
     shows_evaluations: bool = False
-    shares_devices: bool = False
+    is_shared: bool = False
     taken: list[TrainState] = field(default_factory=list)
     diary: list[str] = field(default_factory=list)
 
@@ -73,11 +74,19 @@ class Everything:
     async def claim(self, state: TrainState) -> None:
         self.before_claim = list(self.diary)
 
-    async def take_devices(self) -> None:
-        self.diary.append("take devices") if self.shares_devices else None
+    @property
+    def devices(self) -> Any:
+        return self
 
-    async def give_devices(self) -> None:
-        self.diary.append("give devices") if self.shares_devices else None
+    @property
+    def engines(self) -> Any:
+        return self
+
+    async def take(self) -> None:
+        self.diary.append("take devices") if self.is_shared else None
+
+    async def give(self) -> None:
+        self.diary.append("give devices") if self.is_shared else None
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         self.diary.append(f"train {step}")
@@ -150,7 +159,7 @@ async def test_a_step_is_leased_trained_consumed_published_and_saved_in_this_ord
 
 
 async def test_on_shared_devices_a_step_is_saved_before_a_publication_gives_them_to_the_engines() -> None:
-    diary = await run(Everything(num_steps=1, save_every=1, shares_devices=True, shows_evaluations=True))
+    diary = await run(Everything(num_steps=1, save_every=1, is_shared=True, shows_evaluations=True))
     assert diary == [
         "rewind 0", "publish 0", "version 7/0", "evaluate 0", "give devices",
         "lease 7/0", "take devices", "train 0", "consume 7/0", "save 1", "publish 1", "version 7/1", "commit 7/1",

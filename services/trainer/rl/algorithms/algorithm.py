@@ -102,3 +102,8 @@ def policy_loss(
     ceiling = -eps_clip_c * advantages
     dual = (advantages < 0) & (loss > ceiling)
     return where(advantages < 0, minimum(loss, ceiling), loss), (clipped | dual).float()
+
+
+def sft_loss(log_probs: Tensor) -> Tensor:
+    """-log π of every token, float32 in the shape of `log_probs`: supervised fine-tuning's negative log-likelihood."""
+    return -precise(log_probs)

@@ -1,4 +1,4 @@
-"""KL to a reference policy: its estimators per token, and token rewards with a penalty for leaving that policy.
+"""KL to a reference policy: its estimators per token, and rewards and advantages with a penalty for leaving one.
 
 Estimators: Schulman, http://joschu.net/blog/kl-approx.html. Token rewards are that penalty and the response's own
 reward at its end, in InstructGPT's form (Ouyang et al. 2022, arXiv:2203.02155).
@@ -68,3 +68,15 @@ def token_rewards(reward: float, mask: Tensor, kl: Tensor | None, kl_coef: float
     if len(places):
         rewards[places[-1, 0]] += reward
     return rewards
+
+
+def distilled_advantages(
+    advantages: Tensor, log_probs: Tensor, teacher_log_probs: Tensor, opd_kl_coef: float
+) -> Tensor:
+    """A - opd_kl_coef · (logπ - logπ_teacher), float32 [R] from [R] each; no gradient.
+
+    On-policy distillation: the student's reward is its teacher's log-probs of the student's own tokens (Agarwal et al.
+    2024, arXiv:2306.13649; as an advantage: Thinking Machines 2025, "On-Policy Distillation").
+    """
+    reverse_kl = precise(log_probs.detach()) - precise(teacher_log_probs)
+    return precise(advantages) - opd_kl_coef * reverse_kl

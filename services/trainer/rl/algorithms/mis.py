@@ -128,3 +128,13 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Mapping[str, Tens
     answers = (mask > 0).any(dim=1, keepdim=True)
     sums = {name: torch.where(answers, values, 0.0).sum() for name, values in figures.items()}
     return sums | {"answers": answers.sum()}
+
+
+def opsm_mask(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
+    """0 where A < 0 and the mean of logπ_old - logπ over the response's trained tokens exceeds `delta`, else 1.
+
+    Off-policy sequence masking: bad responses that the policy has moved away from are left out (DeepSeek-V3.2,
+    arXiv:2512.02556). Float32 [B, R], without gradient.
+    """
+    moved = precise(old_log_probs.detach()) - precise(log_probs.detach())
+    return 1.0 - ((advantages < 0) & (sequence_mean(moved, mask) > delta)).float()

@@ -5,7 +5,6 @@ One launch of four ranks; a case of fewer ranks runs on the first of them.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,35 +47,40 @@ VIRTUAL_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if ALL or "alone" in (a, b)]
 """`make chaos` has all of them."""
-# Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
-BF16 = [*LAYOUTS, "alone"]
-EXPERTS = ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
-CRITIC = ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"]
+CHAINS = {
+    "bf16": [*LAYOUTS, "alone"],  # where master weights are one more state that is cut
+    "experts": ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"],
+    "virtual": ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"],
+    "critic": ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"],
+    "lora": ["alone", "tp2", "pp2", "alone"],
+}
+"""Of layouts, each restored from the one before."""
+HELD = {
+    "bf16": ["model.norm.weight/main"],
+    "experts": ["model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq"],
+    "virtual": ["model.norm.weight/exp_avg"],
+    "critic": ["output_layer.weight/exp_avg", "model.layers.3.mlp.down_proj.weight/exp_avg_sq"],
+    "lora": [
+        "model.layers.1.mlp.down_proj.lora_A.weight/exp_avg",
+        "model.layers.1.mlp.down_proj.lora_B.weight/exp_avg_sq",
+    ],
+}
 PPO = {"train": {"advantage_estimator": "ppo", "use_kl_loss": False}, "sections": {"critic": {"critic_lr": 1e-2}}}
-LORA = ["alone", "tp2", "pp2", "alone"]
 ADAPTED = {"sections": {"lora": {"lora_rank": 4}}}
-VIRTUAL = ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resharding")
     make_tiny(folder / "model", "qwen3", tied=True)
-    cases = [_case(folder, f"float32@{name}", name, {}) for name in LAYOUTS]
-    cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
+    cases = [_case(folder, f"float32@{name}", name) for name in LAYOUTS]
+    cases += [_case(folder, f"float32@{a}@{b}", b, restores=f"float32@{a}") for a, b in PAIRS]
     make_tiny(folder / "experts", "qwen3_moe", tied=False)
     make_tiny(folder / "virtual", "qwen3", tied=True, num_layers=4)
-    chains: tuple[tuple[str, list[str], dict[str, object]], ...] = (
-        ("bf16", BF16, {"bf16": True}),
-        ("experts", EXPERTS, {}),
-        ("virtual", VIRTUAL, {}),
-        ("critic", CRITIC, {}),
-        ("lora", LORA, {}),
-    )
-    for name, chain, megatron in chains:
+    for name, chain in CHAINS.items():
         for place, layout in enumerate(chain):
             before = f"{name}@{place - 1}" if place else None
-            cases.append(_case(folder, f"{name}@{place}", layout, megatron, restores=before))
+            cases.append(_case(folder, f"{name}@{place}", layout, restores=before))
     run_cases(folder, 4, cases)
     return folder
 
@@ -88,43 +92,19 @@ def test_a_checkpoint_of_one_layout_is_the_same_under_another(runs: Path, writte
     assert {name.rpartition("/")[2] for name in original} == {"weight", "exp_avg", "exp_avg_sq", "step"}
 
 
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(BF16))))
-def test_master_weights_of_bfloat16_come_through_every_layout(runs: Path, before: int, after: int) -> None:
-    original, resaved = _tensors(runs, f"bf16@{before}"), _tensors(runs, f"bf16@{after}")
+@pytest.mark.parametrize(
+    ("chain", "place"), [(name, n) for name, chain in CHAINS.items() for n in range(1, len(chain))]
+)
+def test_every_state_comes_through_every_layout(runs: Path, chain: str, place: int) -> None:
+    part = "critic" if chain == "critic" else "policy"
+    model = {"experts": "experts", "bf16": "model", "lora": "model"}.get(chain, "virtual")
+    original, resaved = (_tensors(runs, f"{chain}@{n}", model, part) for n in (place - 1, place))
     _assert_equal(original, resaved)
-    weights = {name: tensor for name, tensor in original.items() if name.endswith("/weight")}
-    for name, weight in weights.items():
-        main = original[name.removesuffix("weight") + "main"]
-        assert (weight.dtype, main.dtype) == (torch.bfloat16, torch.float32), name
-        assert torch.equal(main.bfloat16(), weight), name
-
-
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(EXPERTS))))
-def test_experts_come_through_every_layout(runs: Path, before: int, after: int) -> None:
-    original = _tensors(runs, f"experts@{before}", "experts")
-    _assert_equal(original, _tensors(runs, f"experts@{after}", "experts"))
-    assert "policy/model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq" in original
-
-
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(VIRTUAL))))
-def test_virtual_stages_are_written_and_read_as_any_other(runs: Path, before: int, after: int) -> None:
-    _assert_equal(*(_tensors(runs, f"virtual@{place}", "virtual") for place in (before, after)))
-
-
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(CRITIC))))
-def test_a_critic_and_its_optimizer_come_through_every_layout(runs: Path, before: int, after: int) -> None:
-    original = _tensors(runs, f"critic@{before}", "virtual", part="critic")
-    _assert_equal(original, _tensors(runs, f"critic@{after}", "virtual", part="critic"))
-    assert original["critic/output_layer.weight/exp_avg"].any()
-    assert original["critic/model.layers.3.mlp.down_proj.weight/exp_avg_sq"].any()
-
-
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(LORA))))
-def test_adapters_and_their_optimizer_come_through_every_layout(runs: Path, before: int, after: int) -> None:
-    original = _tensors(runs, f"lora@{before}")
-    _assert_equal(original, _tensors(runs, f"lora@{after}"))
-    assert original["policy/model.layers.1.mlp.down_proj.lora_B.weight/exp_avg_sq"].any()
-    assert {name.split("/")[1][-8] for name in original if name.endswith("/exp_avg")} == {"A", "B"}
+    for held in HELD[chain]:
+        assert original[f"{part}/{held}"].any(), held
+    if chain == "bf16":
+        for name in (name for name in original if name.endswith("/weight")):
+            assert torch.equal(original[name.removesuffix("weight") + "main"].bfloat16(), original[name]), name
 
 
 def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
@@ -154,10 +134,11 @@ def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -
     return tensors
 
 
-def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
+def _case(folder: Path, name: str, layout: str, *, restores: str | None = None) -> Case:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
     family = name.split("@")[0]
     model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(family, "model")
     further: dict[str, Any] = {"critic": PPO, "lora": ADAPTED}.get(family, {})
+    megatron: dict[str, object] = {"bf16": True} if family == "bf16" else {}
     source = None if restores is None else str(folder / restores / "checkpoints")
     return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source, **further)

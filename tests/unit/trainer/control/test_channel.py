@@ -12,7 +12,7 @@ import pytest
 
 from headrace.errors import DeadlineExceeded
 from services.trainer.control import channel
-from services.trainer.control.channel import Abort, Channel, PeerLost, frame, introduce
+from services.trainer.control.channel import Channel, PeerLost, introduce
 from services.trainer.megatron.rendezvous import listener
 from tests.support.processes.listening import listening
 
@@ -60,18 +60,6 @@ async def test_the_error_that_a_death_brings_is_told_as_the_death() -> None:
 
     with pytest.raises(PeerLost):
         await leader.guard(collective())
-    follower.wait()
-
-
-async def test_an_error_without_a_death_is_itself() -> None:
-    leader, follower = await started()
-
-    async def broken() -> None:
-        raise ValueError("ours")
-
-    with pytest.raises(ValueError, match="ours"):
-        await leader.guard(broken())
-    follower.kill()
     follower.wait()
 
 
@@ -126,29 +114,6 @@ async def test_a_rank_that_is_not_of_this_run_is_hung_up_on(rank: int, secret: b
         await other.connect("127.0.0.1", await leader.listen(listener("127.0.0.1")))
     await leader.guard(asyncio.sleep(0))
     await leader.close()
-
-
-async def test_a_rank_zero_that_is_not_of_this_run_is_not_followed() -> None:
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(os.urandom(32))
-        await reader.readexactly(68)
-        writer.write(os.urandom(32) + frame(Abort("p")))
-
-    async with await asyncio.start_server(pretend, "127.0.0.1", 0) as server:
-        follower = Channel(1, 2, SECRET)
-        with pytest.raises(PeerLost, match="rank 0 is gone"):
-            await follower.connect("127.0.0.1", server.sockets[0].getsockname()[1])
-
-
-async def test_a_second_rank_of_the_same_number_is_hung_up_on() -> None:
-    leader, first, second = Channel(0, 3, SECRET), Channel(1, 3, SECRET), Channel(1, 3, SECRET)
-    port = await leader.listen(listener("127.0.0.1"))
-    await first.connect("127.0.0.1", port)
-    with pytest.raises(PeerLost, match="rank 0 is gone"):
-        await second.connect("127.0.0.1", port)
-    await leader.guard(asyncio.sleep(0))
-    for each in (first, leader):
-        await each.close()
 
 
 async def test_rank_zero_does_not_wait_for_ever_for_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

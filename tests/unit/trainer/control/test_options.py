@@ -69,7 +69,7 @@ class Parts:
 
     @property
     def publisher(self) -> Any:
-        return self.ranks._publisher
+        return self.ranks.engines
 
     @property
     def evaluations(self) -> Any:
@@ -159,12 +159,12 @@ AS_TRAINED: Readers = {
 """Of a run through files, whose evaluations have no options of their own."""
 COLOCATED: Readers = {
     "colocate": [lambda p: p.evaluations._exact, lambda p: not p.sender._says_later],
-    "offload_train": [lambda p: p.ranks._devices._to_host is not None],
-    "offload_rollout": [lambda p: bool(p.ranks._devices._engines)],
+    "offload_train": [lambda p: p.ranks.devices._to_host is not None],
+    "offload_rollout": [lambda p: bool(p.ranks.devices._engines)],
     "update_weight_transport": [
         lambda p: "ipc" if p.publisher._transport._in_memory and p.sender._memory else "another"
     ],
-    "update_weight_timeout_seconds": [lambda p: p.ranks._devices._to_host.args[0]],
+    "update_weight_timeout_seconds": [lambda p: p.ranks.devices._to_host.args[0]],
 }
 ALONE: Readers = {
     "load_debug_rollout_data": [lambda p: p.buffer._recorded.pattern],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import tracemalloc
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -156,20 +155,6 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_and_its_late_answer
         await group.gather(60.0, RankWorker.leave)
 
 
-async def test_a_rank_whose_files_are_never_written_does_not_keep_the_others_from_ending() -> None:
-    hanging = threading.Event()
-
-    class Hanging(Worker):
-        def leave(self) -> None:
-            if self.rank == 1:
-                hanging.wait()
-
-    async with ranks(3, Hanging) as group:
-        with pytest.raises(DeadlineExceeded, match=r"1 ranks did not finish leave within 0.05 s"):
-            await asyncio.wait_for(group.gather(0.05, RankWorker.leave), 60)
-        hanging.set()
-
-
 async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them() -> None:
     class Full(Worker):
         def save(self, step: int, policy_version: int, epoch: int) -> None:
@@ -194,26 +179,6 @@ async def test_any_other_error_ends_the_rank() -> None:
     with pytest.raises(FailedPrecondition, match="not of a file"):
         async with ranks(2, Broken) as group:
             await group.call(RankWorker.drop_groups, [0])
-
-
-async def test_memory_of_the_channel_does_not_grow_with_steps() -> None:
-    samples = [facts(f"s{number}") for number in range(512)]
-    async with ranks(3, Worker) as group:
-
-        async def steps(count: int) -> int:
-            for _ in range(count):
-                await group.call(RankWorker.prefetch, samples)
-                await group.gather(60.0, RankWorker.describe_weights)
-            return tracemalloc.get_traced_memory()[0]
-
-        tracemalloc.start()
-        try:
-            before = await steps(5)
-            after = await steps(40)
-        finally:
-            tracemalloc.stop()
-        await group.gather(60.0, RankWorker.leave)
-    assert after - before < 512 * 100, "less than one step's facts"
 
 
 def until(condition: Callable[[], bool]) -> None:

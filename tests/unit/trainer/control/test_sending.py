@@ -18,7 +18,7 @@ from headrace.publication import TensorSpec
 from services.trainer.control.senders import Sent, StageGroup, WeightSender, part_of
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import FlatBuckets, filling_bytes, split_into_buckets
+from services.trainer.weights.buckets import filling_bytes, split_into_buckets
 from tests.support.fakes.engine_checksums import engine_checksums
 
 MEGABYTES = 48  # of a tensor: far more than sockets hold
@@ -97,13 +97,6 @@ def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
 
 
-def test_weights_are_hashed_without_engines() -> None:
-    policy = WatchedPolicy()
-    hashed = sender_of(policy).hashed()
-    assert hashed is not None
-    assert hashed.checksums == engine_checksums(policy.weights)
-
-
 def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def diverged() -> Iterator[tuple[str, torch.Tensor]]:
         yield "t0", torch.zeros(2)
@@ -112,34 +105,6 @@ def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPat
     policy = WatchedPolicy()
     monkeypatch.setattr(policy, "hf_tensors", diverged)
     assert sender_of(policy).hashed() == Sent(0, {}, "t1 has values that are not finite")
-
-
-def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
-    policy = WatchedPolicy()
-    sender = sender_of(policy)
-    opened = sender.open(0)
-    assert opened is not None
-    with ThreadPoolExecutor(1) as engine:
-        receiving = engine.submit(receive_late, opened, policy)
-        sent = sender.send("p", {0: 2})
-        received = receiving.result()
-    sender.drop([0])
-    assert sent is not None
-    assert sent.error is None
-    assert sent.checksums == engine_checksums(policy.weights)
-    assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
-
-
-def test_what_is_laid_stays_until_the_next_but_one_and_one_tensor_is_not_copied() -> None:
-    buckets = FlatBuckets(torch.device("cpu"))
-    first, second = (buckets.pack([torch.full((4,), n), torch.full((2,), n)]) for n in (1.0, 2.0))
-    assert torch.equal(first.view(torch.float32), torch.ones(6))
-    assert torch.equal(second.view(torch.float32), torch.full((6,), 2.0))
-    assert (
-        buckets.pack([torch.ones(6), torch.ones(1)]).untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-    )
-    alone = torch.ones(4)
-    assert buckets.pack([alone]).data_ptr() == alone.data_ptr()
 
 
 def test_there_are_many_buckets_but_no_small_ones() -> None:

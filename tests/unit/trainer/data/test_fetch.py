@@ -55,15 +55,6 @@ async def test_samples_come_in_the_order_asked(buffer: Buffer) -> None:
     assert [sample.sample_id for sample in found] == ["g1-0", "g0-2"]
 
 
-async def test_what_was_begun_is_not_asked_for_again(buffer: Buffer) -> None:
-    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
-    await asyncio.to_thread(fetch.begin, ["g0-0"])
-    await asyncio.to_thread(fetch.begin, ["g0-0"])
-    buffer.may_answer.set()
-    assert [sample.sample_id for sample in await asyncio.to_thread(fetch, ["g0-0"])] == ["g0-0"]
-    assert buffer.asked == [["g0-0"]]
-
-
 async def test_a_step_and_the_next_are_under_way_together(buffer: Buffer) -> None:
     """As the loop does it: each step's samples are begun before those of the step before are asked for."""
     buffer.may_answer.set()
@@ -81,11 +72,6 @@ async def test_other_samples_than_those_begun_are_fetched_all_the_same(buffer: B
     await asyncio.to_thread(fetch.begin, ["g0-0"])
     buffer.may_answer.set()
     assert [sample.sample_id for sample in await asyncio.to_thread(fetch, ["g3-1"])] == ["g3-1"]
-
-
-async def test_nothing_is_asked_for_nobody(buffer: Buffer) -> None:
-    assert await asyncio.to_thread(Fetch(buffer, "train", asyncio.get_running_loop()), []) == []
-    assert buffer.asked == []
 
 
 async def test_a_sample_that_the_ledger_cannot_give_does_not_keep_the_others(buffer: Buffer) -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headrace.api.sample.v1 import sample_pb2
 from headrace.job.schema.run import TrackingSection
 from headrace.models.registry import read_architecture
-from services.trainer.metrics import Speed, Stopwatch, peak_of, peak_tflops
+from services.trainer.metrics import Speed, peak_of, peak_tflops
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import ModelFlops
 from tests.support.models.tiny_families import VOCAB_SIZE, make_tiny
@@ -67,15 +67,6 @@ def test_the_peak_of_known_gpus(device_name: str, peak: float | None) -> None:
 def test_a_given_peak_counts_and_a_cpu_has_none_of_its_own() -> None:
     assert peak_tflops(TrackingSection(peak_tflops=0.2), torch.device("cpu")) == 0.2
     assert peak_tflops(TrackingSection(), torch.device("cpu")) is None
-
-
-def test_a_stopwatch_adds_up_parts_and_begins_anew_after_a_reading() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    for _ in range(2):
-        with watch.part("forward"), watch.host_part("fetch"):
-            pass
-    assert watch.read().keys() == {"forward", "fetch"}
-    assert watch.read() == {}
 
 
 def facts(prompt: int, response: int) -> SampleFacts:

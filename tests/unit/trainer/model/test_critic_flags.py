@@ -90,7 +90,11 @@ def test_value_clip_is_how_far_a_value_may_move_towards_its_return(build, value_
     found._layout = SimpleNamespace(is_last_stage=True, is_reporting_rank=True, device="cpu", context=None)
     micro = micro_inputs(torch.ones(1, 1), returns=torch.full((1, 1), 2.0))
     micro = SimpleNamespace(
-        mask=micro.mask, weights=micro.weights, returns=micro.returns, logit_positions=torch.tensor([0])
+        mask=micro.mask,
+        weights=micro.weights,
+        returns=micro.returns,
+        values=torch.full((1, 1), 1.0),
+        logit_positions=torch.tensor([0]),
     )
-    metrics = found.train([micro], [torch.full((1, 1), 1.0)])
+    metrics = found.train([micro])
     assert metrics["critic/loss"] == pytest.approx(expected)

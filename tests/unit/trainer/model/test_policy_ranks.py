@@ -82,13 +82,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_log_probs_equal_transformers(runs: Path, model: str) -> None:
-    assert_log_probs_of_transformers(runs / f"{model}@alone", runs / model)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_log_probs_under_a_layout_equal_transformers(runs: Path, run: str) -> None:
+@pytest.mark.parametrize("run", [*(f"{model}@alone" for model in MODELS), *RUNS])
+def test_log_probs_equal_transformers(runs: Path, run: str) -> None:
     assert_log_probs_of_transformers(runs / run, runs / run.split("@")[0])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Sample, Status
-from services.trainer.plan.planning import collate, empty_micro_batch
+from services.trainer.plan.planning import collate
 from services.trainer.plan.rows import Packing, RowSegment, row_tokens
 
 
@@ -67,14 +67,6 @@ def test_a_response_without_a_prompt_loses_only_the_token_that_nothing_predicts(
     assert batch.rollout_log_probs.tolist() == [[0, -2, -3]]
 
 
-@pytest.mark.parametrize("packing", get_args(Packing))
-def test_a_sample_of_one_token_alone_predicts_nothing(packing: Packing) -> None:
-    batch = collate([sample(0, 1)], packing)
-    assert batch.rows.tokens.shape == (1, 1)
-    assert batch.loss_mask.tolist() == [[0]]
-    assert not len(batch.logit_positions)
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
 def test_the_cost_of_a_micro_batch_is_known_from_lengths_alone(shapes: list[tuple[int, int]]) -> None:
     samples = [replace(sample(p, r), sample_id=str(i), group_id=f"g{p}") for i, (p, r) in enumerate(shapes)]
@@ -92,7 +84,3 @@ def test_rows_are_filled_up_to_a_multiple_behind_what_they_hold(packing: Packing
     if rows.segments is not None:
         assert aligned.segments == (*rows.segments, RowSegment(size, aligned.tokens.shape[1]))
     assert aligned.aligned(4) is aligned
-
-
-def test_an_empty_micro_batch_trains_nothing() -> None:
-    assert empty_micro_batch().loss_mask.sum() == 0

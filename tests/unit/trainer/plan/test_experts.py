@@ -64,12 +64,6 @@ def test_choices_that_are_not_this_models_are_refused(value: int, message: str) 
         CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
 
 
-def test_a_sample_without_choices_is_named() -> None:
-    micro = collate([replace(told(0)[0], columns={})], "padded")
-    with pytest.raises(InvalidArgument, match=r"sample g0-0 has no rollout_routed_experts of shape .* \(found none\)"):
-        CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
-
-
 def test_a_router_follows_what_it_wrote_down_and_keeps_its_gradient() -> None:
     replay, choices = RoutingReplay([], tp_rank=0), ExpertChoices()
     router = RouterOfLayer(0, replay)

@@ -7,14 +7,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 
 from headrace.errors import InvalidArgument
 from headrace.images import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.plan.planning import collate
-from services.trainer.plan.rows import Packing, Rows, row_images
+from services.trainer.plan.rows import Packing, row_images
 from tests.support.ranks.vision_cases import IMAGE, samples
 
 VISION = Vision(IMAGE, 1176, 2, (2, 3, 3))
@@ -58,19 +57,6 @@ def test_an_image_token_that_the_policy_sampled_is_text() -> None:
     assert row_images([changed], micro.sample_numbers, micro.rows, VISION).slots[0, 10:].tolist() == [-1] * (
         len(tokens) - 11
     )
-
-
-def test_rows_that_are_made_longer_hold_nothing_there() -> None:
-    sample = samples()[0]
-    micro = collate([sample], "packed")
-    longer = row_images([sample], micro.sample_numbers, micro.rows, VISION).aligned(micro.rows.tokens.shape[1] + 3)
-    assert longer.slots[0, -3:].tolist() == [-1] * 3
-    assert longer.axes[:, 0, -3:].tolist() == [[0] * 3] * 3
-
-
-def test_a_micro_batch_without_samples_has_no_images() -> None:
-    one = torch.zeros((1, 1), dtype=torch.int64)
-    assert not row_images([], one - 1, Rows(one, one, None), VISION).images
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,6 @@ def test_a_sample_that_is_longer_than_a_micro_batch_is_trained_alone() -> None:
     assert plan.micro_batches(0) == (("s001",), ("s000", "s002"))
 
 
-def test_dynamic_micro_batches_of_a_long_tail_are_few() -> None:
-    samples = [facts(i, 10) for i in range(30)] + [facts(40, 395)]
-    (plan,) = planner(packing="packed", max_tokens=400).plan(samples, 1)
-    assert len(plan.micro_batches(0)) == 2
-
-
 def test_a_shared_prompt_leaves_room_for_more_answers() -> None:
     samples = [facts(i, 10, prompt=90) for i in range(4)]
     counts = {p: len(planner(packing=p, max_tokens=130).plan(samples, 1)[0].micro_batches(0)) for p in PACKINGS}
@@ -160,16 +154,6 @@ def test_failed_samples_are_not_trained() -> None:
     assert plan.all_sample_ids == {"s000", "s002"}
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_data_ranks_get_about_the_same_number_of_tokens(packing: Packing) -> None:
-    numbers = random.Random(3)
-    samples = [facts(i, int(numbers.lognormvariate(4, 1))) for i in range(64)]
-    (plan,) = planner(4, packing, micro_batch_size=8).plan(samples, 1)
-    length = {s.sample_id: tokens(s) for s in samples}
-    loads = [sum(length[i] for i in plan.sample_ids(rank)) for rank in range(4)]
-    assert max(loads) <= 1.05 * min(loads)
-
-
 def lengths_like(name: str, count: int, seed: int, longest: int = 8192) -> list[int]:
     numbers = random.Random(seed)
     draw: dict[str, Callable[[], float]] = {
@@ -205,24 +189,6 @@ def test_micro_batches_are_no_more_than_slimes_and_ranks_have_equal_work(name: s
         assert num_micro_batches <= 1.02 * slime_cut(lengths, ranks, capacity).micro_batches, (count, ranks, capacity)
         if count == 512:
             assert max(loads) <= 1.02 * sum(loads) / ranks, (count, ranks, capacity)
-
-
-@pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_more_micro_batches_than_slimes_are_paid_by_less_work_of_the_busiest_rank(name: str, packing: Packing) -> None:
-    """A sample beyond the capacity is the work of several micro-batches: equal numbers of them are not equal work."""
-    for count, ranks, capacity in itertools.product((64, 256), (1, 2, 4, 8), (2048, 4096, 8192)):
-        lengths = lengths_like(name, count, seed=count + ranks, longest=30_000)
-        num_micro_batches, loads = cut_of(lengths, ranks, packing, capacity)
-        slimes = slime_cut(lengths, ranks, capacity)
-        few = num_micro_batches <= 1.02 * slimes.micro_batches
-        assert few or max(loads) < slimes.busiest_tokens, (count, ranks, capacity)
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_ranks_have_equal_work_to_a_thousandth_in_a_batch_of_thousands(name: str) -> None:
-    _, loads = cut_of(lengths_like(name, 4096, seed=8), 8, "packed", 8192)
-    assert max(loads) <= 1.0007 * sum(loads) / 8
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -270,29 +236,3 @@ def test_a_partition_holds_every_number_once_and_is_no_worse_than_the_largest_of
     assert sorted(i for part in found for i in part) == list(range(len(costs)))
     sums = [sum(costs[i] for i in part) for part in found]
     assert max(sums) - min(sums) <= max(costs, default=0)
-
-
-def test_partitions_are_those_of_karmarkar_and_karp() -> None:
-    assert partition([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
-    assert partition([8, 7, 6, 5, 4], 3) == [[0], [1, 4], [2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "ranks", "capacity", "longest", "seed"),
-    [("lognormal", 24, 2, 6000, 4096, 230), ("bimodal", 12, 1, 8192, 8192, 189)],
-)
-def test_equal_sums_are_tried_where_best_fit_needs_more_micro_batches(
-    name: str, count: int, ranks: int, capacity: int, longest: int, seed: int
-) -> None:
-    lengths = lengths_like(name, count, seed, longest=longest)
-    num_micro_batches, _ = cut_of(lengths, ranks, "packed", capacity)
-    assert num_micro_batches <= slime_cut(lengths, ranks, capacity).micro_batches
-
-
-@pytest.mark.parametrize(
-    ("rows", "capacity", "fewest"),
-    [([6, 5, 4, 3, 3, 3], 12, 2), ([50, 40, 40, 30, 20, 20], 100, 2), ([8, 6, 6, 4, 4, 4, 4], 12, 3)],
-)
-def test_rows_that_fill_micro_batches_exactly_need_no_further_one(rows: list[int], capacity: int, fewest: int) -> None:
-    lengths = [tokens + 1 for tokens in rows]  # the last token of a sample is only predicted
-    assert cut_of(lengths, 1, "packed", capacity)[0] == fewest

@@ -186,8 +186,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Path, name: str) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs, network)
     advantages = advantages_of(name, answers)
     length = {
         "per_token": lambda a: sum(x.mask.sum() for x in answers) / len(answers),
@@ -207,18 +206,14 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
 
 @pytest.mark.parametrize("name", ["opd_sglang", "opd_megatron"])
 def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: Path, name: str) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
+    answers = trained(_answers(runs))
     teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
     gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
     assert metrics(runs / name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
 
 
 def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_its_loss(runs: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     expected = sum(
         float((a.mask * returns**2).sum() / a.mask.sum())
         for a, returns in zip(answers, advantages_of("ppo", answers), strict=True)
@@ -244,9 +239,7 @@ def test_no_algorithm_depends_on_the_layout(runs: Path, run: str) -> None:
 
 
 def test_unbiased_kl_is_the_estimate_times_the_ratio(runs: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     expected = 0.0
     for a in trained(answers):
         d = a.log_probs - a.reference
@@ -264,8 +257,7 @@ def test_the_ratio_of_one_optimizer_step_is_exactly_one(runs: Path) -> None:
 
 def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
     message = (runs / "true_on_policy" / "error.txt").read_text()
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     pairs = [p for a in answers for p in zip(a.log_probs[a.mask > 0], a.old[a.mask > 0], strict=True)]
     trainer, engine = max(((float(t), float(e)) for t, e in pairs), key=lambda pair: abs(pair[0] - pair[1]))
     figures = re.search(r"a token log-prob (\S+), the engine gave it (\S+): 4\.4 apart", message)
@@ -277,8 +269,7 @@ def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
 @pytest.mark.parametrize("name", ["icepop", "mis"])
 def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
     """On one optimizer step the ratio is 1, so a token's loss is -A times its weight."""
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     expected, weights = 0.0, []
     for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         if answer.mask.any():
@@ -295,8 +286,7 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["normalized", "normalized_answers"])
 def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Path, name: str) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     weights = []
     for answer in answers:
         gap = (answer.log_probs - answer.old).detach()
@@ -316,8 +306,7 @@ def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Pat
 
 
 def test_what_is_rejected_stays_in_the_divisor(runs: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     expected = 0.0
     for a, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         ratio = (a.log_probs - a.old).detach().exp()
@@ -330,15 +319,13 @@ def test_what_is_rejected_stays_in_the_divisor(runs: Path) -> None:
 
 
 def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     ratios = torch.cat([answer.ratio[answer.mask > 0].detach() for answer in answers])
     _assert_statistics(metrics(runs / "grpo")[0], "ratio", ratios)
 
 
 def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained(answers)]
     expected = sum(means) / len(answers)
     found = metrics(runs / "hook_tis_once")[0]
@@ -366,7 +353,7 @@ def test_a_hook_that_does_what_the_trainer_does_trains_the_same(runs: Path, hook
 
 def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs, network)
     loss = torch.zeros((), dtype=torch.float64)
     for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         if answer.mask.any():
@@ -381,8 +368,7 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
 
 def test_post_processed_rewards_are_what_is_trained_on(runs: Path) -> None:
     """Twice the centred reward, by one call for all ranks."""
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     expected = 0.0
     for answer, advantage in zip(answers, advantages_of("dr_grpo", answers), strict=True):
         if answer.mask.any():
@@ -413,8 +399,7 @@ def test_the_hooks_around_a_step_are_told_where_they_are(runs: Path) -> None:
 
 @pytest.mark.parametrize("run", ["hook_filter", *(f"hook_filter@{layout}" for layout in LAYOUTS)])
 def test_what_a_sample_filter_leaves_out_counts_for_its_group_alone(runs: Path, run: str) -> None:
-    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
-    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    answers = _answers(runs)
     seen, expected = set(), 0.0
     for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         mask = answer.mask.clone()
@@ -473,6 +458,13 @@ def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
         for section, leaves in sections.items()
     }
     return AlgorithmCase(name, str(folder), str(folder / "model"), placed)
+
+
+def _answers(runs: Path, network: Any = None) -> list[Answer]:
+    """The first step's samples that have a reward, as transformers computes them in float64."""
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    network = network or AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    return [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
 
 
 def _assert_statistics(found: dict[str, float], name: str, values: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from services.trainer.rl.algorithms.algorithm import policy_loss
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate
-from services.trainer.rl.algorithms.mis import mis_weights
-from services.trainer.rl.algorithms.sft import sft_loss
 
 log_ratios = st.floats(-3, 3, allow_nan=False)
 
@@ -49,19 +46,6 @@ def test_the_indicator_says_where_a_clip_binds_and_the_gradient_is_gone(
     assert log_probs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage, rel=1e-5)
 
 
-@given(log_ratios, st.sampled_from([-2.0, -0.5, 0.5, 2.0]), st.sampled_from([None, 3.0]))
-def test_policy_loss_has_the_gradient_of_finite_differences(lr: float, advantage: float, c: float | None) -> None:
-    kinks = [math.log(k) for k in (0.8, 1.3, 3.0)]
-    if min(abs(lr - k) for k in kinks) < 1e-3:
-        return
-    log_probs = torch.tensor([[lr]], requires_grad=True)
-    policy_loss(log_probs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2, 0.3, c)[0].sum().backward()
-    h = 1e-5
-    slope = (loss_reference(lr + h, advantage, 0.2, 0.3, c) - loss_reference(lr - h, advantage, 0.2, 0.3, c)) / (2 * h)
-    assert log_probs.grad is not None
-    assert log_probs.grad.item() == pytest.approx(slope, rel=1e-4, abs=1e-5)
-
-
 KL: dict[KlType, Callable[[float], float]] = {
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
@@ -84,19 +68,3 @@ def test_low_var_kl_has_a_finite_gradient_however_far_the_policies_are(d: float)
     assert found.item() == 10.0
     assert log_probs.grad is not None
     assert log_probs.grad.item() == 0.0
-
-
-@given(st.lists(log_ratios, min_size=1, max_size=5), st.floats(0, 0.9), st.floats(1.1, 4))
-def test_importance_weights_are_truncated_ratios_without_gradient(gaps: list[float], low: float, high: float) -> None:
-    old = torch.tensor([gaps], requires_grad=True)
-    found = mis_weights(old, torch.zeros(1, len(gaps)), torch.ones(1, len(gaps)), "token", low, high, "truncate")
-    ratio = np.exp(np.asarray(gaps))
-    assert not found.weights.requires_grad
-    np.testing.assert_allclose(found.weights[0], np.clip(ratio, low, high), rtol=1e-5)
-    np.testing.assert_allclose(found.log_prob_gap[0], np.abs(gaps), rtol=1e-5, atol=1e-7)
-    near = np.isclose(ratio, low, rtol=1e-5) | np.isclose(ratio, high, rtol=1e-5)
-    assert (near | (found.truncated[0].numpy() == ((ratio < low) | (ratio > high)))).all()
-
-
-def test_sft_loss_is_the_negative_log_likelihood() -> None:
-    assert sft_loss(torch.tensor([[-0.5, -2.0]])).tolist() == [[0.5, 2.0]]

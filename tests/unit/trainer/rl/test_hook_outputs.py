@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.errors import InvalidArgument
 from services.trainer.rl import objective
 from services.trainer.rl.hooks import per_token
-from services.trainer.rl.loss import CustomLoss, LossInputs, PolicyReducer
+from services.trainer.rl.objective import CustomLoss, LossInputs, PolicyReducer
 from tests.support.ranks.micro_inputs import micro_inputs
 
 LENGTHS = (3, 2)
@@ -24,7 +24,7 @@ def terms() -> LossInputs:
     logits = torch.zeros(2, 3, 7, requires_grad=True) * 1.0
     log_probs = logits.log_softmax(-1)[..., 0]
     micro = micro_inputs(torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), lengths=LENGTHS)
-    return LossInputs(micro, log_probs, -log_probs, None, None, logits)
+    return LossInputs(micro, log_probs, -log_probs, logits)
 
 
 def custom(loss: Loss) -> CustomLoss:

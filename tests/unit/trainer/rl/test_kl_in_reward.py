@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from services.trainer.model.build import advantages_of
-from services.trainer.rl.advantages import AdvantageInputs
 from tests.support.ranks.micro_inputs import micro_inputs
 
 PPO = "--advantage-estimator ppo --kl-coef 0.25"
@@ -17,9 +16,9 @@ def relative_error(load_with, flags: str) -> float:
     logits = torch.tensor([0.3, -0.9, 0.6], dtype=torch.float64, requires_grad=True)
     policy = logits.log_softmax(-1)
     reference = torch.tensor([-0.8, 0.7, 0.1], dtype=torch.float64).log_softmax(-1)
-    known = (policy.detach()[:, None].float(), reference[:, None].float())
-    evidence = AdvantageInputs(micro_inputs(torch.ones(3, 1)), *known, None, torch.zeros(3, 1))
-    (micro,) = advantages_of(load_with(*flags.split()), None)([evidence])
+    own, other = policy.detach()[:, None].float(), reference[:, None].float()
+    known = micro_inputs(torch.ones(3, 1), own_log_probs=own, reference_log_probs=other, values=torch.zeros(3, 1))
+    (micro,) = advantages_of(load_with(*flags.split()), None)([known])
     advantages = micro.advantages[:, 0].double()
     (found,) = torch.autograd.grad((policy.detach().exp() * advantages * policy).sum(), logits, retain_graph=True)
     (gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)

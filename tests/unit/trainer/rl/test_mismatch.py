@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from services.trainer.rl.algorithms.mis import MisLevel, MisMode, mis_weights, mismatch
-from services.trainer.rl.loss import LossInputs
-from services.trainer.rl.objective import choose_corrections
+from services.trainer.rl.objective import LossInputs, choose_corrections
 from tests.support.ranks.micro_inputs import micro_inputs
 
 LEVELS, MODES = get_args(MisLevel), get_args(MisMode)
@@ -62,7 +61,7 @@ def test_rejection_has_bounds_of_its_own_and_a_veto(load_with, level: str, veto:
         kept &= ~((np.exp(trainer - engine) < veto) & (mask == 1)).any(1, keepdims=True)
     expected = np.where(kept, np.minimum(np.exp(trainer - engine), 5), 0)
     micro = micro_inputs(torch.tensor(mask), rollout_log_probs=torch.tensor(engine))
-    terms = LossInputs(micro, torch.tensor(trainer), torch.zeros(4, 7), None, None)
+    terms = LossInputs(micro, torch.tensor(trainer), torch.zeros(4, 7))
     loss = torch.ones(4, 7, dtype=torch.float64)
     for correct in choose_corrections(job.train, None):
         loss = correct(terms, terms.trainer_log_probs, loss).loss

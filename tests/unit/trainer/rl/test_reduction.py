@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -55,13 +54,6 @@ def test_a_step_of_fully_masked_samples_is_zero(mode: str) -> None:
     assert step_loss(torch.zeros(2, 3), losses, [[0], [1]], mode) == 0.0
 
 
-def test_failed_samples_are_not_counted_as_rollouts() -> None:
-    samples = [facts("a", trained_tokens=4), facts("b", status="failed", trained_tokens=9)]
-    found = Reduction.of(samples)
-    assert (found.num_rollouts, found.num_tokens) == (1, 4)
-    assert [found.weight(s.sample_id) for s in samples] == [0.25, 0.0]
-
-
 def test_a_rollout_that_is_masked_in_whole_counts_with_a_loss_of_zero() -> None:
     samples = [facts("a", trained_tokens=4), facts("masked", trained_tokens=0)]
     found = Reduction.of(samples)
@@ -84,11 +76,3 @@ def test_a_rollout_that_fanned_out_weighs_as_much_as_one_that_did_not() -> None:
 def test_rollouts_of_different_groups_may_have_the_same_id() -> None:
     found = Reduction.of([facts("a", "g1", rollout_id="0"), facts("b", "g2", rollout_id="0")])
     assert found.num_rollouts == 2
-
-
-def test_weights_of_a_step_sum_to_one_whatever_the_lengths() -> None:
-    lengths = np.random.default_rng(0).integers(1, 900, 50)
-    samples = [facts(str(i), trained_tokens=int(n)) for i, n in enumerate(lengths)]
-    for mode in ("rollout", "token"):
-        found = reduction(samples, mode)
-        assert sum(found.weight(s.sample_id) * s.trained_tokens for s in samples) == pytest.approx(1.0, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ from services.trainer.model.build import advantages_of
 from services.trainer.model.rollout_step import Preparation
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import Planner
-from services.trainer.rl.advantages import AdvantageInputs
 from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.inputs import MicroInputs, step_inputs
 
@@ -58,7 +58,8 @@ def trained(samples: list[Sample], kl: torch.Tensor | None = None, **train: Any)
     (micro,) = inputs_of(samples, job)
     own = micro.rollout_log_probs
     reference = own if kl is None else own - kl[: own.shape[0], : own.shape[1]]
-    (found,) = advantages_of(job, None)([AdvantageInputs(micro, own, reference, None, torch.zeros_like(own))])
+    known = replace(micro, own_log_probs=own, reference_log_probs=reference, values=torch.zeros_like(own))
+    (found,) = advantages_of(job, None)([known])
     return found
 
 
@@ -117,5 +118,6 @@ def test_importance_weights_next_to_0_are_not_normalized_to_1(
     job = job_of(use_tis=True, tis_batch_normalize=True, tis_level=level, use_rollout_logprobs=False)
     (micro,) = inputs_of([sample(0, [1], 1.0)], job)
     stand_in: Any = SimpleNamespace(_config=job.train, _layout=LAYOUT)
-    (found,) = Preparation._normalized(stand_in, [micro], [micro.rollout_log_probs + gap])
+    known = replace(micro, own_log_probs=micro.rollout_log_probs + gap)
+    (found,) = Preparation._normalized(stand_in, [known])
     assert found.mean_weight == 1.0

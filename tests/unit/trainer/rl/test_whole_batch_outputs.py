@@ -17,8 +17,7 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.load import load_hook
 from headrace.trajectory import Sample
 from services.trainer.model.build import model_provider
-from services.trainer.rl.train_data import TrainData, numbers
-from services.trainer.rl.whole_batch import WholeBatch
+from services.trainer.rl.whole_batch import TrainData, WholeBatch, numbers
 from tests.support.ledgers.answers import answered
 
 SOURCE = """

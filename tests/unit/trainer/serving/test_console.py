@@ -19,7 +19,7 @@ from headrace.rpc.client import call, connect
 from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
-from services.trainer.serving.console import MAX_REQUESTS, TrainerConsole
+from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import NoEvaluations
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders, TrainerServicer
@@ -227,28 +227,6 @@ async def test_a_caller_that_gives_up_changes_nothing_and_gets_its_save_when_it_
     assert f"export_to {desk.folder / 'run' / 'new'}" in desk.everything.diary
     saved = await desk.client.save_checkpoint(request_id="mine")
     assert saved.path == "/checkpoints/1"
-
-
-async def test_saves_that_wait_are_limited(desk: Desk) -> None:
-    await until(desk, pb.PHASE_WAITING, 0)
-    ids = [str(number) for number in range(MAX_REQUESTS + 1)]
-    asked = [asyncio.create_task(desk.client.save_checkpoint(request_id=each)) for each in ids]
-    refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-    assert len(refused) == 1
-    with pytest.raises(ResourceExhausted, match="64 saves and exports wait for the end of the step"):
-        await refused.pop()
-    let(desk, 4)
-    await desk.running
-    assert {reply.path for reply in await asyncio.gather(*waiting)} == {"/checkpoints/1"}
-
-
-async def test_ids_and_steps_of_requests_have_bounds(desk: Desk) -> None:
-    for request_id in ("", "a" * 513, "a\nb"):
-        with pytest.raises(InvalidArgument, match="request_id (has|.* holds)"):
-            await call(desk.stub.SaveCheckpoint, pb.SaveCheckpointRequest(request_id=request_id), deadline_seconds=60)
-    for step in (-1, 2**63 - 1):
-        with pytest.raises(InvalidArgument, match=f"from_step is {step}, must be 0 to"):
-            _ = [row async for row in desk.client.watch_progress(step)]
 
 
 async def test_a_request_to_a_run_that_ends_is_told_so(desk: Desk) -> None:

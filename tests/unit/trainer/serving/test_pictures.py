@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -56,26 +55,6 @@ def test_a_picture_has_as_many_shapes_and_points_of_many_steps_as_of_few(
     assert shown == [MOST_POINTS, MOST_POINTS]
 
 
-def test_the_parts_of_a_long_runs_steps_lie_on_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[Sequence[float], Sequence[float], Sequence[float]]] = []
-    stairs = Axes.stairs
-
-    def noted(
-        axes: Axes, top: Sequence[float], edges: Sequence[float], *, baseline: Sequence[float], **how: Any
-    ) -> Any:
-        drawn.append((baseline, top, edges))
-        return stairs(axes, top, edges, baseline=baseline, **how)
-
-    monkeypatch.setattr(Axes, "stairs", noted)
-    monkeypatch.setattr(Figure, "savefig", lambda _, draft, **__: draft.touch())
-    draw_timeline(points(3 * MOST_POINTS), tmp_path / "timeline.png")
-    assert [list(baseline) for baseline, _, _ in drawn[1:]] == [list(top) for _, top, _ in drawn[:-1]]
-    _, top, edges = drawn[-1]
-    assert len(drawn) == len(PARTS) + 1
-    assert set(top) == {12.0}
-    assert (edges[0], edges[1], edges[-1], len(edges)) == (0.5, 4.5, 3 * MOST_POINTS + 0.5, len(top) + 1)
-
-
 def test_neighbours_are_joined_where_there_are_too_many() -> None:
     found = Points(["a", "b"], most=2)
     for step, metrics in enumerate([{"a": 1.0}, {"c": 1.0}, {"a": 2.0, "b": 7.0}, {"a": 6.0}, {"a": 8.0}, {"a": 9.0}]):
@@ -83,15 +62,6 @@ def test_neighbours_are_joined_where_there_are_too_many() -> None:
     first, last = found.all()
     assert (first.first, first.last, first.num_rows, first.mean("a"), first.mean("b")) == (0, 4, 4, 17.0 / 4, 7.0)
     assert (last.step, last.mean("a"), "b" in last, "c" in first) == (5.0, 9.0, False, False)
-
-
-def test_of_a_million_steps_there_are_no_more_points() -> None:
-    found = Points([""], most=8)
-    for step in range(10_000):
-        found.add(step, {"a": float(step)})
-        assert len(found.all()) <= 8
-    assert sum(point.num_rows for point in found.all()) == 10_000
-    assert all(point.mean("a") == point.step for point in found.all())
 
 
 def test_pictures_that_are_being_drawn_are_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,43 +122,26 @@ STEP = {"reward/mean": 0.5, "grad_norm": 1.0}
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("losses", "has_panel"),
     [
-        [STEP | {"loss/policy": 0.0}] * 3,
-        [STEP | {"loss/policy": value} for value in (3.7e-9, -2.2e-8, 1.5e-8, 0.0)],
-        [STEP | {"loss/policy": value, "ratio/std": 0.0} for value in (0.02, -0.013, 0.004)],
-        [STEP | {"loss/policy": -1e-7}],
+        ({"loss/policy": 0.0}, False),
+        ({"loss/policy": 0.02, "ratio/std": 0.0}, False),
+        ({"loss/policy": -1e-7}, False),
+        ({"loss/policy": -0.02, "ratio/std": 0.04}, True),
+        ({"loss/policy": 0.0, "ratio/std": 0.0, "loss/kl": 0.01}, True),
+        ({"loss/sft": 2.3}, True),
     ],
 )
 def test_a_policy_loss_that_is_0_by_construction_has_no_panel(
-    tmp_path: Path, figures: dict[str, Figure], rows: Rows
+    tmp_path: Path, figures: dict[str, Figure], losses: dict[str, float], has_panel: bool
 ) -> None:
-    report_of(tmp_path, rows)
-    assert panel(figures["curves"], "loss") is None
+    report_of(tmp_path, [STEP | losses] * 3)
+    assert (panel(figures["curves"], "loss") is not None) is has_panel
     assert panel(figures["curves"], "gradient norm") is not None
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        {"loss/policy": -0.02, "ratio/std": 0.04},
-        {"loss/policy": 1e-3},
-        {"loss/policy": 0.0, "ratio/std": 0.0, "loss/kl": 0.01},
-        {"loss/sft": 2.3},
-    ],
-)
-def test_a_loss_that_says_something_has_its_panel(
-    tmp_path: Path, figures: dict[str, Figure], losses: dict[str, float]
-) -> None:
-    report_of(tmp_path, [STEP | losses] * 3)
-    axes = panel(figures["curves"], "loss")
-    assert axes is not None
-    told = [name for name in losses if name.startswith("loss/") and losses[name] != 0.0]
-    assert len(axes.get_lines()) == len(told)
-
-
 @pytest.mark.parametrize("name", ["curves", "timeline", "evaluations"])
-@pytest.mark.parametrize("run", ["grpo-3", "my run", "ünï"])
+@pytest.mark.parametrize("run", ["ünï run"])
 def test_a_picture_names_its_run_and_its_date(
     tmp_path: Path, figures: dict[str, Figure], run: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,53 +152,7 @@ def test_a_picture_names_its_run_and_its_date(
     assert "2030-03-17 17:46 UTC" in title
 
 
-@pytest.mark.parametrize("sets", [["sums"], ["aime", "gsm8k"], ["a", "b", "c", "d", "e", "f"]])
-def test_evaluations_in_the_curves_have_the_band_of_their_interval(
-    tmp_path: Path, figures: dict[str, Figure], sets: Sequence[str]
-) -> None:
-    means = {f"eval/{name}": 0.5 for name in sets}
-    bounds = {f"eval_{bound}/{name}": value for name in sets for bound, value in (("low", 0.4), ("high", 0.7))}
-    report_of(tmp_path, [STEP, means | bounds, STEP, means | bounds])
-    axes = panel(figures["curves"], "evaluation")
-    assert axes is not None
-    bands = [band for band in axes.findobj(PolyCollection) if isinstance(band, PolyCollection)]
-    assert len(bands) == len(sets)
-    for band in bands:
-        heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
-        assert (min(heights), max(heights)) == (0.4, 0.7)
-
-
-@pytest.mark.parametrize("trained", [0.5, 0.0, 1.0])
-def test_the_reward_of_all_lies_in_front_of_that_of_the_trained_samples(
-    tmp_path: Path, figures: dict[str, Figure], trained: float
-) -> None:
-    report_of(tmp_path, [{"reward/all/mean": 0.25, "reward/mean": trained}] * 2)
-    axes = panel(figures["curves"], "reward")
-    assert axes is not None
-    in_front = sorted(axes.get_lines(), key=lambda line: line.get_zorder())[-1]
-    assert set(np.asarray(in_front.get_ydata())) == {0.25}
-
-
-@pytest.mark.parametrize(
-    ("metric", "values", "scale"),
-    [
-        ("grad_norm", [0.5, 90.0, 0.4], "log"),
-        ("log_prob_diff/max", [1e-3, 2.0], "log"),
-        ("loss/kl", [1e-5, 1e-4, 3e-3], "log"),
-        ("grad_norm", [0.5, 2.0, 0.4], "linear"),
-        ("grad_norm", [0.0, 2.0, 900.0], "linear"),
-        ("loss/sft", [2.0, 1.9], "linear"),
-    ],
-)
-def test_values_that_span_two_decades_are_on_a_logarithmic_axis(
-    tmp_path: Path, figures: dict[str, Figure], metric: str, values: Sequence[float], scale: str
-) -> None:
-    report_of(tmp_path, [{metric: value} for value in values])
-    (axes,) = figures["curves"].axes
-    assert axes.get_yscale() == scale
-
-
-@pytest.mark.parametrize("restarts", [[3], [2, 5], [1, 2, 9]])
+@pytest.mark.parametrize("restarts", [[3], [1, 2, 9]])
 def test_a_restart_is_marked_in_all_pictures_before_its_first_step(
     tmp_path: Path, figures: dict[str, Figure], restarts: Sequence[int]
 ) -> None:
@@ -281,12 +188,3 @@ def test_a_start_that_changes_an_option_is_marked_with_it(
             report.write(step, STEP)
         report.close()
     assert f"before step 3: restart: {told}" in texts(figures["curves"])
-
-
-@pytest.mark.parametrize("seconds", [0.5, 12.0, 3600.0])
-def test_the_time_in_which_the_trainer_waits_is_called_generation(
-    tmp_path: Path, figures: dict[str, Figure], seconds: float
-) -> None:
-    report_of(tmp_path, [{"time/step_seconds": 2 * seconds, "time/wait_seconds": seconds}] * 2)
-    assert "generation: 50%" in texts(figures["timeline"])
-    assert "wait" not in texts(figures["timeline"])

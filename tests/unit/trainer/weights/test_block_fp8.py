@@ -19,10 +19,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from headrace.errors import InvalidArgument
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
-from services.trainer.control.senders import QuantizedWeights, WeightSender, WeightWriter
+from services.trainer.control.senders import WeightSender, WeightWriter
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import split_into_buckets
-from services.trainer.weights.engine_layout import EngineChecksums, engine_name
+from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.quantization import dequantized, quantize, quantized, quantized_specs
 from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
@@ -159,16 +158,6 @@ def test_a_weight_that_engines_cannot_take_is_refused(shape: tuple[int, ...]) ->
         quantized_specs(FORM, [TensorSpec("a.weight", shape, "bfloat16")])
 
 
-def test_factors_are_fused_and_travel_as_their_weights_do() -> None:
-    assert engine_name("l.0.self_attn.k_proj.weight_scale_inv") == "l.0.self_attn.qkv_proj.weight_scale_inv"
-    assert engine_name("l.0.mlp.experts.7.up_proj.weight_scale_inv") == "l.0.mlp.experts.w13_weight_scale_inv"
-    names = [
-        f"l.0.self_attn.{part}.weight{end}" for part in ("q_a_proj", "kv_a_proj_with_mqa") for end in ("", "_scale_inv")
-    ]
-    specs = [TensorSpec(name, (4, 4), "float32") for name in [*names, "l.0.self_attn.q_b_proj.weight"]]
-    assert [len(bucket) for bucket in split_into_buckets(specs, 1)] == [4, 1]
-
-
 def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> None:
     parts = {f"l.0.mlp.{name}_proj.weight": torch.randn(256, 384) for name in ("gate", "up")}
     form = BlockFp8(frozenset(parts), (128, 128), 2)
@@ -187,12 +176,12 @@ def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> N
 @pytest.mark.parametrize("way", ["collective", "disk"])
 def test_a_publication_of_weights_that_are_not_finite_fails_with_the_weights_name(way: str, tmp_path: Path) -> None:
     weights = {"a.weight": torch.full((128, 128), float("nan")), "norm.weight": torch.ones(4)}
-    policy = QuantizedWeights(cast(Policy, SameWeights(weights, tmp_path)), FORM)
-    options: dict[str, Any] = {"host": "127.0.0.1", "bucket_bytes": 1, "timeout_seconds": 5.0}
+    policy = cast(Policy, SameWeights(weights, tmp_path))
+    options: dict[str, Any] = {"host": "127.0.0.1", "bucket_bytes": 1, "timeout_seconds": 5.0, "form": FORM}
     sender = (
         WeightSender(policy, ALONE, lambda _: False, **options)
         if way == "collective"
-        else WeightWriter(policy, ALONE, lambda _: False, root=tmp_path / "weights", file_bytes=1)
+        else WeightWriter(policy, ALONE, lambda _: False, root=tmp_path / "weights", file_bytes=1, form=FORM)
     )
     with all_ranks():
         sender.open(0)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from headrace.errors import DeadlineExceeded, PublicationAborted
 from headrace.publication import TensorSpec
 from services.trainer.weights.buckets import split_into_buckets
-from services.trainer.weights.engine_layout import EngineChecksums, engine_name, flat_bytes
+from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.weight_group import WeightGroup, unreached
 
 
@@ -58,42 +58,6 @@ def test_experts_hash_as_the_two_tensors_that_an_engine_stacks_them_into() -> No
         f"model.layers.1.mlp.experts.{name}_weight": hashlib.sha256(stacked.numpy().tobytes()).hexdigest()[:16]
         for name, stacked in (("w13", w13), ("w2", w2))
     }
-
-
-def test_unfused_names_stay() -> None:
-    assert engine_name("model.norm.weight") == "model.norm.weight"
-    assert engine_name("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.gate_up_proj.weight"
-
-
-def test_flat_bytes_are_the_bytes_in_c_order() -> None:
-    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
-    assert flat_bytes(tensor).shape == (12,)
-    assert torch.equal(flat_bytes(tensor), tensor.contiguous().view(torch.uint8).reshape(-1))
-
-
-def join_as_an_engine(name: str, port: int, num_bytes: int, received: Queue[bytes]) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=120))
-    group, _ = _new_process_group_helper(
-        2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
-        backend_options=None, timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-    group.broadcast([buffer], dist.BroadcastOptions()).wait()
-    received.put(buffer.numpy().tobytes())
-
-
-def test_an_engine_receives_what_is_broadcast() -> None:
-    group = WeightGroup("headrace-test-a", "127.0.0.1", "gloo", 60.0)
-    flat = flat_bytes(torch.tensor([1.5, -2.0, 3.25]))
-    spawn = multiprocessing.get_context("spawn")
-    received: Queue[bytes] = spawn.Queue()
-    engine = spawn.Process(target=join_as_an_engine, args=(group.name, group.port, flat.numel(), received))
-    engine.start()
-    group.join(2, lambda: not engine.is_alive())
-    group.broadcast(flat, lambda: False)
-    assert received.get(timeout=120) == flat.numpy().tobytes()
-    engine.join(30)
-    group.drop()
 
 
 def live_or_die(name: str, port: int, rank: int, may_receive: Event, reports: Queue[str]) -> None:
