@@ -171,15 +171,9 @@ def run_builtin(name: str, item: ScoreItem) -> Reward:
     return value
 
 
-async def run_waiting_builtin(name: str, item: ScoreItem) -> Reward:
-    """The same for a scorer that waits for processes of its own."""
-    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item)
-    return value
-
-
-async def run_remote_builtin(name: str, item: ScoreItem, args: HookArgs) -> Reward:
-    """The same for a scorer that asks another server, which the job's options name."""
-    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item, args)
+async def run_waiting_builtin(name: str, item: ScoreItem, *args: HookArgs) -> Reward:
+    """The same for a scorer that waits for processes of its own, or for a server that the job's options name."""
+    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item, *args)
     return value
 
 

@@ -35,7 +35,6 @@ from services.reward.registry import (
     run_builtin,
     run_builtin_within,
     run_custom,
-    run_remote_builtin,
     run_waiting_builtin,
 )
 from services.reward.scorers.answers import after_thinking, boxed
@@ -218,10 +217,11 @@ class BatchScorer:
     async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward:
         if builtin.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
-            work: tuple[Any, ...] = (run_waiting_builtin if builtin.waits else run_builtin, builtin.name, item)
-            if builtin.remote:
-                work = (run_remote_builtin, builtin.name, item, self._args)
-            reward: Reward = await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller)
+            run: Any = run_waiting_builtin if builtin.waits else run_builtin
+            given = [self._args] if builtin.remote else []
+            reward: Reward = await self._pool.run(
+                run, builtin.name, item, *given, timeout_seconds=seconds, name=name, caller=caller
+            )
             return reward
         digest = hashlib.sha256(
             repr((scorer.name, item.label, item.response, item.metadata)).encode("utf-8", "surrogatepass")

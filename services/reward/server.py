@@ -161,15 +161,7 @@ class RewardServer:
 
 async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
     """The functions of single evaluations. Raises ConfigError for one that cannot be called with a sample."""
-    if not paths:
-        return []
-    pool = WorkerPool(1)
-    try:
-        found = [await pool.run(reward_hook, path, False, timeout_seconds=_LOAD_SECONDS) for path in paths]
-    except WorkerError as error:
-        raise ConfigError(error.message) from error
-    finally:
-        await pool.close()
+    found = await _loaded(paths) if paths else []
     for hook in found:
         if hook.form is RewardForm.BATCH:
             raise ConfigError(
@@ -188,18 +180,21 @@ async def describe(reward: RewardSection) -> RewardHook | None:
         if reward.group_rm:
             raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
         return None
+    (hook,) = await _loaded([reward.custom_rm_path], groups=reward.group_rm)
+    if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
+        raise ConfigError(f"{hook.path} is a class made with a model's folder: set --reward-model-path")
+    return hook
+
+
+async def _loaded(paths: Sequence[str], *, groups: bool = False) -> list[RewardHook]:
+    """Functions as a worker finds them. Raises ConfigError for a wrong one."""
     pool = WorkerPool(1)
     try:
-        hook: RewardHook = await pool.run(
-            reward_hook, reward.custom_rm_path, reward.group_rm, timeout_seconds=_LOAD_SECONDS
-        )
+        return [await pool.run(reward_hook, path, groups, timeout_seconds=_LOAD_SECONDS) for path in paths]
     except WorkerError as error:
         raise ConfigError(error.message) from error
     finally:
         await pool.close()
-    if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
-        raise ConfigError(f"{hook.path} is a class made with a model's folder: set --reward-model-path")
-    return hook
 
 
 def _require_sandbox() -> None:

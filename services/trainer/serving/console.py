@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted, Unavailable
+from headrace.errors import FailedPrecondition, Fenced, HeadraceError, Unavailable
 from headrace.rpc.log import log
 from services.trainer.serving.evaluation import Evaluations
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
-
-MAX_REQUESTS = 64
-"""Saves and exports that may wait for the end of a step."""
 
 
 class Savable(Protocol):
@@ -61,11 +58,7 @@ class Requests:
         return len(self._waiting)
 
     def add(self, action: Action) -> asyncio.Future[TrainState]:
-        """Returns the state that the action will have run in. Raises ResourceExhausted where too many wait."""
-        if len(self._waiting) >= MAX_REQUESTS:
-            raise ResourceExhausted(
-                f"{MAX_REQUESTS} saves and exports wait for the end of the step: ask again after it"
-            )
+        """Returns the state that the action will have run in."""
         request = _Request(action, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         return request.done

@@ -46,11 +46,11 @@ VIRTUAL_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "vpp2-distributed": (4, VPP2 | DISTRIBUTED),
 }
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if ALL or "alone" in (a, b)]
-"""`make chaos` has all of them."""
+"""Here and below `make chaos` has all of them."""
 CHAINS = {
     "bf16": [*LAYOUTS, "alone"],  # where master weights are one more state that is cut
-    "experts": ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"],
-    "virtual": ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"],
+    "experts": ["alone", "ep2", *(["pp2", "ep4"] if ALL else []), "ep2-distributed", "ep2-pp2", "alone"],
+    "virtual": ["alone", "vpp2", "pp2", "vpp2-distributed", *(["tp2", "vpp2"] if ALL else []), "alone"],
     "critic": ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"],
     "lora": ["alone", "tp2", "pp2", "alone"],
 }

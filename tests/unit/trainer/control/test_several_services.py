@@ -30,6 +30,7 @@ from services.trainer.control.ranks import RankGroup
 from services.trainer.control.transport import transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import ALL_STALE, NONE_STALE, StaleEngines, TrainState
+from tests.long_forms import ALL
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.unit.trainer.control.test_rollback import (
     ROLLBACK,
@@ -191,7 +192,7 @@ async def test_weights_are_gathered_once_for_all_services(transport: str, tmp_pa
     ("call", "kind"),
     [(call, kind) for call in CALLS for kind in ("dies", "hangs", "refuses") if (call, kind) != FLEETS_REFUSE_NOTHING],
 )
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS if ALL else TRANSPORTS[:1])
 async def test_a_service_that_fails_is_left_behind_and_is_given_the_served_weights_when_it_is_back(
     transport: str, call: str, kind: str, tmp_path: Path
 ) -> None:

@@ -32,11 +32,6 @@ def test_a_forward_pass_needs_what_pytorch_counts(family: str, tmp_path: Path) -
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_training_is_three_forward_passes_over_causal_pairs_and_predicted_tokens() -> None:
-    flops = ModelFlops(per_token=100, per_pair=10, per_projection=1)
-    assert flops.training([(4, 3), (2, 1)]) == 3 * ((400 + 10 * 10 + 3) + (200 + 3 * 10 + 1))
-
-
 def test_speed_is_what_was_needed_over_the_time_that_trained() -> None:
     seconds = {"fetch": 5.0, "log_probs": 1.0, "forward": 1.0, "forward_backward": 3.0, "optimizer": 1.0}
     flops = ModelFlops(per_token=10**12, per_pair=0, per_projection=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -189,22 +188,6 @@ def test_micro_batches_are_no_more_than_slimes_and_ranks_have_equal_work(name: s
         assert num_micro_batches <= 1.02 * slime_cut(lengths, ranks, capacity).micro_batches, (count, ranks, capacity)
         if count == 512:
             assert max(loads) <= 1.02 * sum(loads) / ranks, (count, ranks, capacity)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_planning_is_not_quadratic_in_the_samples(packing: Packing) -> None:
-    """Instructions, counted as calls: eight times the samples may cost at most twelve times as many."""
-
-    def calls(count: int) -> int:
-        lengths = lengths_like("lognormal", count, seed=1)
-        samples = [
-            replace(facts(i, length), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)
-        ]
-        cutter, profile = planner(8, packing, max_tokens=8192), cProfile.Profile()
-        profile.runcall(cutter.plan, samples, 2)
-        return sum(entry.callcount for entry in profile.getstats())
-
-    assert calls(4096) <= 12 * calls(512)
 
 
 def test_without_balancing_data_ranks_get_samples_as_they_come() -> None:
