@@ -15,7 +15,7 @@ from tests.chaos.workload import working
 from tests.support.processes.buffer_server import BufferProcess
 
 # `make chaos` asks for more.
-NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "6"))
+NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "3"))
 KILLS_PER_TRAINER = 3
 _FILE_BYTES = 1 << 10
 

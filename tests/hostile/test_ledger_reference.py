@@ -25,7 +25,7 @@ from tests.hostile.ledger_reference import COMMITTED, DROPPED, FAILED, LEASED, G
 from tests.hostile.servers.servers import ServerProcess, buffer_process, tracebacks
 from tests.hostile.wire import BUFFER, Refused, Wire, payload, sample
 
-NUM_COMMANDS = int(os.environ.get("HEADRACE_LEDGER_COMMANDS", "180"))
+NUM_COMMANDS = int(os.environ.get("HEADRACE_LEDGER_COMMANDS", "350"))
 NUM_SEEDS = int(os.environ.get("HEADRACE_LEDGER_SEEDS", "1"))
 COMMANDS_PER_KILL = 60
 _LARGEST_TEXT = 60_000

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 from asyncio import events
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -238,13 +238,6 @@ async def large_payloads(buffer: BufferApplication, call: Calls) -> None:
     await call("CreateStream", pb.CreateStreamRequest(config=config))
     large = [sample_pb2.Prompt(prompt_id=f"{i}", text="x" * ((8 << 20) - 100)) for i in range(3)]
     await call("SubmitPrompts", pb.SubmitPromptsRequest(stream="train", prompts=large), "of 24 MiB")
-
-
-@pytest.fixture
-async def calls(tmp_path: Path, watchdog: Watchdog) -> AsyncIterator[Calls]:
-    async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (_, server):
-        yield (calls := Calls(server.address, watchdog))
-        calls.close()
 
 
 @pytest.mark.parametrize("scene", [at_the_limits, large_payloads])

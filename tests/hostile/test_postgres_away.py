@@ -35,8 +35,8 @@ from tests.support.refusals import refused
 pytestmark = needs_postgres
 
 # `make chaos` asks for more, and for half a minute.
-NUM_CUTS = int(os.environ.get("HEADRACE_POSTGRES_CUTS", "12"))
-AWAY_SECONDS = float(os.environ.get("HEADRACE_POSTGRES_AWAY_SECONDS", "3"))
+NUM_CUTS = int(os.environ.get("HEADRACE_POSTGRES_CUTS", "6"))
+AWAY_SECONDS = float(os.environ.get("HEADRACE_POSTGRES_AWAY_SECONDS", "1"))
 
 
 @pytest.fixture(scope="module")

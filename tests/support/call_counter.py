@@ -25,7 +25,3 @@ class CallCounter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._profiler.disable()
         self.num_calls += (next(self._ticks) - self._began) // 2
-
-    def num_calls_of(self, name: str) -> int:
-        """Calls of functions with this in their names."""
-        return sum(entry.callcount for entry in self._profiler.getstats() if name in str(entry.code))

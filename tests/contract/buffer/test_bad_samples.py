@@ -220,7 +220,7 @@ async def test_a_call_has_1024_samples(client: BufferClient, sizes: tuple[int, .
     puts = [put for lease, size in zip(leases, sizes, strict=True) for put in puts_of([lease], size, 400)]
     assert await put_bare(client, pb.PutGroupsRequest(groups=puts)) is grpc.StatusCode.INVALID_ARGUMENT
     releases = [pb.LeaseRelease(lease_id=put.lease_id, partial_samples=put.samples) for put in puts]
-    with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL, reason="TOO_LARGE"):
+    with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL, reason="BATCH_TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
     await nothing_is_stored(client, "many", len(sizes))
 

@@ -139,13 +139,6 @@ class RunOnHosts:
             self._require_running()
             await asyncio.sleep(0.05)
 
-    async def until_sent(self, sender: str, receiver: str, num_bytes: int) -> None:
-        """Waits until that much more has passed from one host to the other."""
-        before = self._network.num_bytes(sender, receiver)
-        while self._network.num_bytes(sender, receiver) < before + num_bytes:
-            self._require_running()
-            await asyncio.sleep(0.001)
-
     async def finished(self) -> None:
         """Waits for the trainer's end. Raises AssertionError with the logs' last lines unless it is a good one."""
         assert await self._processes["trainer"].wait() == 0, self.last_words()
@@ -168,11 +161,6 @@ class RunOnHosts:
         path = self.folder_of("trainer").metrics
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in whole.splitlines()]
-
-    def log_of(self, name: str) -> str:
-        """What the service has logged so far."""
-        path = self.folder_of(name).logs / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
 
     def last_words(self) -> str:
         """The end of every log, for a failed assertion."""
