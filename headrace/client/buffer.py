@@ -60,33 +60,6 @@ def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[La
     return (_sealed(envelope, payload), large) if large else (sample, ())
 
 
-Upload = Callable[[LargeColumn], Awaitable[None]]
-
-
-async def slim_put(put: pb.GroupPut, upload_column: Upload) -> pb.GroupPut:
-    """Uploads the put's large columns and returns it without them; itself when it has none."""
-    samples = [await _slim(sample, upload_column) for sample in put.samples]
-    if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
-        return put
-    slim_one = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
-    if put.HasField("failure"):
-        slim_one.failure.CopyFrom(put.failure)
-    return slim_one
-
-
-async def slim_release(release: pb.LeaseRelease, upload_column: Upload) -> pb.LeaseRelease:
-    """Uploads the release's large columns and returns it without them."""
-    samples = [await _slim(sample, upload_column) for sample in release.partial_samples]
-    return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
-
-
-async def _slim(sample: sample_pb2.Sample, upload_column: Upload) -> sample_pb2.Sample:
-    slim, columns = taken_out(sample)
-    for column in columns:
-        await upload_column(column)
-    return slim
-
-
 def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
     """The sample as it was packed. Raises as `Sample.unpack`.
 
@@ -109,40 +82,6 @@ def _sealed(envelope: sample_pb2.SampleEnvelope, payload: sample_pb2.SamplePaylo
     data = payload.SerializeToString(deterministic=True)
     envelope.digest, envelope.payload_bytes = digest_of(data), len(data)
     return sample_pb2.Sample(envelope=envelope, payload=data)
-
-
-async def upload(
-    send: Callable[[pb.UploadColumnRequest], Awaitable[pb.UploadColumnResponse]], large: LargeColumn
-) -> None:
-    """Sends the column in pieces, from the offset that the buffer already has; returns when the column is durable."""
-    view, offset, data = memoryview(large.data), 0, b""
-    while True:
-        request = pb.UploadColumnRequest(sha256=large.sha256, num_bytes=len(view), offset=offset, data=data)
-        answer = await send(request)
-        if answer.complete:
-            return
-        offset = answer.next_offset
-        data = bytes(view[offset : offset + _PIECE_BYTES])
-
-
-async def download(
-    receive: Callable[[pb.FetchColumnRequest, float], AsyncIterator[pb.FetchColumnResponse]],
-    column: sample_pb2.OutOfLineColumn,
-    end: float,
-) -> bytes:
-    """Resumes after a broken connection until `time.monotonic()` reaches `end`. Raises DataLoss for another SHA-256."""
-    data = bytearray()
-
-    async def receive_rest(left_seconds: float) -> None:
-        while len(data) < column.num_bytes:
-            request = pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))
-            async for piece in receive(request, left_seconds):
-                data.extend(piece.data)
-
-    await retry_until(end, receive_rest)
-    if hashlib.sha256(data).digest() != column.sha256:
-        raise DataLoss(f"column {column.name} does not match its SHA-256: its bytes were changed on disk")
-    return bytes(data)
 
 
 PROGRESS_SECONDS = 2.0
@@ -446,7 +385,7 @@ class BufferClient(Buffer):
         """Returns unfinished groups with their partial samples."""
         some: list[pb.LeaseRelease] = []
         num_bytes = 0
-        for release in [await slim_release(release, self.upload_column) for release in releases]:
+        for release in [await self._slim_release(release) for release in releases]:
             if some and (len(some) == _RELEASES_AT_ONCE or num_bytes + release.ByteSize() > _RELEASE_BYTES):
                 await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=some))
                 some, num_bytes = [], 0
@@ -456,7 +395,7 @@ class BufferClient(Buffer):
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """One result for each put, in order; `refused` is set when its lease was lost. All are stored or none."""
-        puts = [await slim_put(put, self.upload_column) for put in puts]
+        puts = [await self._slim_put(put) for put in puts]
         return await self._puts.put(puts, self._deadline_seconds)
 
     async def _send_puts(self, request: bytes, deadline_seconds: float) -> pb.PutGroupsResponse:
@@ -549,28 +488,63 @@ class BufferClient(Buffer):
     # Large columns
 
     async def upload_column(self, column: LargeColumn) -> None:
-        """Returns when the column is durable. Puts do this for every column of a MiB or more."""
+        """Returns when the column is durable. Puts do this for every column of a MiB or more.
 
-        async def send(request: pb.UploadColumnRequest) -> pb.UploadColumnResponse:
+        It is sent in pieces, from the offset that the buffer already has.
+        """
+        view, offset, data = memoryview(column.data), 0, b""
+        while True:
+            request = pb.UploadColumnRequest(sha256=column.sha256, num_bytes=len(view), offset=offset, data=data)
             reply: pb.UploadColumnResponse = await self._call(self._stub.UploadColumn, request)
-            return reply
-
-        await upload(send, column)
+            if reply.complete:
+                return
+            offset = reply.next_offset
+            data = bytes(view[offset : offset + _PIECE_BYTES])
 
     async def fetch_column(self, column: sample_pb2.OutOfLineColumn, *, deadline_seconds: float | None = None) -> bytes:
-        """The column's bytes, checked. Raises NotFound when its samples are gone."""
+        """The column's bytes. It resumes after a broken connection until the deadline.
+
+        Raises NotFound when its samples are gone, DataLoss for bytes of another SHA-256.
+        """
         end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        data = bytearray()
 
-        def receive(request: pb.FetchColumnRequest, left_seconds: float) -> AsyncIterator[pb.FetchColumnResponse]:
-            return self.stream_column(request, deadline_seconds=left_seconds)
+        async def receive_rest(left_seconds: float) -> None:
+            while len(data) < column.num_bytes:
+                request = pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))
+                async for piece in self.stream_column(request, deadline_seconds=left_seconds):
+                    data.extend(piece.data)
 
-        return await download(receive, column, end)
+        await retry_until(end, receive_rest)
+        if hashlib.sha256(data).digest() != column.sha256:
+            raise DataLoss(f"column {column.name} does not match its SHA-256: its bytes were changed on disk")
+        return bytes(data)
 
     def stream_column(
         self, request: pb.FetchColumnRequest, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.FetchColumnResponse]:
         """Yields a range in pieces as they arrive."""
         return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds, peer=self._peer)
+
+    async def _slim_put(self, put: pb.GroupPut) -> pb.GroupPut:
+        """Uploads the put's large columns and returns it without them; itself when it has none."""
+        samples = [await self._slim(sample) for sample in put.samples]
+        if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
+            return put
+        slim_put = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
+        if put.HasField("failure"):
+            slim_put.failure.CopyFrom(put.failure)
+        return slim_put
+
+    async def _slim_release(self, release: pb.LeaseRelease) -> pb.LeaseRelease:
+        samples = [await self._slim(sample) for sample in release.partial_samples]
+        return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
+
+    async def _slim(self, sample: sample_pb2.Sample) -> sample_pb2.Sample:
+        slim, columns = taken_out(sample)
+        for column in columns:
+            await self.upload_column(column)
+        return slim
 
     async def _whole(self, sample: sample_pb2.Sample, deadline_seconds: float) -> sample_pb2.Sample:
         columns = sample.envelope.out_of_line

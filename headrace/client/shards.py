@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from itertools import count
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import Buffer, BufferClient, SharedWaits
@@ -170,14 +172,9 @@ class StatsMerger:
 def _merged_stats(parts: Sequence[pb.StreamStats], productions: Sequence[pb.Production]) -> pb.StreamStats:
     merged = pb.StreamStats(
         stream=parts[0].stream,
-        payload_bytes=sum(part.payload_bytes for part in parts),
-        epoch=min(part.epoch for part in parts),
-        step=min(part.step for part in parts),
-        committed_step=min(part.committed_step for part in parts),
-        policy_version=min(part.policy_version for part in parts),
-        prompts_read=sum(part.prompts_read for part in parts),
-        data_epoch=min(part.data_epoch for part in parts),
-        bad_lines=max(part.bad_lines for part in parts),
+        **_joined(sum, parts, "payload_bytes", "prompts_read"),
+        **_joined(min, parts, "epoch", "step", "committed_step", "policy_version", "data_epoch"),
+        **_joined(max, parts, "bad_lines"),
         production=_merged_production(productions),
     )
     for part in parts:
@@ -187,6 +184,11 @@ def _merged_stats(parts: Sequence[pb.StreamStats], productions: Sequence[pb.Prod
     if all(part.HasField("admissible_groups") for part in parts):
         merged.admissible_groups = sum(part.admissible_groups for part in parts)
     return merged
+
+
+def _joined(join: Callable[[Iterable[Any]], Any], parts: Sequence[Message], *names: str) -> dict[str, Any]:
+    """These fields of all parts, joined by `sum`, `min` or `max`."""
+    return {name: join(getattr(part, name) for part in parts) for name in names}
 
 
 def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
@@ -201,13 +203,9 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
             skipped.num_samples
         )
     return pb.Production(
-        num_samples=sum(part.num_samples for part in parts),
-        num_failed=sum(part.num_failed for part in parts),
-        num_dropped=sum(part.num_dropped for part in parts),
-        num_scored=sum(part.num_scored for part in parts),
-        reward_sum=sum(part.reward_sum for part in parts),
+        **_joined(sum, parts, "num_samples", "num_failed", "num_dropped", "num_scored", "reward_sum"),
+        **_joined(sum, parts, "num_groups_returned"),
         failures=sorted(failures.values(), key=lambda f: -f.num_samples),
-        num_groups_returned=sum(part.num_groups_returned for part in parts),
         last_return=next((part.last_return for part in parts if part.last_return), ""),
         filtered=[
             pb.FilteredCount(reason=reason, equal_reward=reward, num_samples=number)
@@ -223,13 +221,9 @@ def _merged_source(parts: Sequence[pb.SourceStats]) -> pb.SourceStats:
     return pb.SourceStats(
         name=parts[0].name,
         weight=parts[0].weight,
-        prompts_read=max(part.prompts_read for part in parts),
-        data_epoch=min(part.data_epoch for part in parts),
-        ended=all(part.ended for part in parts),
-        queued=sum(part.queued for part in parts),
-        leased=sum(part.leased for part in parts),
-        ready=sum(part.ready for part in parts),
-        batched=sum(part.batched for part in parts),
+        **_joined(max, parts, "prompts_read"),
+        **_joined(min, parts, "data_epoch", "ended"),
+        **_joined(sum, parts, "queued", "leased", "ready", "batched"),
     )
 
 
@@ -400,9 +394,7 @@ class ShardedBuffer(Buffer):
                 for k, part in asked.items()
             )
         )
-        return pb.RetryGroupsResponse(
-            num_groups=sum(reply.num_groups for reply in replies), num_failed=sum(reply.num_failed for reply in replies)
-        )
+        return pb.RetryGroupsResponse(**_joined(sum, replies, "num_groups", "num_failed"))
 
     async def drop_groups(
         self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
@@ -415,10 +407,7 @@ class ShardedBuffer(Buffer):
                 for k, part in parts.items()
             )
         )
-        return pb.DropGroupsResponse(
-            num_groups=sum(reply.num_groups for reply in replies),
-            num_batches=sum(reply.num_batches for reply in replies),
-        )
+        return pb.DropGroupsResponse(**_joined(sum, replies, "num_groups", "num_batches"))
 
     # The trainer
 

@@ -16,10 +16,9 @@ from headrace.job.schema.job import Job, read_job
 from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
-from services.buffer.allocator import keep_large_blocks
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.conversion.wire import add_to_server
-from services.buffer.long_lived import long_lived
+from services.buffer.memory import keep_large_blocks, long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import BufferApplication

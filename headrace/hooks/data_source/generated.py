@@ -35,7 +35,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class WantedAgain:
+class ReuseRequest:
     """Asks for at most `count` groups to be trained once more, at `step`."""
 
     step: int
@@ -49,7 +49,7 @@ class WantedAgain:
 
 
 @dataclass(frozen=True)
-class Again:
+class ReusedGroup:
     """A finished group to be trained: one that was generated here before, or one that the class brings itself."""
 
     group_id: str
@@ -62,7 +62,7 @@ class Again:
 
 
 @dataclass(eq=False)
-class Origin:
+class SourceGroup:
     """The group of a sample in the hands of the user's class."""
 
     generated: Generated
@@ -71,7 +71,7 @@ class Origin:
     times: int = 0
 
     @classmethod
-    def of_generated(cls, generated: Generated, group_index: int) -> Origin:
+    def of_generated(cls, generated: Generated, group_index: int) -> SourceGroup:
         wire = [WireSample.unpack(sample_pb2.Sample.FromString(packed)) for packed in generated.samples]
         origin = cls(generated, wire)
         origin.samples = [to_hook(sample, group_index) for sample in wire]
@@ -89,7 +89,7 @@ class Origin:
         return min((r.policy_version for s in self.wire for r in s.policy_ranges if not r.masked), default=None)
 
 
-def origin_of(each: Sample | list[Sample]) -> Origin | None:
+def origin_of(each: Sample | list[Sample]) -> SourceGroup | None:
     """The origin of a sample or of a group; None for what was not generated here."""
     sample = each[0] if isinstance(each, list) and each else each
     origin, _ = getattr(sample, _ORIGIN, (None, 0))
@@ -124,19 +124,19 @@ def groups_of(path: str, chosen: Iterable[Any]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def again(path: str, args: HookArgs, group: Sequence[Sample]) -> Again:
+def again(path: str, args: HookArgs, group: Sequence[Sample]) -> ReusedGroup:
     """Raises InvalidArgument for what cannot be trained, naming the field."""
     origin = origin_of(group[0])
     if origin is None:
         wire = [_brought(path, args, sample, number) for number, sample in enumerate(group)]
-        return Again("", b"", 0, [sample.pack().SerializeToString() for sample in wire], plain(group[0]))
+        return ReusedGroup("", b"", 0, [sample.pack().SerializeToString() for sample in wire], plain(group[0]))
     origin.times += 1
     samples = [_changed(path, args, one, wire) for one, wire in zip(group, origin.wire, strict=True)]
     packed = [sample.pack().SerializeToString() for sample in samples]
-    return Again(origin.group_id, origin.generated.prompt, origin.times, packed, Sample())
+    return ReusedGroup(origin.group_id, origin.generated.prompt, origin.times, packed, Sample())
 
 
-def _current(each: Sample | list[Sample], origin: Origin) -> list[Sample]:
+def _current(each: Sample | list[Sample], origin: SourceGroup) -> list[Sample]:
     """The whole group, with the copies that were returned in the place of the samples that they were made of."""
     samples = list(origin.samples)
     for sample in each if isinstance(each, list) else [each]:

@@ -19,10 +19,10 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.data_source.base import RolloutDataSource
 from headrace.hooks.data_source.dataset import Dataset
 from headrace.hooks.data_source.generated import (
-    Again,
     Generated,
-    Origin,
-    WantedAgain,
+    ReusedGroup,
+    ReuseRequest,
+    SourceGroup,
     again,
     groups_of,
     is_finished,
@@ -53,7 +53,7 @@ class Given:
     """A group of get_samples: a prompt, by its first sample, unless it is `finished` already."""
 
     prompt: Sample
-    finished: Again | None = None
+    finished: ReusedGroup | None = None
 
 
 @dataclass
@@ -125,7 +125,7 @@ async def hand_to_data_source(
         return False
     wants_groups = "list[list" in str(inspect.signature(alive.source.add_samples)).replace("List", "list")
     for group in groups:
-        samples = Origin.of_generated(group, alive.handed).samples
+        samples = SourceGroup.of_generated(group, alive.handed).samples
         given = alive.source.add_samples([samples] if wants_groups else samples)
         if inspect.isawaitable(given):
             await given
@@ -135,8 +135,8 @@ async def hand_to_data_source(
 
 
 async def choose_of_data_source(
-    path: str, args: HookArgs, position: int, handed: int, asked: WantedAgain
-) -> list[Again] | None:
+    path: str, args: HookArgs, position: int, handed: int, asked: ReuseRequest
+) -> list[ReusedGroup] | None:
     """The groups that its buffer_filter chooses to be trained once more. Runs in a worker.
 
     None where this object was not given `handed` groups, as for `hand_to_data_source`.

@@ -249,9 +249,7 @@ class IndexedStream:
         self.counts[group.state] -= 1
         if group.state in _UNENDED:
             self.prompt_bytes -= len(group.prompt.body)
-        if group.state is GroupState.QUEUED:
-            self.queues.discard_queued(group)
-        elif group.state is GroupState.LEASED:
+        if group.state is GroupState.LEASED:
             self.queues.unlease(group)
         if group.state not in _WITH_SAMPLES:
             return

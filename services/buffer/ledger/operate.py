@@ -112,7 +112,9 @@ def _take_back(work: Work, stream: IndexedStream, steps: Collection[int]) -> Non
 
 
 def _drop(work: Work, stream: IndexedStream, group: Group, failure: Failure) -> None:
-    if group.state is GroupState.LEASED:
+    if group.state is GroupState.QUEUED:
+        stream.queues.discard_queued(group)
+    elif group.state is GroupState.LEASED:
         group = work.end_lease(group)
     work.drop(stream, group, failure)
 
@@ -158,9 +160,7 @@ def retry(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequenc
 
 
 def _latest(work: Work, stream: IndexedStream) -> list[Group]:
-    return list(
-        islice(stream.change_order.before(work.ledger.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL)
-    )
+    return list(islice(stream.change_order.before(work.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL))
 
 
 def _failed(stream: IndexedStream, group_id: str) -> Group:

@@ -157,6 +157,7 @@ def read(
 
 def _finish(work: Work, stream: IndexedStream, group: Group, finish: Finish) -> None:
     """Finishes the group as if a producer had leased and put it."""
+    stream.queues.discard_queued(group)
     leased = _grant(work, stream, group, _DATA_SOURCE, "")
     samples = finish(group.group_id, leased.live_lease.lease_id)
     _complete(work, stream, work.end_lease(leased), samples, leased.live_lease.policy_version)
@@ -202,7 +203,7 @@ def _answerable(stream: IndexedStream, group_ids: Sequence[str]) -> list[Group]:
 
 
 def _grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str) -> Group:
-    """Makes a QUEUED group LEASED."""
+    """Makes a group LEASED that is in no queue."""
     number = group.num_leases + 1
     lease_id = f"{group.group_id}#{number}.{work.ledger.ledger_id}"
     lease = Lease(lease_id, producer_id, request_id, stream.state.policy_version)

@@ -56,42 +56,32 @@ class NameQueue(Generic[_Key]):
 
     def first(self) -> tuple[_Key, str] | None:
         """Returns the smallest key with its name, and leaves them there."""
-        while entry := self._smallest():
-            if self._is_current(entry):
+        while self._line or self._heap:
+            entry = self._heap[0] if self._is_heap_first() else self._line[0]
+            if self.keys.get(entry[1]) == entry[0]:
                 return entry
-            self._drop_smallest()
+            self._pop()
         return None
 
     def take(self, count: int) -> list[str]:
         """Removes and returns at most `count` names, the smallest first."""
         taken: list[str] = []
-        while len(taken) < count and (entry := self._smallest()):
-            self._drop_smallest()
-            if self._is_current(entry):
-                del self.keys[entry[1]]
-                taken.append(entry[1])
+        while len(taken) < count and (self._line or self._heap):
+            key, name = self._pop()
+            if self.keys.get(name) == key:
+                del self.keys[name]
+                taken.append(name)
         return taken
 
     def sorted(self) -> list[str]:
         """Returns all names by their keys."""
         return sorted(self.keys, key=self.keys.__getitem__)
 
-    def _smallest(self) -> tuple[_Key, str] | None:
-        if self._is_heap_first():
-            return self._heap[0]
-        return self._line[0] if self._line else None
-
-    def _drop_smallest(self) -> None:
-        if self._is_heap_first():
-            heapq.heappop(self._heap)
-        else:
-            self._line.popleft()
+    def _pop(self) -> tuple[_Key, str]:
+        return heapq.heappop(self._heap) if self._heap and self._is_heap_first() else self._line.popleft()
 
     def _is_heap_first(self) -> bool:
         return bool(self._heap) and (not self._line or self._heap[0] < self._line[0])
-
-    def _is_current(self, entry: tuple[_Key, str]) -> bool:
-        return self.keys.get(entry[1]) == entry[0]
 
 
 class LeaseTable:
@@ -249,8 +239,8 @@ class ReadyPool:
 
     def discard(self, group_id: str) -> None:
         """Removes the group if it is there."""
-        self._chosen.discard(group_id)
-        self._oldest.discard(group_id)
+        self._chosen.keys.pop(group_id, None)
+        self._oldest.keys.pop(group_id, None)
 
     def by_admission(self) -> list[str]:
         """Returns all ids, in the order in which the user's function sees them."""
@@ -260,7 +250,7 @@ class ReadyPool:
         """Removes and returns the first `count` ids. There must be as many."""
         taken = self._chosen.take(count)
         for group_id in taken:
-            self._oldest.discard(group_id)
+            self._oldest.keys.pop(group_id, None)
         return taken
 
     def older_than(self, version: int, most: int) -> list[str]:
@@ -334,7 +324,7 @@ class SourceQueues:
         self._queues[self._source(group)].enqueue(group)
 
     def discard_queued(self, group: Group) -> None:
-        """Removes the group if it is in its queue."""
+        """Removes a QUEUED group that no producer took."""
         self._queues[self._source(group)].discard(group.group_id)
 
     def lease(self, group: Group) -> None:

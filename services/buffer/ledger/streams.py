@@ -22,7 +22,7 @@ def create(work: Work, state: StreamState) -> bool:
     if known is None:
         if gone := work.ledger.deleted.pop(state.name, None):
             state = replace(state, next_seq=gone.next_seq, first_seq=gone.next_seq, epoch=gone.epoch + 1)
-        state = replace(state, created_at=work.ledger.position + 1)
+        state = replace(state, created_at=work.position + 1)
         stream = work.ledger.streams[state.name] = IndexedStream(state)
         work.set_state(stream, state)
         work.announce(stream, "stream_created")

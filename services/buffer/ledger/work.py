@@ -31,6 +31,7 @@ class Work:
     def __init__(self, ledger: LedgerState, now: Instant) -> None:
         self.ledger = ledger
         self.now = now
+        self.position = ledger.position
         self.leases = ledger.leases
         self.transaction = Transaction()
 
@@ -52,7 +53,7 @@ class Work:
         """Replaces a group and adds the event `kind`. `step` is set where it is not the group's own."""
         if step is None:
             step = group.ended_step if group.step is None else group.step
-        position = self._next_position()
+        self.position = position = self.position + 1
         admitted_at = position if kind == "leased" else group.admitted_at
         group = replace(group, position=position, admitted_at=admitted_at)
         stream.place(group)
@@ -82,9 +83,10 @@ class Work:
     def announce(self, stream: IndexedStream, kind: str, *, step: int | None = None, detail: str = "") -> None:
         """Adds an event of the stream itself."""
         state = stream.state
+        self.position += 1
         self.transaction.events.append(
             LedgerEvent(
-                position=self._next_position(),
+                position=self.position,
                 unix_seconds=self.now.unix,
                 stream=state.name,
                 kind=kind,
@@ -174,10 +176,6 @@ class Work:
         queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
         return self.change(stream, queued, "expired", detail=message)
 
-    def _next_position(self) -> int:
-        self.ledger.position += 1
-        return self.ledger.position
-
 
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
@@ -193,8 +191,7 @@ def command(function: Callable[Concatenate[Work, _P], _Answer]) -> Command[_P, _
     def run(ledger: LedgerState, now: Instant, /, *args: _P.args, **kwargs: _P.kwargs) -> Result[_Answer]:
         work = Work(ledger, now)
         answer = function(work, *args, **kwargs)
-        _delete_events(work)
-        return answer, work.transaction
+        return answer, _finished(work)
 
     return run
 
@@ -208,19 +205,19 @@ def command_of_stream(
     def run(ledger: LedgerState, now: Instant, stream: str, /, *args: _P.args, **kwargs: _P.kwargs) -> Result[_Answer]:
         work = Work(ledger, now)
         answer = function(work, ledger.stream(stream), *args, **kwargs)
-        _delete_events(work)
-        return answer, work.transaction
+        return answer, _finished(work)
 
     return run
 
 
-def _delete_events(work: Work) -> None:
+def _finished(work: Work) -> Transaction:
     ledger, keep = work.ledger, work.ledger.retain_events
-    if keep is None or not work.transaction.events:
-        return
-    oldest = ledger.position + 1 - keep
-    if oldest > ledger.oldest_position + keep // _EVENTS_FORGOTTEN_SHARE:
-        ledger.oldest_position = work.transaction.events_from = oldest
+    ledger.position = work.position
+    if keep is not None and work.transaction.events:
+        oldest = ledger.position + 1 - keep
+        if oldest > ledger.oldest_position + keep // _EVENTS_FORGOTTEN_SHARE:
+            ledger.oldest_position = work.transaction.events_from = oldest
+    return work.transaction
 
 
 def require_distinct(name: str, values: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.hooks import HookArgs, Sample
-from headrace.hooks.data_source.generated import Again, Generated, WantedAgain
+from headrace.hooks.data_source.generated import Generated, ReusedGroup, ReuseRequest
 from headrace.hooks.data_source.worker import (
     Given,
     SourceForm,
@@ -24,7 +23,7 @@ from headrace.hooks.data_source.worker import (
 from headrace.images import with_images
 from headrace.limits import to_json
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.prompts import set_label
+from headrace.prompts import chat_message, set_label
 from headrace.rpc.log import log
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import Cursor
@@ -110,7 +109,7 @@ class DataSourceReader:
         except WorkerError as error:
             log.error("samples_not_added", groups=[group.group_id for group in groups], message=error.message)
 
-    async def choose(self, cursor: Cursor, asked: WantedAgain, kept: KeptGroups) -> list[PromptEntry]:
+    async def choose(self, cursor: Cursor, asked: ReuseRequest, kept: KeptGroups) -> list[PromptEntry]:
         """Returns at most `asked.count` groups. Raises FailedPrecondition when the user's code fails or is too slow."""
         try:
             await self._wind(cursor.prompts_read)
@@ -126,9 +125,9 @@ class DataSourceReader:
             for place, group in enumerate(groups or ())
         ]
 
-    async def _chosen(self, cursor: Cursor, asked: WantedAgain) -> list[Again] | None:
+    async def _chosen(self, cursor: Cursor, asked: ReuseRequest) -> list[ReusedGroup] | None:
         work = (self._path, self._args, cursor.prompts_read, self._handed, asked)
-        found: list[Again] | None = await self._run(choose_of_data_source, *work)
+        found: list[ReusedGroup] | None = await self._run(choose_of_data_source, *work)
         return found
 
     async def _handed_over(self, cursor: Cursor, groups: Sequence[Generated]) -> bool:
@@ -170,7 +169,7 @@ class DataSourceReader:
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._pool.run(function, *args, timeout_seconds=self._seconds, name=f"hook {self._path}")
 
-    def _prompt_again(self, group: Again, number: int | str) -> Prompt:
+    def _prompt_again(self, group: ReusedGroup, number: int | str) -> Prompt:
         if not group.group_id:
             return self._prompt(group.first, number)
         message = sample_pb2.Prompt.FromString(group.prompt)
@@ -201,7 +200,10 @@ def prompt_of_sample(path: str, sample: Sample) -> sample_pb2.Prompt:
     if isinstance(content, str):
         message.text = content
     else:
-        message.messages.messages.extend(_turn(path, turn) for turn in content)
+        for turn in content:
+            if not isinstance(turn.get("role"), str):
+                raise InvalidArgument(f"hook {path} gave a chat message without a role: {turn!r:.80}")
+            message.messages.messages.append(chat_message(turn))
     return message
 
 
@@ -213,17 +215,3 @@ def _has_images(content: str | list[dict[str, Any]]) -> bool:
 
 def _parts(content: object) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-
-
-def _turn(path: str, turn: dict[str, object]) -> sample_pb2.ChatMessage:
-    if not isinstance(turn.get("role"), str):
-        raise InvalidArgument(f"hook {path} gave a chat message without a role: {turn!r:.80}")
-    extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
-    content = turn.get("content")
-    if not isinstance(content, str | None):
-        extra["content"] = content
-    return sample_pb2.ChatMessage(
-        role=str(turn["role"]),
-        content=content if isinstance(content, str) else "",
-        extra_json=json.dumps(extra) if extra else "",
-    )

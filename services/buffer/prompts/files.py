@@ -226,7 +226,7 @@ class IndexedFile:
         if not self._source.shuffle:
             return range(len(self))
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, drawn_order(len(self), f"{self._source.seed}/{epoch}"))
+            self._epoch_order = (epoch, shuffled_order(len(self), f"{self._source.seed}/{epoch}"))
         return self._epoch_order[1]
 
     def _is_good(self, index: int) -> bool:
@@ -239,7 +239,7 @@ class IndexedFile:
         return True
 
 
-def drawn_order(length: int, seed: str) -> list[int]:
+def shuffled_order(length: int, seed: str) -> list[int]:
     """Equal for equal arguments in every version: Python promises that for random(), and not for shuffle()."""
     generator = random.Random(seed)
     keys = np.fromiter((generator.random() for _ in range(length)), np.float64, length)
@@ -364,7 +364,7 @@ class StreamedFile:
     def _order(self, epoch: int, place: BlockPlace, length: int) -> list[int]:
         if not self._source.shuffle:
             return list(range(length))
-        return drawn_order(length, f"{self._source.seed}/{epoch}/{place.line}")
+        return shuffled_order(length, f"{self._source.seed}/{epoch}/{place.line}")
 
     async def _block(self, epoch: int, place: BlockPlace, end: BlockPlace) -> Block:
         wanted = await self._readers.run(self._coming, place, end)

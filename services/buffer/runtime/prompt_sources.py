@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.hooks.data_source.generated import Generated, WantedAgain
+from headrace.hooks.data_source.generated import Generated, ReuseRequest
 from headrace.protobuf import RawSample
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
@@ -181,7 +181,7 @@ class PromptSources:
             if reader := self._data_sources.get(state.name):
                 await reader.hand_over(state.cursors[0], groups, kept)
 
-    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[PromptEntry]:
+    async def choose(self, state: StreamState, asked: ReuseRequest, kept: KeptGroups) -> Sequence[PromptEntry]:
         """The finished groups that the data source chooses. Raises FailedPrecondition. The lock is held."""
         self.require(state)
         if (reader := self._data_sources.get(state.name)) is None:
@@ -343,7 +343,7 @@ class PromptReading:
             return
         step, oldest = self._ledger.stream(stream).next_filled()
         state = self._ledger.stream(stream).state
-        asked = WantedAgain(step, oldest, count, state.config.n_samples_per_prompt, self._of_step(stream, step))
+        asked = ReuseRequest(step, oldest, count, state.config.n_samples_per_prompt, self._of_step(stream, step))
         steps = await self._sources.choose(state, asked, partial(self._kept, stream))
         known = self._ledger.stream(stream).prompts
         new = [each for each in steps if each.prompt.prompt_id not in known]
