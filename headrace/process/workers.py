@@ -20,14 +20,16 @@ import asyncio
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, process, util
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import ResourceExhausted, Unavailable
@@ -58,6 +60,7 @@ _END_SECONDS = 10.0
 _KILL_GRACE_SECONDS = 1.0
 # A process that user code forked may hold the channel of a worker that has ended.
 _LAST_REPLIES_SECONDS = 0.5
+_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 # Most workers need them: imported once by the fork server, they cost a worker nothing.
 _IMPORTED_FIRST = ["headrace.process.worker_main", "headrace.hooks"]
 
@@ -247,6 +250,7 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
     Raises OSError or EOFError when the machine cannot start one.
     """
     forkserver.set_forkserver_preload(_IMPORTED_FIRST)
+    _shorten_socket_path()
     place = {"sys_path": sys.path, "dir": os.getcwd()}
     status, data = forkserver.connect_to_new_process([channel, _STDERR])
     try:
@@ -257,6 +261,14 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
     except BaseException:
         os.close(status)
         raise
+
+
+def _shorten_socket_path() -> None:
+    """Puts the fork server's socket into /tmp where TMPDIR is too long for it: Linux takes 107 bytes of a path."""
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # as util.get_temp_dir does
+    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 def _pickled(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

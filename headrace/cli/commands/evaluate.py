@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import click
 from rich.console import Console
 
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.cli.commands.export import export_step
+from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, PATH, run_argument
+from headrace.cli.commands.policy import export_step
 from headrace.cli.eval_services import SERVICES, ask, evaluate_url, evaluate_with_services, scratch, serving
-from headrace.cli.job_arguments import load_job
-from headrace.cli.runs import add_run_argument, address_of, find_run
-from headrace.cli.view.lines import history, print_no_wrap
-from headrace.cli.words import count, count_from_zero
+from headrace.cli.job_arguments import JobCommand, load_job
+from headrace.cli.runs import address_of, find_run
+from headrace.cli.view.lines import history_table, print_no_wrap
 from headrace.errors import InvalidArgument, NotFound
 from headrace.job.eval_sets import EvalSet, eval_dataset, eval_sets
 from headrace.job.rules.scope import Scope
@@ -26,82 +27,101 @@ from headrace.run_folder import RunFolder
 
 _FOLDER, _URL = "--hf-checkpoint", "--url"
 _SIZES = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--num-steps-per-rollout", "1")
-_EPILOG = """A live run is asked as it is now. Of a run that has ended, and with --step, a checkpoint is exported, and
-engines are started for it. `headrace eval [JOB.toml] --hf-checkpoint FOLDER --eval-prompt-data NAME PATH` with a reward
-takes the flags of `headrace train`, and evaluates any Hugging Face folder; with `--url http://HOST:PORT/v1 --model
-NAME` in place of the folder any server that speaks OpenAI's API."""
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """Prints one line for each data set."""
-    names = {word.split("=")[0] for word in argv}
-    if _URL in names:
-        return _of_url(argv)
-    if _FOLDER in names:
-        return _of_folder(argv)
-    parser = argparse.ArgumentParser(prog="headrace eval", epilog=_EPILOG)
-    add_run_argument(parser)
-    _add_common(parser)
-    parser.add_argument(
-        "--data",
-        nargs=2,
-        action="append",
-        metavar=("NAME", "PATH"),
-        help="data set to evaluate, instead of the job's; repeatable",
+class _Evaluate(click.Command):
+    """Weights that no run has are evaluated by commands that take the flags of a job."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        names = {word.split("=")[0] for word in args}
+        for flag, command in ((_URL, _of_url), (_FOLDER, _of_folder)):
+            if flag in names:
+                return command.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+def _common(function: Callable[..., int]) -> Callable[..., int]:
+    samples = click.option("--samples", type=PATH, metavar="FILE", help="Write all samples there as JSON lines.")
+    return click.option("--max-prompts", type=COUNT, help="How many prompts of each data set to use, from its first.")(
+        samples(function)
     )
-    parser.add_argument("--step", type=count_from_zero, help="evaluate this step's checkpoint")
-    parser.add_argument(
-        "--history", action="store_true", help="evaluate nothing: show the run's evaluations, by step and data set"
-    )
-    args = parser.parse_intermixed_args(argv)
-    run = find_run(args.run)
-    if args.history:
-        return _show_history(run)
-    named = [EvalSet(name=name, path=Path(path).absolute()) for name, path in args.data or ()]
-    job = run.job()
-    datasets = _datasets(job, named or eval_sets(job.eval), args.max_prompts)
-    if args.step is None and not has_ended(run):
-        return _show(asyncio.run(ask(address_of(args.run, "rollout"), datasets, args.samples)))
+
+
+@click.command(cls=_Evaluate)
+@run_argument
+@_common
+@click.option(
+    "--data",
+    nargs=2,
+    multiple=True,
+    metavar="NAME PATH",
+    help="Data set to evaluate, instead of the job's; repeatable.",
+)
+@click.option("--step", type=COUNT_FROM_ZERO, help="Evaluate this step's checkpoint.")
+@click.option("--history", is_flag=True, help="Evaluate nothing: show the run's evaluations, by step and data set.")
+def evaluate(
+    run: str | None,
+    data: Sequence[tuple[str, str]],
+    step: int | None,
+    history: bool,
+    max_prompts: int | None,
+    samples: Path | None,
+) -> int:
+    """Evaluates a run, and prints one line for each data set.
+
+    A live run is asked as it is now. Of a run that has ended, and with --step, a checkpoint is exported, and
+    engines are started for it.
+
+    `headrace eval [JOB.toml] --hf-checkpoint FOLDER --eval-prompt-data NAME PATH` with a reward takes the flags of
+    `headrace train`, and evaluates any Hugging Face folder; with `--url http://HOST:PORT/v1 --model NAME` in place of
+    the folder any server that speaks OpenAI's API.
+    """
+    folder = find_run(run)
+    if history:
+        return _show_history(folder)
+    named = [EvalSet(name=name, path=Path(path).absolute()) for name, path in data]
+    job = folder.job()
+    datasets = _datasets(job, named or eval_sets(job.eval), max_prompts)
+    if step is None and not has_ended(folder):
+        return _show(asyncio.run(ask(address_of(run, "rollout"), datasets, samples)))
+    with scratch() as place:
+        exported = export_step(folder, step, place / "weights")
+        print(f"evaluating the checkpoint of step {exported}", flush=True)
+        alone = _with_data(serving(job, place, hf_checkpoint=place / "weights"), named)
+        return _show(asyncio.run(evaluate_with_services(alone, datasets, samples)))
+
+
+@click.command(cls=JobCommand)
+@_common
+def _of_folder(words: Sequence[str], max_prompts: int | None, samples: Path | None) -> int:
+    """Evaluates a Hugging Face folder. The sizes of the job's batches are of no account."""
     with scratch() as folder:
-        step = export_step(run, args.step, folder / "weights")
-        print(f"evaluating the checkpoint of step {step}", flush=True)
-        alone = _with_data(serving(job, folder, hf_checkpoint=folder / "weights"), named)
-        return _show(asyncio.run(evaluate_with_services(alone, datasets, args.samples)))
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-prompts", type=count, help="how many prompts of each data set to use, from its first")
-    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all samples there as JSON lines")
-
-
-def _of_folder(argv: Sequence[str]) -> int:
-    """Takes the flags of a job; the sizes of its batches are of no account."""
-    parser = argparse.ArgumentParser(prog="headrace eval", allow_abbrev=False)
-    _add_common(parser)
-    args, words = parser.parse_known_args(argv)
-    words = words if words and not words[0].startswith("-") else [*_SIZES, *words]
-    with scratch() as folder:
-        job = load_job([*words, "--run-dir", str(folder)], lambda _: Scope(SERVICES))
+        job = load_job([*_with_sizes(words), "--run-dir", str(folder)], lambda _: Scope(SERVICES))
         alone = serving(job, folder, hf_checkpoint=job.model.hf_checkpoint)
-        datasets = _datasets(job, eval_sets(job.eval), args.max_prompts)
-        return _show(asyncio.run(evaluate_with_services(alone, datasets, args.samples)))
+        datasets = _datasets(job, eval_sets(job.eval), max_prompts)
+        return _show(asyncio.run(evaluate_with_services(alone, datasets, samples)))
 
 
-def _of_url(argv: Sequence[str]) -> int:
-    """Takes --url and --model, and the flags of a job that say what to ask and how to score it."""
-    parser = argparse.ArgumentParser(prog="headrace eval", allow_abbrev=False)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--model", required=True)
-    _add_common(parser)
-    args, words = parser.parse_known_args(argv)
-    if not args.url.startswith(("http://", "https://")):
-        raise InvalidArgument(f"--url {shown(args.url)} must begin with http:// or https://, and mostly ends with /v1")
-    words = words if words and not words[0].startswith("-") else [*_SIZES, *words]
+@click.command(cls=JobCommand)
+@click.option("--url", required=True)
+@click.option("--model", required=True)
+@_common
+def _of_url(url: str, model: str, words: Sequence[str], max_prompts: int | None, samples: Path | None) -> int:
+    """Evaluates a server that speaks OpenAI's API. The flags of a job say what to ask and how to score it."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidArgument(f"--url {shown(url)} must begin with http:// or https://, and mostly ends with /v1")
     with scratch() as folder:
-        job = load_job([*words, _FOLDER, str(folder), "--run-dir", str(folder)], lambda _: Scope(["reward"]))
+        flags = [*_with_sizes(words), _FOLDER, str(folder), "--run-dir", str(folder)]
+        job = load_job(flags, lambda _: Scope(["reward"]))
         alone = serving(job, folder, hf_checkpoint=folder)
-        datasets = _datasets(job, eval_sets(job.eval), args.max_prompts)
-        return _show(asyncio.run(evaluate_url(alone, datasets, args.samples, args.url, args.model)))
+        datasets = _datasets(job, eval_sets(job.eval), max_prompts)
+        return _show(asyncio.run(evaluate_url(alone, datasets, samples, url, model)))
+
+
+def _with_sizes(words: Sequence[str]) -> Sequence[str]:
+    return words if words and not words[0].startswith("-") else [*_SIZES, *words]
 
 
 def _datasets(job: Job, sets: Sequence[EvalSet], max_prompts: int | None) -> list[rollout_pb2.EvalDataset]:
@@ -137,7 +157,7 @@ def described(result: rollout_pb2.EvalResult) -> str:
 
 
 def _show_history(run: RunFolder) -> int:
-    table = history(run.metrics)
+    table = history_table(run.metrics)
     if table is None:
         raise NotFound(f"{run.path} has no evaluation yet: pass --eval-prompt-data NAME PATH to `headrace train`")
     console = Console()

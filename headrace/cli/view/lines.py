@@ -15,10 +15,18 @@ from rich.text import Text
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.cli.words import printable
 from headrace.limits import one_line
 from headrace.run_folder import fields_in
 from headrace.trajectory import FILTERED
+
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Replaces control characters of untrusted text by pictures, so that they cannot steer the terminal."""
+    return text.translate(_CONTROLS)
+
 
 _MAX_CHARACTERS = 100_000  # of a line; rich lays a table out for a width, and needs one
 
@@ -169,7 +177,7 @@ def _reason(count: pb.FailureCount) -> str:
 _MEAN = "eval/"
 
 
-def history(file: Path) -> Table | None:
+def history_table(file: Path) -> Table | None:
     """Returns None where no evaluation has ended. Of a step that was evaluated twice, the later row counts."""
     rows = {row["step"]: row for row in fields_in(file) if "eval_error" in row}
     if not rows:

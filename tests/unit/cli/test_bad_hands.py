@@ -21,10 +21,7 @@ from headrace.run_folder import RunFolder, ServiceEntry
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    try:
-        code = main(words)
-    except SystemExit as ended:  # argparse
-        code = int(ended.code or 0)
+    code = main(words)
     said = capsys.readouterr()
     assert code not in (0, None)
     assert "Traceback" not in said.err + said.out
@@ -152,10 +149,10 @@ def asyncio_run(launcher: Launcher) -> None:
 def test_what_nobody_expected_is_one_line_and_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(argv: object) -> int:
+    def broken() -> int:
         raise ZeroDivisionError("\ud800")
 
-    monkeypatch.setattr("headrace.cli.commands.models.models", broken)
+    monkeypatch.setattr("headrace.cli.commands.policy.models.callback", broken)
     assert main(["models"]) == 1
     said = capsys.readouterr().err
     assert "this is a bug in headrace: ZeroDivisionError" in said
@@ -165,11 +162,11 @@ def test_what_nobody_expected_is_one_line_and_a_file(
 
 
 def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(argv: object) -> int:
+    def full(**options: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out")
 
-    monkeypatch.setattr("headrace.cli.commands.export.export", full)
-    assert refused(capsys, "export") == (
+    monkeypatch.setattr("headrace.cli.commands.policy.export.callback", full)
+    assert refused(capsys, "export", "out") == (
         "headrace: /data/out: No space left on device: free some space there, or name a folder on another disk\n"
     )
 

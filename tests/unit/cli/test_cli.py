@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.commands.submit import prompts_of
+from headrace.cli.commands.ledger import prompts_of
 from headrace.cli.main import main
 from headrace.cli.runs import find_run
 from headrace.cli.view.run_view import sparkline

@@ -217,8 +217,8 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path, capsys) -> None:
         (["revoke", file, "bob"], "has no token bob"),
         (["add", file, "a b", "--role", "viewer"], "cannot be named"),
         (["add", file, "bob", "--role", "root"], "use one of viewer"),
-        (["add", file, "bob"], "needs a --role"),
-        (["add", file], "needs the NAME"),
+        (["add", file, "bob"], "'--role'"),
+        (["add", file], "'NAME'"),
     ):
         assert main(["tokens", *words]) == 2
         assert said in capsys.readouterr().err
