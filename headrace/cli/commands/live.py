@@ -306,8 +306,9 @@ async def _watch(client: RolloutClient, num_engines: int, wait_seconds: float, c
             print(f"somebody asked for {fleet.wanted_engines} engines meanwhile: see `headrace status`")
             return 1
         if len(fleet.engines) == num_engines and (end := coming.end(fleet.engines)) is not None:
-            print(end.sentence)
-            return end.exit_code
+            sentence, code = end
+            print(sentence)
+            return code
         if passed > wait_seconds:
             print(f"not all serve after {passed:.0f} s; it goes on: see `headrace status`")
             return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -295,14 +294,6 @@ _SENTENCES: Mapping[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The sentence and the exit code with which the watching ends."""
-
-    sentence: str
-    exit_code: int
-
-
 class Coming:
     """Remembers the engines as they were seen last."""
 
@@ -321,8 +312,8 @@ class Coming:
                 yield f"{engine.engine_id} {_sentence(engine, state)}"
         self._seen = states
 
-    def end(self, engines: Sequence[rollout_pb2.Engine]) -> End | None:
-        """Returns None while some still come or go."""
+    def end(self, engines: Sequence[rollout_pb2.Engine]) -> tuple[str, int] | None:
+        """The sentence and the exit code with which the watching ends; None while some still come or go."""
         states = self._states(engines)
         if rollout_pb2.ENGINE_STATE_LEAVING in states.values():
             return None
@@ -331,9 +322,9 @@ class Coming:
         if len(down) + num_serving < len(engines):
             return None
         if down:
-            return End(f"{num_serving} of {len(engines)} engines serve: see the log of {down[0]}", 1)
+            return (f"{num_serving} of {len(engines)} engines serve: see the log of {down[0]}", 1)
         engines_serve = "1 engine serves" if len(engines) == 1 else f"{len(engines)} engines serve"
-        return End(f"{engines_serve}, until the rollout service starts again: then it has the job's number", 0)
+        return (f"{engines_serve}, until the rollout service starts again: then it has the job's number", 0)
 
     def _states(self, engines: Sequence[rollout_pb2.Engine]) -> dict[str, int]:
         """The states by id. An engine that served before a publication serves its version while it takes part.

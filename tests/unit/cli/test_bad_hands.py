@@ -15,8 +15,6 @@ from headrace.cli import runs
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition
 from headrace.launch.launcher import Launcher
-from headrace.launch.supervisor import ServiceFailed
-from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 
 
@@ -118,10 +116,6 @@ def test_words_that_are_no_arguments(capsys: pytest.CaptureFixture[str], words: 
         assert len(refused(capsys, *words)) < 12_000
 
 
-def test_nobody_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "address" in refused(capsys, "samples", "--buffer-address", "nonsense")
-
-
 @pytest.mark.parametrize("place", ["a file", "below a file", "of the system"])
 def test_a_run_folder_that_cannot_be_made(load_with, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
@@ -169,14 +163,3 @@ def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkey
     assert refused(capsys, "export", "out") == (
         "headrace: /data/out: No space left on device: free some space there, or name a folder on another disk\n"
     )
-
-
-def test_a_port_that_is_taken(load_with, tmp_path: Path) -> None:
-    port = free_port()
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # free_port() keeps it for those who say so
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        job = load_with("--run-dir", str(tmp_path / "r"), "--buffer-address", f"127.0.0.1:{port}")
-        with pytest.raises(ServiceFailed, match=rf"buffer cannot be started: 127\.0\.0\.1:{port} is taken"):
-            asyncio_run(Launcher(job, ["buffer"], print))
