@@ -30,11 +30,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, process, util
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import ResourceExhausted, Unavailable
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, encodable
 from headrace.process.linux import descendants
+from headrace.process.scratch import folder_for_sockets
 from headrace.process.worker_main import (
     REPLIES,
     Cancel,
@@ -60,7 +62,6 @@ _END_SECONDS = 10.0
 _KILL_GRACE_SECONDS = 1.0
 # A process that user code forked may hold the channel of a worker that has ended.
 _LAST_REPLIES_SECONDS = 0.5
-_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 # Most workers need them: imported once by the fork server, they cost a worker nothing.
 _IMPORTED_FIRST = ["headrace.process.worker_main", "headrace.hooks"]
 
@@ -264,10 +265,10 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _shorten_socket_path() -> None:
-    """Puts the fork server's socket into /tmp where TMPDIR is too long for it: Linux takes 107 bytes of a path."""
+    """Puts the fork server's socket where TMPDIR is too long for it."""
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # as util.get_temp_dir does
-    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
-        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    if "tempdir" not in config and (short := folder_for_sockets()) != Path(tempfile.gettempdir()):
+        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=short)
         util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
