@@ -19,7 +19,7 @@ _MAX_COUNT = (1 << 31) - 1
 PATH = click.Path(path_type=Path)
 
 
-class _Count(click.ParamType):
+class _Count(click.ParamType[int]):
     """A whole number from `least` on."""
 
     name = "number"
@@ -37,7 +37,7 @@ class _Count(click.ParamType):
 COUNT, COUNT_FROM_ZERO = _Count(1), _Count(0)
 
 
-class Finite(click.ParamType):
+class Finite(click.ParamType[float]):
     """A number from 0, or only above it, up to `most`."""
 
     name = "number"
@@ -56,7 +56,7 @@ class Finite(click.ParamType):
         return number
 
 
-class _Text(click.ParamType):
+class _Text(click.ParamType[str]):
     """What can be encoded as UTF-8."""
 
     name = "text"

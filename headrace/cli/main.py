@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(asked_nothing.format_message())
         return 0
     except click.ClickException as error:
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        _say("\n".join([error.format_message(), *([context.get_usage()] if context else [])]))
+        typed = error.ctx if isinstance(error, click.UsageError) else None
+        _say("\n".join([error.format_message(), *([typed.get_usage()] if typed else [])]))
         return error.exit_code
     except HeadraceError as error:
         _say(error.message)

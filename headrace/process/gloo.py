@@ -26,5 +26,5 @@ def interface_of(host: str) -> str | None:
     """The name of this machine's interface that has the address; None where none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == host.partition("%")[0] for each in addresses):
-            return name
+            return str(name)
     return None
