@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
+from headrace.cli.arg_types import PATH
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.hooks.slime_names import SLIME_IMPORTS
-from headrace.hooks.trial.check import KINDS
+from headrace.hooks.trial.check import KINDS, Kind
 from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
@@ -18,27 +19,29 @@ from headrace.job.rules.paths.hook_files import hooks_of
 from headrace.rpc.log import drop_logs
 
 
-def check_hook(argv: Sequence[str]) -> int:
-    """Returns 1 when something failed."""
-    parser = argparse.ArgumentParser(prog="headrace check hook", description="Loads a hook and tries it on samples.")
-    parser.add_argument("path", help="pkg.mod.fn or file.py:fn; file.py tries every function in it that is a hook")
-    parser.add_argument("--kind", choices=KINDS, help="kind of the hook (default: recognized by its arguments)")
-    parser.add_argument("--job", type=Path, help="job whose values the hook gets (default: a job with every default)")
-    parser.add_argument("--reward-model-path", help="folder for a reward class (default: the job's)")
-    args = parser.parse_args(argv)
+@click.command()
+@click.argument("path")
+@click.option("--kind", type=click.Choice(KINDS), help="Kind of the hook (default: recognized by its arguments).")
+@click.option("--job", type=PATH, help="Job whose values the hook gets (default: a job with every default).")
+@click.option("--reward-model-path", help="Folder for a reward class (default: the job's).")
+def check_hook(path: str, kind: Kind | None, job: Path | None, reward_model_path: str | None) -> int:
+    """Loads a hook and tries it on samples.
+
+    PATH is pkg.mod.fn or file.py:fn. Of file.py every function is tried that is a hook. The exit code is 1 when
+    something failed.
+    """
     drop_logs()
-    return max(_tried(path, args) for path in _paths(args.path))
-
-
-def _tried(path: str, args: argparse.Namespace) -> int:
-    report = run_check(path, args.kind, _job_args(args.job), args.reward_model_path)
-    if path != args.path:
-        print(path)
-    for line in report.passed:
-        print(f"ok      {line}")
-    for line in report.failed:
-        print(f"failed  {line}")
-    return 1 if report.failed else 0
+    code = 0
+    for each in _paths(path):
+        report = run_check(each, kind, _job_args(job), reward_model_path)
+        if each != path:
+            print(each)
+        for line in report.passed:
+            print(f"ok      {line}")
+        for line in report.failed:
+            print(f"failed  {line}")
+        code = max(code, int(bool(report.failed)))
+    return code
 
 
 def _job_args(job: Path | None) -> HookArgs | None:

@@ -1,4 +1,4 @@
-"""Reads `[JOB.toml] [flags]`, which train, check and up take, and prints help for the flags."""
+"""Reads `[JOB.toml] [flags]`, which the commands that start services take, and prints help for the flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import click
+from click.shell_completion import CompletionItem
 from rich.console import Console
 
 from headrace.job.load.load import load
@@ -15,7 +18,6 @@ from headrace.job.option import Arity, Option, options
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 
-_ALL = "--help-all"
 FIRST = (
     *("hf_checkpoint", "max_staleness", "run_name", "prompt_data", "input_key", "label_key", "apply_chat_template"),
     *("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "rollout_temperature"),
@@ -56,18 +58,39 @@ def note(line: str) -> None:
     Console(stderr=True).print(f"headrace: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def wants_help(argv: Sequence[str]) -> bool:
-    return any(word in argv for word in ("-h", "--help", _ALL))
+class JobCommand(click.Command):
+    """Gives its function `words`: [JOB.toml] and the flags of a job, which are none of its own."""
 
-
-def flags_help(argv: Sequence[str]) -> str:
-    """Describes the flags that people set first, with their defaults; with --help-all every flag by section."""
-    if _ALL in argv:
-        described = [
-            option for option in options().values() if option.section != "megatron" or option.name in DESCRIBED
+    def __init__(self, *args: Any, **attrs: Any) -> None:
+        super().__init__(*args, context_settings={"ignore_unknown_options": True}, **attrs)
+        self.params += [
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[JOB.toml] [flags]"),
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_help_all,
+                hidden=True,
+            ),
         ]
-        return "\n".join([*_by_section(described), *_OTHERS])
-    return "\n".join([*_by_section([options()[name] for name in FIRST]), *_MORE])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The flags that people set first, with their defaults."""
+        lines = _by_section([options()[name] for name in FIRST])
+        formatter.write("\n".join(["", *(line for line in lines if line), *_MORE]))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        flags = (option for option in options().values() if option.flag.startswith(incomplete or "-"))
+        own = super().shell_complete(ctx, incomplete)
+        return [*own, *(CompletionItem(option.flag, help=option.description) for option in flags)]
+
+
+def _help_all(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        own = [option for option in options().values() if option.section != "megatron" or option.name in DESCRIBED]
+        click.echo("\n".join([ctx.get_usage(), *_by_section(own), *_OTHERS]))
+        ctx.exit()
 
 
 def _by_section(chosen: Sequence[Option]) -> list[str]:

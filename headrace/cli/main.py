@@ -9,69 +9,96 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import cast
 
+import click
+from click.shell_completion import CompletionItem, shell_complete
+
+from headrace.cli.arg_types import Group
 from headrace.disk import FULL_DISK
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
-from headrace.limits import did_you_mean, encodable
-from headrace.process.exit_status import NOTHING_TO_LEARN
+from headrace.limits import encodable
 
-_USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384
-_LISTED = ": headrace --help lists the commands"
+_COMPLETE = "_HEADRACE_COMPLETE"
+"""A shell sets it: `eval "$(_HEADRACE_COMPLETE=bash_source headrace)"`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`module` of headrace/cli/commands has a function of the same name: the arguments → the exit code."""
+    """`path` is module:name of a click.Command in headrace/cli/commands."""
 
-    module: str
+    path: str
     usage: str
     help: str
 
-    def __call__(self, argv: Sequence[str]) -> int:
-        run: Callable[[Sequence[str]], int] = getattr(
-            import_module(f"headrace.cli.commands.{self.module}"), self.module
-        )
-        return run(argv)
+    def load(self) -> click.Command:
+        module, _, name = self.path.partition(":")
+        return cast(click.Command, getattr(import_module(f"headrace.cli.commands.{module}"), name))
 
 
 _COMMANDS: Mapping[str, Command] = {
-    "train": Command("train", "train JOB.toml [flags]", "run a job to its end"),
+    "train": Command("jobs:train", "train JOB.toml [flags]", "run a job to its end"),
     "replay": Command(
-        "replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
+        "jobs:replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
     ),
-    "check": Command("check", "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
-    "models": Command("models", "models", "list the models that --model knows, with sizes and layouts"),
+    "check": Command("jobs:check", "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "models": Command("policy:models", "models", "list the models that --model knows, with sizes and layouts"),
     "up": Command(
-        "up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"
+        "jobs:up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"
     ),
     "restart": Command(
-        "restart",
+        "live:restart",
         "restart SERVICE | all [RUN]",
         "restart services of a live run one after the other, without a failed call",
     ),
-    "rollout": Command("rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
-    "agent": Command("agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
-    "status": Command("status", "status [RUN]", "show the state of a run and its services"),
+    "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
+    "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
+    "status": Command("live:status", "status [RUN]", "show the state of a run and its services"),
     "samples": Command(
-        "samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
+        "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
-    "audit": Command("audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"),
+    "audit": Command(
+        "ledger:audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
+    ),
     "buffer": Command(
-        "buffer",
+        "ledger:buffer",
         "buffer backup | restore | export | retry | drop | delete-stream",
         "back up, restore or export a ledger; retry or drop groups; delete a stream",
     ),
-    "submit": Command("submit", "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
-    "generate": Command("generate", "generate TEXT [RUN]", "ask the current policy"),
-    "eval": Command("evaluate", "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
-    "certs": Command("certs", "certs FOLDER [--client NAME --role ROLE]", "make or renew certificates for TLS"),
-    "tokens": Command("tokens", "tokens add | list | revoke FILE", "tokens of callers, and their roles"),
-    "export": Command("export", "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
+    "submit": Command("ledger:submit", "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
+    "generate": Command("policy:generate", "generate TEXT [RUN]", "ask the current policy"),
+    "eval": Command("evaluate:evaluate", "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
+    "certs": Command("access:certs", "certs FOLDER [--client NAME --role ROLE]", "make or renew certificates for TLS"),
+    "tokens": Command("access:tokens", "tokens add | list | revoke FILE", "tokens of callers, and their roles"),
+    "export": Command("policy:export", "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
+
+
+class _Headrace(Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _COMMANDS[cmd_name].load() if cmd_name in _COMMANDS else None
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(len(command.usage) for command in _COMMANDS.values())
+        lines = [f"  headrace {command.usage:<{width}}  {command.help}" for command in _COMMANDS.values()]
+        last = "headrace train --help shows what a first run sets, --help-all every flag."
+        formatter.write("\n".join(["usage:", *lines, "", last]))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands' names, without loading one."""
+        return [CompletionItem(name, help=each.help) for name, each in _COMMANDS.items() if name.startswith(incomplete)]
+
+
+_headrace = click.version_option(None, "-V", "--version", package_name="headrace", message="%(prog)s %(version)s")(
+    _Headrace("headrace", context_settings={"help_option_names": ["-h", "--help"]})
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,19 +107,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: the run had nothing to learn from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    name, arguments = (words[0], words[1:]) if words else ("--help", [])
+    if asked := os.environ.get(_COMPLETE):
+        return shell_complete(_headrace, {}, "headrace", _COMPLETE, asked)
     try:
-        if name in ("-h", "--help", "help"):
-            print(_overview(), flush=True)
-            return 0
-        if name in ("-V", "--version"):
-            from importlib.metadata import version  # takes longer to import than the overview to print
-
-            print(f"headrace {version('headrace')}")
-            return 0
-        if name not in _COMMANDS:
-            raise InvalidArgument(f"unknown command {name[:80]}{did_you_mean(name, _COMMANDS) or _LISTED}")
-        return _COMMANDS[name](arguments)
+        with _headrace.make_context("headrace", ["--help"] if words == ["help"] else words) as context:
+            return _headrace.invoke(context) or 0
+    except click.exceptions.Exit as ended:  # --help, --version
+        return ended.exit_code
+    except click.exceptions.NoArgsIsHelpError as asked_nothing:
+        print(asked_nothing.format_message())
+        return 0
+    except click.ClickException as error:
+        typed = error.ctx if isinstance(error, click.UsageError) else None
+        _say("\n".join([error.format_message(), *([typed.get_usage()] if typed else [])]))
+        return error.exit_code
     except HeadraceError as error:
         _say(error.message)
         return _exit_code(error)
@@ -103,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         way = ": free some space there, or name a folder on another disk" if error.errno in FULL_DISK else ""
-        _say(f"{error.filename or name}: {error.strerror or error}{way}")
+        _say(f"{error.filename or words[0]}: {error.strerror or error}{way}")
         return 1
     except Exception as error:  # noqa: BLE001  # a person gets one line, not a traceback
         _say(f"this is a bug in headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
@@ -111,9 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(error: HeadraceError) -> int:
+    from headrace.process.exit_status import NOTHING_TO_LEARN  # loads pydantic, which --help does not need
+
     if isinstance(error, NothingToLearn):
         return NOTHING_TO_LEARN
-    return _USAGE_EXIT_CODE if isinstance(error, InvalidArgument) else 1
+    return click.UsageError.exit_code if isinstance(error, InvalidArgument) else 1
 
 
 def _say(message: str) -> None:
@@ -132,14 +162,6 @@ def _kept(error: Exception) -> str:
     ) as file:
         traceback.print_exception(error, file=file)
         return file.name
-
-
-def _overview() -> str:
-    width = max(len(command.usage) for command in _COMMANDS.values())
-    lines = [f"  headrace {command.usage:<{width}}  {command.help}" for command in _COMMANDS.values()]
-    return "\n".join(
-        ["usage:", *lines, "", "headrace train --help shows what a first run sets, --help-all every flag."]
-    )
 
 
 if __name__ == "__main__":

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from headrace.cli.arg_types import RUNS
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.rpc.client import connect
 from headrace.rpc.tls import OPERATOR, VARIABLE, speaks_tls, tls_of, use_tls
 from headrace.run_folder import ROLLOUT, RunFolder, living_runs, newest_run
 
-RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0
 _SOON = "; one that was started just now is there once its job is checked"
-_HELP = "a run's folder, or its name in runs/ (default: the live run, else the newest)"
-
-
-class _Run(argparse.Action):
-    """`RUN` and `--run RUN` are one argument."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        if values is None or isinstance(values, list):  # an optional positional that nobody typed
-            return
-        before = getattr(namespace, self.dest)
-        if before not in (None, values):
-            parser.error(f"two runs are named, {before} and {values}: name only one")
-        setattr(namespace, self.dest, values)
-
-
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """`RUN` or `--run RUN`, as `args.run`; behind the command's own positional arguments."""
-    parser.add_argument("run", nargs="?", metavar="RUN", action=_Run, help=_HELP)
-    parser.add_argument("--run", dest="run", metavar="RUN", action=_Run, help="the same as the positional RUN")
 
 
 def find_run(text: str | None) -> RunFolder:

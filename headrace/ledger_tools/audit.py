@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.digest import batch_digest, batch_digest_of_0_1
@@ -54,33 +56,21 @@ DROPPED = pb.GROUP_STATE_DROPPED
 FAILED = pb.GROUP_STATE_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A transition from one of some states to one of others."""
-
-    before: frozenset[State]
-    after: frozenset[State]
-
-
-def _move(before: tuple[State, ...], after: tuple[State, ...]) -> Move:
-    return Move(frozenset(before), frozenset(after))
-
-
-MOVES: Mapping[str, Move] = {
-    "submitted": _move((NOT_THERE,), (QUEUED,)),
-    "leased": _move((QUEUED,), (LEASED,)),
-    "released": _move((LEASED,), (QUEUED,)),
-    "lease_expired": _move((LEASED,), (QUEUED,)),
-    "failed": _move((LEASED,), (QUEUED, FAILED)),
-    "put": _move((LEASED,), (READY,)),
-    "dropped": _move((QUEUED, LEASED, READY, FAILED), (DROPPED,)),
-    "expired": _move((READY,), (QUEUED, DROPPED)),
-    "retried": _move((FAILED,), (QUEUED,)),
-    "batched": _move((READY,), (READY,)),
-    "unbatched": _move((READY,), (READY,)),
-    "consumed": _move((READY,), (CONSUMED,)),
-    "rewound": _move((CONSUMED,), (READY,)),
-    "committed": _move((CONSUMED,), (COMMITTED,)),
+MOVES: Mapping[str, tuple[Sequence[State], Sequence[State]]] = {
+    "submitted": ((NOT_THERE,), (QUEUED,)),
+    "leased": ((QUEUED,), (LEASED,)),
+    "released": ((LEASED,), (QUEUED,)),
+    "lease_expired": ((LEASED,), (QUEUED,)),
+    "failed": ((LEASED,), (QUEUED, FAILED)),
+    "put": ((LEASED,), (READY,)),
+    "dropped": ((QUEUED, LEASED, READY, FAILED), (DROPPED,)),
+    "expired": ((READY,), (QUEUED, DROPPED)),
+    "retried": ((FAILED,), (QUEUED,)),
+    "batched": ((READY,), (READY,)),
+    "unbatched": ((READY,), (READY,)),
+    "consumed": ((READY,), (CONSUMED,)),
+    "rewound": ((CONSUMED,), (READY,)),
+    "committed": ((CONSUMED,), (COMMITTED,)),
 }
 """From which states each kind of event goes, and to which. The ledger makes no others."""
 STREAM_KINDS = frozenset(
@@ -97,20 +87,21 @@ def state_name(state: State) -> str:
     return pb.GroupState.Name(state).removeprefix("GROUP_STATE_")
 
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _BEGINNING = '{"step": '
 _CUT_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{0,4})?$")
 _SHOWN_CHARACTERS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class RecordLine:
+class RecordLine(msgspec.Struct, frozen=True):
     """One line, parsed. Lines are counted from 1."""
 
-    number: int
-    step: int
-    digest: str
-    sample_ids: Sequence[str]
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sample_ids: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    number: int = 0
+
+
+_LINES = msgspec.json.Decoder(RecordLine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +126,10 @@ def parse_record(lines: Iterable[bytes]) -> Record:
         if _is_torn(text):
             continue
         try:
-            good.append(_parse(number, text))
-        except ValueError as error:
-            findings.append(Finding("record", f"line {number} {error}: {text[:_SHOWN_CHARACTERS]!r}"))
+            good.append(msgspec.structs.replace(_LINES.decode(text), number=number))
+        except (msgspec.DecodeError, RecursionError) as error:
+            what = f"line {number} is not as the trainer writes it ({error}): {text[:_SHOWN_CHARACTERS]!r}"
+            findings.append(Finding("record", what))
     return Record(good, findings)
 
 
@@ -147,24 +139,6 @@ def read_record(path: Path) -> Record:
         raise NotFound(f"{path} does not exist: the trainer writes it with its first step, nothing was trained yet")
     with path.open("rb") as lines:
         return parse_record(lines)
-
-
-def _parse(number: int, text: str) -> RecordLine:
-    """Raises ValueError that says what the line is not."""
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError("is not JSON") from None
-    if not isinstance(row, dict):
-        raise ValueError("is not an object with step, digest and sample_ids")
-    step, digest, sample_ids = row.get("step"), row.get("digest"), row.get("sample_ids")
-    if type(step) is not int or not 0 <= step < 1 << 63:
-        raise ValueError("has no step, a number from 0 on")
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError("has no digest of 64 hexadecimal characters")
-    if not isinstance(sample_ids, list) or not sample_ids or not all(isinstance(each, str) for each in sample_ids):
-        raise ValueError("has no list of sample_ids")
-    return RecordLine(number, step, digest, sample_ids)
 
 
 def _is_torn(text: str) -> bool:
@@ -410,10 +384,7 @@ class Replay:
 
     def counts(self) -> dict[State, int]:
         """Groups in each state, forgotten ones included."""
-        counts: dict[State, int] = defaultdict(int)
-        for group in self.groups.values():
-            counts[group.state] += 1
-        return counts
+        return Counter(group.state for group in self.groups.values())
 
     def samples_of(self, group_ids: Sequence[str]) -> tuple[str, ...]:
         """The samples of these groups, in order."""
@@ -446,12 +417,12 @@ class Replay:
         group.state, group.position = event.state, event.position
 
     def _check_move(self, event: pb.LedgerEvent, group: GroupStory) -> None:
-        move = MOVES.get(event.kind)
-        if move is None:
+        before, after = MOVES.get(event.kind, ((), ()))
+        if event.kind not in MOVES:
             self._found("history", event, f"is of the unknown kind {event.kind!r}, of group {group.group_id}")
         elif group.is_forgotten:
             self._found("state", event, f"{event.kind} group {group.group_id}, which was forgotten")
-        elif group.state not in move.before or event.state not in move.after:
+        elif group.state not in before or event.state not in after:
             ways = f"from {state_name(group.state)} to {state_name(event.state)}"
             self._found("state", event, f"{event.kind} took group {group.group_id} {ways}")
 
@@ -727,8 +698,8 @@ def compare_rerun(ledgers: Sequence[AuditedLedger], line: RecordLine, last: Reco
     if line.sample_ids == last.sample_ids:
         digests = _digests(ledgers, line.step)
         if line.digest != last.digest and digests is not None and not {line.digest, last.digest} <= digests:
-            what = f"lines {line.number} and {last.number} feed step {line.step} the same samples as {_two(line, last)}"
-            yield Finding("digest", what)
+            what = f"lines {line.number} and {last.number} feed step {line.step} the same samples"
+            yield Finding("digest", f"{what} as {line.digest[:16]}… and {last.digest[:16]}…")
         return
     if all(_part(ledger, line) in _versions(ledger, line.step) for ledger in ledgers):
         return
@@ -785,10 +756,6 @@ def _part(ledger: AuditedLedger, line: RecordLine) -> tuple[str, ...]:
 
 def _versions(ledger: AuditedLedger, step: int) -> Sequence[tuple[str, ...]]:
     return [_samples(ledger, step), *ledger.replay.steps.earlier.get(step, ())]
-
-
-def _two(line: RecordLine, last: RecordLine) -> str:
-    return f"{line.digest[:16]}… and {last.digest[:16]}…"
 
 
 _SAMPLE_KINDS = ("lost", "doubled", "unaccounted")

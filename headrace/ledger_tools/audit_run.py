@@ -58,13 +58,14 @@ async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float)
 async def damage_findings(buffer: BufferClient, stream: str) -> list[Finding]:
     """What the buffer has found damaged on its disk, unless it belongs to another stream."""
     own = [one for one in await buffer.damage() if not one.group_id or one.group_id.rpartition("/")[0] == stream]
-    return [Finding("damage", f"{one.what}{_whose(one)}") for one in own]
+    return [Finding("damage", damage_line(one)) for one in own]
 
 
-def _whose(damage: pb.Damage) -> str:
+def damage_line(damage: pb.Damage) -> str:
+    """What is damaged, and whose it is."""
     parts = [("group", damage.group_id), ("sample", damage.sample_id)]
     named = ", ".join(f"{kind} {name}" for kind, name in parts if name)
-    return f" ({named})" if named else ""
+    return f"{damage.what} ({named})" if named else damage.what
 
 
 async def _config(buffer: BufferClient, stream: str) -> pb.StreamConfig:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.rpc.net import Address, interface_of, resolved
+import psutil
+
+from headrace.rpc.net import Address, resolved
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -18,3 +20,11 @@ def gloo_at(host: str, named: Mapping[str, str]) -> dict[str, str]:
         return {}
     found = (interface_of(str(where[0])) for *_, where in resolved(Address(host, 0)))
     return next(({_INTERFACE: interface} for interface in found if interface is not None), {})
+
+
+def interface_of(host: str) -> str | None:
+    """The name of this machine's interface that has the address; None where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == host.partition("%")[0] for each in addresses):
+            return str(name)
+    return None

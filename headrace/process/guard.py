@@ -1,4 +1,4 @@
-"""`python -m headrace.process.guard PARENT GRACE_SECONDS COMMAND…`: runs one command, and leaves nothing of it behind.
+"""`python -m headrace.process.guard PARENT GRACE_SECONDS COMMAND…`: runs a command, and leaves nothing behind.
 
 running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, and patience: until a second
     signal while the parent lives, GRACE_SECONDS without it → sweeping

@@ -13,6 +13,14 @@ import uuid
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # not for temporary files: the folder that Linux has for this
+_LONGEST_FOLDER = 107 - 60
+"""Linux takes 107 bytes of a socket's path, and names of folder and socket have up to 60."""
+
+
+def folder_for_sockets() -> Path:
+    """TMPDIR, or /tmp where that is too long for the sockets below it."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp")  # noqa: S108  # folders in it are 0700
 
 
 def memory_folder(run: Path) -> Path:
@@ -30,7 +38,7 @@ class Scratch:
         """`owner` is a folder that one service at a time has."""
         self._owner = owner
         self._called = name
-        self.folder = Path(tempfile.gettempdir()) / f"{_prefix(owner)}{name}-{uuid.uuid4().hex[:8]}"
+        self.folder = folder_for_sockets() / f"{_prefix(owner)}{name}-{uuid.uuid4().hex[:8]}"
 
     def make(self) -> None:
         """Creates the folder in the place of an earlier one of this name."""
@@ -44,7 +52,7 @@ class Scratch:
 
 def delete_scratch(owner: Path, names: str) -> None:
     """Deletes what killed services of this owner left; only their successor may call it. `names` is a pattern."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(owner)}{names}-*"):
+    for folder in folder_for_sockets().glob(f"{_prefix(owner)}{names}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

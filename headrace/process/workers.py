@@ -20,19 +20,23 @@ import asyncio
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, process, util
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import ResourceExhausted, Unavailable
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, encodable
 from headrace.process.linux import descendants
+from headrace.process.scratch import folder_for_sockets
 from headrace.process.worker_main import (
     REPLIES,
     Cancel,
@@ -247,6 +251,7 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
     Raises OSError or EOFError when the machine cannot start one.
     """
     forkserver.set_forkserver_preload(_IMPORTED_FIRST)
+    _shorten_socket_path()
     place = {"sys_path": sys.path, "dir": os.getcwd()}
     status, data = forkserver.connect_to_new_process([channel, _STDERR])
     try:
@@ -257,6 +262,14 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
     except BaseException:
         os.close(status)
         raise
+
+
+def _shorten_socket_path() -> None:
+    """Puts the fork server's socket where TMPDIR is too long for it."""
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]  # as util.get_temp_dir does
+    if "tempdir" not in config and (short := folder_for_sockets()) != Path(tempfile.gettempdir()):
+        folder = config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=short)
+        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 def _pickled(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import secrets
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
@@ -21,7 +18,6 @@ _NAMED_PORTS = range(15_000, 32_000)
 """Below Linux's net.ipv4.ip_local_port_range."""
 _TRIES = 50
 _BACKLOG = 1024
-_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +94,6 @@ def host_towards(peer: Address) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     raise Unavailable(f"there is no way from this machine to {peer}: see its routes")
-
-
-def interface_of(host: str) -> str | None:
-    """The name of this machine's interface that has the address; None where none has."""
-    if ":" in host:
-        return _interface_of_ipv6(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, _INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == host:
-                    return name
-    return None
-
-
-def _interface_of_ipv6(host: str) -> str | None:
-    """Linux lists them: an address as 32 hexadecimal digits first, its interface last."""
-    digits = ipaddress.ip_address(host.partition("%")[0]).packed.hex()
-    with contextlib.suppress(OSError):  # no IPv6 here
-        for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
-            address, *_, name = line.split()
-            if address == digits:
-                return name
-    return None
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -123,15 +123,13 @@ COMMAND = Recipe(
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-
+import click
 from rich.console import Console
 
 
-def hello(argv: Sequence[str]) -> int:
+@click.command()
+def hello() -> int:
     """Prints one line."""
-    argparse.ArgumentParser(prog="headrace hello").parse_args(argv)
     Console().print("ok")
     return 0
 '''
@@ -140,7 +138,7 @@ def hello(argv: Sequence[str]) -> int:
         (
             "headrace/cli/main.py",
             "_COMMANDS: Mapping[str, Command] = {\n",
-            '    "hello": Command("hello", "hello", "greet"),\n',
+            '    "hello": Command("hello:hello", "hello", "greet"),\n',
         ),
     ),
     shown="from headrace.cli.main import main; main(['hello'])",

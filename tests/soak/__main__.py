@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cli.commands.audit import audited
+from headrace.cli.commands.ledger import audited
 from headrace.ledger_tools.audit_run import described
 from services.buffer.store.sqlite.store import FILE_BYTES
 from tests.soak.report import draw, judged, table

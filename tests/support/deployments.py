@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace.cli.commands.up import _config_first
+from headrace.cli.commands.jobs import up
 from headrace.job.load.load import load
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -35,7 +35,8 @@ def job_of(words: Sequence[str], variables: Mapping[str, str], job_file: Path) -
 
     Raises ConfigError for a variable that is no option, a flag that is none, and what contradicts itself.
     """
-    service, (path, *flags) = words[0], _config_first(list(words[1:]))
+    typed = up.make_context("up", list(words)).params
+    service, path, flags = typed["service"], str(typed["config"]), typed["words"]
     assert service in SERVICES
     assert path in ("/job/job.toml", "/etc/headrace/job.toml"), path
     return load(job_file, flags, variables, lambda _: Scope([service]))

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main as command_line
-from headrace.cli.commands import buffer as buffer_command
-from headrace.cli.commands import rollout as rollout_command
+from headrace.cli.commands.access import tokens
+from headrace.cli.commands.ledger import buffer
+from headrace.cli.commands.live import rollout
 from headrace.job.option import ALIASES, Arity, options
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,7 @@ _OTHERS_FLAGS = {
 }
 """Of Slurm, Ray, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
+_GROUPS = {"buffer": buffer, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
 
 
@@ -77,12 +79,9 @@ def test_every_command_has_the_arguments_that_are_given(document: Path) -> None:
     for words in commands(document):
         name, rest = words[0], words[1:]
         assert name in command_line._COMMANDS, f"headrace {' '.join(words)}"
-        if name == "buffer" and rest:
-            assert rest[0] in buffer_command._COMMANDS, f"headrace {' '.join(words)}"
-            name = f"buffer {rest[0]}"
-        if name == "rollout" and rest:
-            assert rest[0] in rollout_command._COMMANDS, f"headrace {' '.join(words)}"
-            name = f"rollout {rest[0]}"
+        if name in _GROUPS and rest:
+            assert rest[0] in _GROUPS[name].commands, f"headrace {' '.join(words)}"
+            name = f"{name} {rest[0]}"
         known = own_flags(name) | (job_flags() | _HELP if name in (*_OF_A_JOB, "eval", "replay") else set())
         flags = {flag for word in rest for flag in _FLAG.findall(word) if not flag.startswith("--sglang")}
         assert flags - known == set(), f"headrace {' '.join(words)}"
@@ -150,9 +149,8 @@ def job_flags() -> frozenset[str]:
 
 
 def names() -> list[str]:
-    of_rollout = [f"rollout {name}" for name in rollout_command._COMMANDS]
-    of_buffer = [f"buffer {name}" for name in buffer_command._COMMANDS]
-    return [*command_line._COMMANDS, "check hook", *of_buffer, *of_rollout]
+    of_groups = [f"{group} {name}" for group, commands in _GROUPS.items() for name in commands.commands]
+    return [*command_line._COMMANDS, "check hook", *of_groups]
 
 
 @cache
@@ -161,7 +159,7 @@ def own_flags(name: str) -> frozenset[str]:
     if name in _OF_A_JOB:
         return frozenset({"--kind", "--job", "--fast"}) if name == "check" else frozenset()
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(printed):
         command_line.main([*name.split(), "--help"])
     return frozenset(_FLAG.findall(printed.getvalue()))
 

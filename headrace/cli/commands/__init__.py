@@ -1,1 +1,1 @@
-"""The commands of `headrace`, one in each file. In: arguments. Out: an exit code."""
+"""The commands of `headrace`, a file for each subject: click.Commands that return an exit code."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import heapq
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
+from typing import Any
 
+import click
 from rich.console import Console
 from rich.markup import escape
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.cli.runs import add_run_argument, find_run, require_answer
-from headrace.cli.words import count, count_from_zero, printable, text
+from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, TEXT, buffer_address_option, run_argument, stream_option
+from headrace.cli.runs import find_run, require_answer
+from headrace.cli.view.lines import printable
 from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
 from headrace.errors import NotFound, Unavailable
@@ -29,42 +32,59 @@ _MAX_LEDGER_GROUPS = 200
 _SAMPLES_AT_ONCE = 64
 _ONE_TURN = 2
 """The messages of a conversation of one turn."""
-_EPILOG = """Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while
-the run lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder."""
 
 
-def samples(argv: Sequence[str]) -> int:
-    """Prints `-n` samples, newest step first."""
-    parser = argparse.ArgumentParser(prog="headrace samples", epilog=_EPILOG)
-    add_run_argument(parser)
-    parser.add_argument("-n", type=count, default=5, help="how many samples to show at most (5)")
-    parser.add_argument(
-        "--step", type=count_from_zero, help="only samples that this step trained, counted from 1 as on the console"
-    )
-    parser.add_argument(
-        "--eval",
-        nargs="?",
-        const="",
-        type=text,
-        metavar="NAME",
-        help="only samples of evaluations, of this data set or of all; --step then is the step evaluated after",
-    )
-    parser.add_argument("--group", type=text, help="only samples of the group with this id")
-    parser.add_argument("--search", type=text, metavar="TEXT", help="only samples with TEXT in prompt or response")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="highest reward first")
-    order.add_argument("--worst", action="store_true", help="lowest reward first")
-    parser.add_argument("--failed", action="store_true", help="only samples that failed, with the reason")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument("--stream", type=text, default="train", help="stream of the ledger (train)")
-    parser.add_argument(
-        "--buffer-address",
-        help="read only this ledger, instead of a run; for a sharded ledger all addresses, separated by commas",
-    )
-    args = parser.parse_intermixed_args(argv)
-    folder = None if args.buffer_address else find_run(args.run)
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What was asked for; None: any."""
+
+    n: int
+    step: int | None
+    eval: str | None
+    """A data set; empty: of all."""
+    group: str | None
+    search: str | None
+    best: bool
+    worst: bool
+    failed: bool
+    stream: str
+    buffer_address: str | None
+
+
+@click.command()
+@run_argument
+@click.option("-n", type=COUNT, default=5, help="How many samples to show at most (5).")
+@click.option(
+    "--step", type=COUNT_FROM_ZERO, help="Only samples that this step trained, counted from 1 as on the console."
+)
+@click.option(
+    "--eval",
+    is_flag=False,
+    flag_value="",
+    type=TEXT,
+    metavar="[NAME]",
+    help="Only samples of evaluations, of this data set or of all; --step then is the step evaluated after.",
+)
+@click.option("--group", type=TEXT, help="Only samples of the group with this id.")
+@click.option("--search", type=TEXT, help="Only samples with TEXT in prompt or response.")
+@click.option("--best", is_flag=True, help="Highest reward first.")
+@click.option("--worst", is_flag=True, help="Lowest reward first.")
+@click.option("--failed", is_flag=True, help="Only samples that failed, with the reason.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@stream_option
+@buffer_address_option
+def samples(run: str | None, as_json: bool, **asked: Any) -> int:
+    """Prints what the policy generated, newest step first, while the run lives and after it has ended.
+
+    Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while the run
+    lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder.
+    """
+    args = _Wanted(**asked)
+    if args.best and args.worst:
+        raise click.UsageError("--best and --worst are two orders: name only one")
+    folder = None if args.buffer_address else find_run(run)
     found = _chosen(_all(folder, args), args)
-    if args.json:
+    if as_json:
         for answer in found:
             print(json.dumps(as_row(answer), ensure_ascii=False))
         return 0
@@ -76,7 +96,7 @@ def samples(argv: Sequence[str]) -> int:
     return 0
 
 
-def _all(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]:
+def _all(folder: RunFolder | None, args: _Wanted) -> Iterator[Answer]:
     """Each sample once, newest first: those that wait in the ledger, then step by step what was trained."""
     seen = set[str]()
     for answer in _by_source(folder, args):
@@ -85,7 +105,7 @@ def _all(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]
             yield answer
 
 
-def _by_source(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]:
+def _by_source(folder: RunFolder | None, args: _Wanted) -> Iterator[Answer]:
     log = SampleLog(folder.samples) if folder else None
     if log and args.eval is not None:
         for step in reversed(log.evaluations()):
@@ -105,7 +125,7 @@ def _by_source(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[A
         yield from log.failed() if args.group else ()
 
 
-def _held(address: str, args: argparse.Namespace, *, required: bool) -> list[Answer]:
+def _held(address: str, args: _Wanted, *, required: bool) -> list[Answer]:
     try:
         return asyncio.run(_of_ledger(address, args))
     except Unavailable as error:
@@ -118,7 +138,7 @@ def _held(address: str, args: argparse.Namespace, *, required: bool) -> list[Ans
         return []
 
 
-async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
+async def _of_ledger(address: str, args: _Wanted) -> list[Answer]:
     """Reads the groups that changed last, and stops when they are enough for the question."""
     await require_answer(address, "buffer")
     narrow = args.best or args.worst or args.search or args.step is not None or args.failed
@@ -160,7 +180,7 @@ async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> lis
     return found
 
 
-def _chosen(answers: Iterator[Answer], args: argparse.Namespace) -> list[Answer]:
+def _chosen(answers: Iterator[Answer], args: _Wanted) -> list[Answer]:
     wanted = (answer for answer in answers if _is_wanted(answer, args))
     if args.best or args.worst:
         scored = (answer for answer in wanted if answer.reward is not None)
@@ -169,7 +189,7 @@ def _chosen(answers: Iterator[Answer], args: argparse.Namespace) -> list[Answer]
     return list(islice(wanted, args.n))
 
 
-def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
+def _is_wanted(answer: Answer, args: _Wanted) -> bool:
     if args.failed and answer.failure_reason is None:
         return False
     if args.step is not None and answer.step != args.step:
@@ -183,7 +203,7 @@ def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
     return any(needle in text.casefold() for text in texts)
 
 
-def _notes(folder: RunFolder | None, found: Sequence[Answer], args: argparse.Namespace) -> Iterator[str]:
+def _notes(folder: RunFolder | None, found: Sequence[Answer], args: _Wanted) -> Iterator[str]:
     """Lines that say what else there is, or why nothing was found."""
     if folder is None:
         if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,18 @@ from rich.text import Text
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.cli.words import printable
 from headrace.limits import one_line
 from headrace.run_folder import fields_in
 from headrace.trajectory import FILTERED
+
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Replaces control characters of untrusted text by pictures, so that they cannot steer the terminal."""
+    return text.translate(_CONTROLS)
+
 
 _MAX_CHARACTERS = 100_000  # of a line; rich lays a table out for a width, and needs one
 
@@ -169,7 +176,7 @@ def _reason(count: pb.FailureCount) -> str:
 _MEAN = "eval/"
 
 
-def history(file: Path) -> Table | None:
+def history_table(file: Path) -> Table | None:
     """Returns None where no evaluation has ended. Of a step that was evaluated twice, the later row counts."""
     rows = {row["step"]: row for row in fields_in(file) if "eval_error" in row}
     if not rows:
@@ -287,14 +294,6 @@ _SENTENCES: Mapping[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The sentence and the exit code with which the watching ends."""
-
-    sentence: str
-    exit_code: int
-
-
 class Coming:
     """Remembers the engines as they were seen last."""
 
@@ -313,8 +312,8 @@ class Coming:
                 yield f"{engine.engine_id} {_sentence(engine, state)}"
         self._seen = states
 
-    def end(self, engines: Sequence[rollout_pb2.Engine]) -> End | None:
-        """Returns None while some still come or go."""
+    def end(self, engines: Sequence[rollout_pb2.Engine]) -> tuple[str, int] | None:
+        """The sentence and the exit code with which the watching ends; None while some still come or go."""
         states = self._states(engines)
         if rollout_pb2.ENGINE_STATE_LEAVING in states.values():
             return None
@@ -323,9 +322,9 @@ class Coming:
         if len(down) + num_serving < len(engines):
             return None
         if down:
-            return End(f"{num_serving} of {len(engines)} engines serve: see the log of {down[0]}", 1)
+            return (f"{num_serving} of {len(engines)} engines serve: see the log of {down[0]}", 1)
         engines_serve = "1 engine serves" if len(engines) == 1 else f"{len(engines)} engines serve"
-        return End(f"{engines_serve}, until the rollout service starts again: then it has the job's number", 0)
+        return (f"{engines_serve}, until the rollout service starts again: then it has the job's number", 0)
 
     def _states(self, engines: Sequence[rollout_pb2.Engine]) -> dict[str, int]:
         """The states by id. An engine that served before a publication serves its version while it takes part.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.commands.restart import ORDER
+from headrace.cli.commands.live import ORDER
 from headrace.cli.main import main
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from headrace.rpc.net import free_port

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace.cli.commands.audit import audited
+from headrace.cli.commands.ledger import audited
 from headrace.ledger_tools.audit_run import described
 from tests.chaos.survival.faults import Fault, Killed, KilledLauncher
 from tests.chaos.survival.phases import until_phase

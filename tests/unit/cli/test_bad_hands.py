@@ -15,16 +15,11 @@ from headrace.cli import runs
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition
 from headrace.launch.launcher import Launcher
-from headrace.launch.supervisor import ServiceFailed
-from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    try:
-        code = main(words)
-    except SystemExit as ended:  # argparse
-        code = int(ended.code or 0)
+    code = main(words)
     said = capsys.readouterr()
     assert code not in (0, None)
     assert "Traceback" not in said.err + said.out
@@ -121,10 +116,6 @@ def test_words_that_are_no_arguments(capsys: pytest.CaptureFixture[str], words: 
         assert len(refused(capsys, *words)) < 12_000
 
 
-def test_nobody_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "address" in refused(capsys, "samples", "--buffer-address", "nonsense")
-
-
 @pytest.mark.parametrize("place", ["a file", "below a file", "of the system"])
 def test_a_run_folder_that_cannot_be_made(load_with, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
@@ -152,10 +143,10 @@ def asyncio_run(launcher: Launcher) -> None:
 def test_what_nobody_expected_is_one_line_and_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(argv: object) -> int:
+    def broken() -> int:
         raise ZeroDivisionError("\ud800")
 
-    monkeypatch.setattr("headrace.cli.commands.models.models", broken)
+    monkeypatch.setattr("headrace.cli.commands.policy.models.callback", broken)
     assert main(["models"]) == 1
     said = capsys.readouterr().err
     assert "this is a bug in headrace: ZeroDivisionError" in said
@@ -165,21 +156,10 @@ def test_what_nobody_expected_is_one_line_and_a_file(
 
 
 def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(argv: object) -> int:
+    def full(**options: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out")
 
-    monkeypatch.setattr("headrace.cli.commands.export.export", full)
-    assert refused(capsys, "export") == (
+    monkeypatch.setattr("headrace.cli.commands.policy.export.callback", full)
+    assert refused(capsys, "export", "out") == (
         "headrace: /data/out: No space left on device: free some space there, or name a folder on another disk\n"
     )
-
-
-def test_a_port_that_is_taken(load_with, tmp_path: Path) -> None:
-    port = free_port()
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # free_port() keeps it for those who say so
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        job = load_with("--run-dir", str(tmp_path / "r"), "--buffer-address", f"127.0.0.1:{port}")
-        with pytest.raises(ServiceFailed, match=rf"buffer cannot be started: 127\.0\.0\.1:{port} is taken"):
-            asyncio_run(Launcher(job, ["buffer"], print))

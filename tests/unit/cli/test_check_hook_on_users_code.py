@@ -22,7 +22,6 @@ class Trip(BaseModel):
     kind: str = Field(json_schema_extra={"enum": ["rail", "bus"]})
 
 TRIP = {"type": "function", "function": {"name": "plan", "parameters": Trip.model_json_schema()}}
-NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
 
 def client_of(base_url):
     return AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
@@ -35,16 +34,6 @@ async def validated(args, task, base_url):
     assert made.model == "policy" and made.object == "chat.completion" and made.id
     assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
     return float(made.choices[0].message.content == task.label)
-
-async def streamed(args, task, base_url):
-    async with client_of(base_url) as client:
-        stream = await client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": task.prompt}], stream=True,
-            stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert chunks[-1].usage.total_tokens > 0
-    return float(said == task.label)
 
 async def calls_a_tool(args, task, base_url):
     messages = [{"role": "user", "content": task.prompt}]
@@ -59,18 +48,6 @@ async def calls_a_tool(args, task, base_url):
             Trip.model_validate_json(call.function.arguments)
             messages += [message.model_dump(exclude_none=True),
                          {"role": "tool", "tool_call_id": call.id, "content": "done"}]
-
-async def must_end_with_a_tool(args, task, base_url):
-    messages, called = [{"role": "user", "content": task.prompt}], []
-    async with client_of(base_url) as client:
-        while "plan" not in called:
-            made = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[NOTE, TRIP], tool_choice="required")
-            (call,) = made.choices[0].message.tool_calls
-            called.append(call.function.name)
-            messages += [made.choices[0].message.model_dump(exclude_none=True),
-                         {"role": "tool", "tool_call_id": call.id, "content": "done"}]
-    return 1.0
 
 async def streams_a_call(args, task, base_url):
     async with client_of(base_url) as client:
@@ -87,7 +64,7 @@ def checked(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capfd.readouterr().out
 
 
-@pytest.mark.parametrize("agent", ["validated", "streamed", "calls_a_tool", "must_end_with_a_tool", "streams_a_call"])
+@pytest.mark.parametrize("agent", ["validated", "calls_a_tool", "streams_a_call"])
 def test_agents_of_strict_clients_pass(tmp_path: Path, capfd: pytest.CaptureFixture[str], agent: str) -> None:
     (tmp_path / "agent.py").write_text(STRICT)
     code, said = checked(capfd, f"{tmp_path / 'agent.py'}:{agent}")

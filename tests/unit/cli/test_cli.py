@@ -13,15 +13,13 @@ from rich.console import Console
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.commands.submit import prompts_of
+from headrace.cli.commands.ledger import prompts_of
 from headrace.cli.main import main
 from headrace.cli.runs import find_run
-from headrace.cli.view.run_view import sparkline
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.job.option import options
 from headrace.launch.launcher import Launcher
 from headrace.launch.specs import without_address
-from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 from tests.support.run_views import view_of
 
@@ -40,12 +38,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(job_file: Path, capsys: pytest.Ca
     assert main(["train", str(job_file), "--num-rolout", "3"]) == 2
     said = capsys.readouterr().err
     assert said == "headrace: unknown flag --num-rolout: did you mean --num-rollout?\n"
-
-
-def test_brackets_in_messages_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.toml").write_text("[rollout]\neps_clip = 1\n")
-    assert main(["check", str(tmp_path / "job.toml")]) == 2
-    assert "[rollout] eps_clip: unknown key here: it belongs in [train]" in capsys.readouterr().err
 
 
 def test_an_unknown_command_and_an_unknown_service(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,19 +128,6 @@ def test_services_with_an_address_are_not_started(load_with) -> None:
     assert launcher.job.services.reward_address == "127.0.0.1:7003"
     assert launcher.job.services.trainer_address == "127.0.0.1:7004"
     assert launcher.job.services.buffer_address is not None
-
-
-def test_a_service_that_is_started_again_gets_its_address_again(load_with, tmp_path: Path) -> None:
-    job = load_with("--run-dir", str(tmp_path / "runs"))
-    folder = Launcher(job, ["buffer"], print).folder
-    folder.create(job)
-    ended, alive = f"127.0.0.1:{free_port()}", "127.0.0.1:7001"
-    entries = {"buffer": ServiceEntry(ended, None, 2**22 + 1), "reward": ServiceEntry(alive, None, os.getpid())}
-    folder.write_services(entries)
-    again = Launcher(job, ["buffer"], print).job
-    assert again.services.buffer_address == ended
-    assert again.services.reward_address == alive
-    assert again.services.rollout_address is None
 
 
 async def test_a_service_runs_once_in_a_run(load_with, tmp_path: Path) -> None:
@@ -296,12 +275,6 @@ def test_the_view_renders_from_the_first_moment_on(load_with) -> None:
     text = console.export_text()
     for part in ("starting", "2/9  waiting", "0/4 ready", "1/1 engines ready", "rollout ready after 3 s"):
         assert part in text
-
-
-def test_a_sparkline_goes_from_lowest_to_highest() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([1.0, 1.0]) == "▁▁"
 
 
 def _row(step: int, time: int, metrics: dict[str, float]) -> trainer_pb2.WatchProgressResponse:

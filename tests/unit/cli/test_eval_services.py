@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.eval_services import serving
+from headrace.cli.commands.evaluate import serving
 from headrace.cli.main import main
 from headrace.job.schema.job import Job
 

@@ -66,10 +66,6 @@ def test_the_live_table_shows_the_failures_of_the_moment_and_no_markup_or_escape
     assert "\x1b" not in text
 
 
-def test_nothing_is_said_where_nothing_fails() -> None:
-    assert failures_line(buffer_pb2.Production(num_samples=100)) == ""
-
-
 def test_a_line_of_failures_has_drops_three_reasons_and_what_came_back() -> None:
     failures = [
         buffer_pb2.FailureCount(reason=name, num_samples=count, example=f"{name}!")
@@ -229,16 +225,6 @@ async def run_that_waits(folder: RunFolder, job: Job, seconds: float, step: int 
         yield
     finally:
         await server.stop(0.0)
-
-
-@pytest.mark.parametrize(("seconds", "is_told"), [(299.0, False), (300.0, True)])
-async def test_status_has_the_consoles_sentence_of_a_first_batch_that_is_overdue(
-    load_with, tmp_path: Path, seconds: float, is_told: bool
-) -> None:
-    job = load_with()
-    async with run_that_waits(RunFolder(tmp_path), job, seconds):
-        sentence = await overdue(RunFolder(tmp_path), 0.5)
-    assert sentence == (awaited(waiting(seconds), None, None) if is_told else None)
 
 
 @pytest.mark.parametrize(("seconds", "is_told"), [(100.0, False), (110.0, True)])

@@ -256,13 +256,6 @@ def test_a_label_that_is_no_answer_by_design_prevents_nothing(
     assert report.refusals == []
 
 
-def test_one_bad_label_among_good_ones_is_a_warning(load_with, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [*SUMS, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}]
-    report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "math")
-    assert report.refusals == []
-    assert any("train.jsonl, line 3" in warning for warning in report.warnings)
-
-
 @pytest.mark.parametrize(
     ("label", "key", "scorer", "ending"),
     [
@@ -327,12 +320,6 @@ def test_without_bubblewrap_a_job_of_programs_is_refused_unless_it_is_insecure(
     assert "--insecure-sandbox" in dict(report.facts)["programs"]
 
 
-def test_each_rows_scorer_is_counted(load_with, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "exact_match"}}]
-    report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "exact_match")
-    assert ("metadata.rm_type", "none 2, exact_match 1") in report.facts
-
-
 def test_prompts_that_would_all_be_dropped_are_refused_and_some_are_warned_of(
     load_with, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -357,9 +344,6 @@ async def works(args, sample, sampling_params):
     assert sample.prompt == "<user>2 + 2 =<assistant>" and sample.label == "4", sample
     return finished(sample)
 
-async def misspelt(args, sample, sampling_params):
-    return finished(smaple)
-
 async def unfinished(args, sample, sampling_params):
     sample.response = "4"
     return sample
@@ -379,7 +363,6 @@ async def plays(args, task, base_url):
     ("flag", "function", "code", "part"),
     [
         ("--custom-generate-function-path", "works", 0, "works makes 1 samples of 1 prompt: 1 response tokens"),
-        ("--custom-generate-function-path", "misspelt", 2, "raised NameError: name 'smaple' is not defined"),
         ("--custom-generate-function-path", "unfinished", 2, "returned a sample that cannot be trained"),
         ("--custom-generate-function-path", "loops", 2, "args.max_turns is None: give the job --max-turns N"),
         ("--custom-generate-function-path", "waits_for_a_server", 0, "start what"),

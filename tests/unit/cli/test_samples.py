@@ -110,6 +110,5 @@ def test_a_model_cannot_steer_the_terminal(ended: RunFolder, capsys: pytest.Capt
 
 
 def test_two_names_of_a_run_are_one_mistake(ended: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["samples", "one", "--run", "two"])
+    assert main(["samples", "one", "--run", "two"]) == 2
     assert "two runs are named, two and one: name only one" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.commands.check import check
+from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook
 from headrace.hooks.trial.check import check_hook
@@ -57,7 +57,7 @@ def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: Trainer
 
 
 def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(["hook", f"{source}:reward_post_process", "--kind", "reward_post_process"]) == 0
+    assert main(["check", "hook", f"{source}:reward_post_process", "--kind", "reward_post_process"]) == 0
     assert "is a reward_post_process function" in capsys.readouterr().out
     assert check_hook(f"{source}:reducer").kind == "reducer"
 

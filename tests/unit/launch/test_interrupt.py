@@ -80,17 +80,6 @@ def test_the_grace_follows_the_last_steps(tmp_path: Path, step_seconds: tuple[fl
     assert grace_seconds(metrics) == grace
 
 
-def test_a_signal_says_how_long_the_step_may_take(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"time/step_seconds": 40.0}\n')
-    with launched(tmp_path) as launcher:
-        assert launcher.stdout
-        assert "ready" in launcher.stdout.readline()
-        launcher.send_signal(signal.SIGINT)
-        said = launcher.stdout.read()
-        assert launcher.wait(timeout=60) == 130
-    assert said.startswith("stopping after this step, 80 s at most (")
-
-
 def test_two_signals_at_once_are_one_as_timeout_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told, num_kills, times = list[str](), list[None](), iter((5.0, 5.01, 5.09, 5.2, 5.2))
     work = mock.create_autospec(asyncio.Task, instance=True)

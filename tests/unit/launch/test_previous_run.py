@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.previous_run import has_ended, is_finished, previous_run, resumption
 from headrace.run_folder import RunFolder, ServiceEntry
@@ -31,25 +28,6 @@ def test_a_start_says_where_it_goes_on_and_what_changed(load_with, tmp_path: Pat
         "--run-dir", str(tmp_path), "--num-rollout", "12", "--lr", "1e-5", "--buffer-address", "127.0.0.1:1"
     )
     assert resumption(earlier, again) == "resuming after step 6; num_rollout 9 -> 12; lr 5e-6 -> 1e-5"
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "said"),
-    [
-        ("--rollout-batch-size", "8", "was started with --rollout-batch-size 4, .* now it is 8"),
-        ("--rollout-seed", "7", "was started with --rollout-seed 42, .* now it is 7"),
-    ],
-)
-def test_what_the_ledger_was_made_with_is_refused_in_the_flags_words(
-    load_with, tmp_path: Path, flag: str, value: str, said: str
-) -> None:
-    run, _ = started(load_with, tmp_path, step=6)
-    earlier = previous_run(run)
-    assert earlier is not None
-    size = ["--global-batch-size", "32"] if flag == "--rollout-batch-size" else []
-    again = load_with("--run-dir", str(tmp_path), "--num-rollout", "9", flag, value, *size)
-    with pytest.raises(FailedPrecondition, match=said):
-        resumption(earlier, again)
 
 
 def test_a_run_without_a_ledger_may_change_everything(load_with, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.commands.restart import ORDER
+from headrace.cli.commands.live import ORDER
 from headrace.cli.main import main
 from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.main import main
-from headrace.cli.view.plan import in_short, plan
 from headrace.errors import ConfigError
 from headrace.launch.launcher import Launcher
 from headrace.launch.specs import SERVICES
-from headrace.run_folder import number_of, service_of
 from headrace.sample_log import SampleLog
 from services.rollout.build import groups_at_once, job_for_replica
 from services.rollout.fleet_build import engine_options
@@ -34,14 +30,6 @@ def test_each_service_has_its_own_process_port_logs_and_number(load_with, tmp_pa
     assert len(set(addresses)) == 2
     assert launcher.job.services.rollout_address == ",".join(addresses)
     assert [each.log_file.name for each in launcher._specs[2:4]] == ["rollout-0.log", "rollout-1.log"]
-
-
-def test_one_service_has_the_names_and_folders_that_it_always_had(load_with, tmp_path: Path) -> None:
-    (only,) = Launcher(
-        load_with("--run-dir", str(tmp_path), "--buffer-address", "b:1", "--reward-address", "r:1"), ["rollout"], print
-    )._specs
-    assert (only.name, only.log_file.name) == ("rollout", "rollout.log")
-    assert "--number" not in only.command
 
 
 def test_a_service_by_hand_listens_at_its_own_address_and_knows_of_all(load_with, tmp_path: Path) -> None:
@@ -100,20 +88,3 @@ def test_failed_samples_of_two_services_do_not_go_into_one_file(tmp_path: Path) 
 def test_services_that_do_not_add_up(load_with, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_with(*flags)
-
-
-def test_check_says_how_many_there_are_and_that_engines_are_those_of_each(
-    job_file: Path, load_with, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["check", str(job_file), "--fast", "--rollout-services", "2", "--rollout-num-gpus", "3"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"rollout services 2 on one ledger; the line about engines is that of each of them", printed)
-    assert "3 engines in each of 2 rollout services, " in in_short(
-        load_with("--rollout-services", "2", "--rollout-num-gpus", "3")
-    )
-    assert "rollout services" not in str(plan(load_with()))
-
-
-@pytest.mark.parametrize(("process", "service", "number"), [("rollout", "rollout", None), ("rollout-1", "rollout", 1)])
-def test_a_process_is_named_after_its_service(process: str, service: str, number: int | None) -> None:
-    assert (service_of(process), number_of(process)) == (service, number)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.cli.view.plan import in_short, plan
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.buffer_of_run import living_buffer
@@ -93,14 +92,6 @@ def test_the_runs_folder_has_all_addresses_and_those_of_each_shard(load_with, tm
     assert others.job.services.buffer_address == joined
 
 
-def test_a_buffer_whose_shards_have_ended_is_not_alive(load_with, tmp_path: Path) -> None:
-    launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    launcher.folder.create(launcher.job)
-    launcher._write_services({"buffer-0": GONE, "buffer-1": GONE})
-    assert living_buffer(launcher.folder) is None
-    assert launcher.folder.running_addresses() == {}
-
-
 def test_shards_that_are_started_again_get_their_addresses_again(load_with, tmp_path: Path) -> None:
     launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
     launcher.folder.create(launcher.job)
@@ -109,14 +100,6 @@ def test_shards_that_are_started_again_get_their_addresses_again(load_with, tmp_
     launcher.folder.write_services(entries)
     again = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
     assert again.job.services.buffer_address == f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
-
-
-def test_the_resolved_job_of_a_run_can_be_used_again(load_with, tmp_path: Path) -> None:
-    """It names the shards' addresses: `headrace up` takes it in another terminal."""
-    job = load_with(
-        "--buffer-shards", "2", "--buffer-address", "127.0.0.1:7001,127.0.0.1:7002", "--run-dir", str(tmp_path)
-    )
-    assert [each.address for each in Launcher(job, ["buffer"], print)._specs] == ["127.0.0.1:7001", "127.0.0.1:7002"]
 
 
 @pytest.mark.parametrize(
@@ -199,11 +182,6 @@ def test_check_shows_the_shards_and_refuses_another_number(
     assert main([*words, "--buffer-shards", "3"]) == 2
     refused = " ".join(capsys.readouterr().out.split())
     assert "a ledger keeps its number of shards; pass --buffer-shards 2 to continue it" in refused
-
-
-def test_the_plan_of_one_buffer_says_nothing_of_shards(load_with, tmp_path: Path) -> None:
-    assert "shard" not in str(plan(load_with())) + in_short(load_with())
-    assert "2 buffer shards, " in in_short(two_shards(load_with, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,35 +140,6 @@ async def test_a_trainer_that_dies_before_it_is_ready_again_and_again_ends_the_r
         await stage.supervisor(spec).run()
 
 
-async def test_cancelling_ends_services_and_their_descendants(stage: Stage) -> None:
-    async with running(stage.supervisor(stage.spec())):
-        await becomes(lambda: any("ready" in line for line in stage.told))
-        pid, (child,) = stage.pids["fake"], stage.children()
-        assert alive(pid)
-        assert alive(child)
-    assert not alive(pid)
-    assert not alive(child)
-
-
-@pytest.fixture
-def launcher(stage: Stage) -> Iterator[subprocess.Popen[bytes]]:
-    launcher = subprocess.Popen([sys.executable, str(HERE / "run_supervisor.py"), str(stage.folder)])
-    yield launcher
-    launcher.kill()
-    launcher.wait()
-
-
-async def test_nothing_outlives_a_launcher_that_was_killed(stage: Stage, launcher: subprocess.Popen[bytes]) -> None:
-    await becomes((stage.folder / "children").exists)
-    await becomes(lambda: bool(stage.children()))
-    (child,) = stage.children()
-    assert alive(child)
-    launcher.kill()
-    await becomes(lambda: not alive(child))
-    assert launcher.wait() == -signal.SIGKILL
-    assert stage.children() == [child], "nobody started another one"
-
-
 async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage: Stage) -> None:
     with pytest.raises(ServiceFailed, match=r"fake ended 3 times in 600 s, last with exit code 7; the end of") as error:
         await stage.supervisor(stage.dying(7)).run()
@@ -202,12 +173,6 @@ async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Sta
         await stage.supervisor(ranks).run()
     assert "rank 1 ended with signal 9 (killed: out of memory? It had " in error.value.message
     assert "step 7: out of memory soon" in error.value.message
-
-
-async def test_a_service_may_have_a_limit_of_its_own(stage: Stage) -> None:
-    spec = replace(stage.dying(PEER_LOST), max_restarts=1)
-    with pytest.raises(ServiceFailed, match=r"fake ended 2 times .* last with exit code 76 \(other ranks are gone\)"):
-        await stage.supervisor(spec).run()
 
 
 async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> None:
@@ -314,22 +279,6 @@ async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_cod
     ):
         await stage.supervisor(spec).run()
     assert not any("restart" in line or "did not answer" in line for line in stage.told)
-
-
-async def test_what_an_earlier_start_left_does_not_count(stage: Stage) -> None:
-    ending = stage.folder / "ending"
-    ExitStatus(NOTHING_TO_LEARN, "of yesterday").write(ending)
-    spec = replace(stage.dying(7), exit_status=ending, keeps_exit_code=False, no_restart="pass --a-flag")
-    with pytest.raises(ServiceFailed, match="fake ended with exit code 7: pass --a-flag"):
-        await stage.supervisor(spec).run()
-
-
-async def test_a_service_that_has_not_said_a_word_is_said_to_load(stage: Stage) -> None:
-    spec = replace(stage.spec(), command=["/bin/sleep", "600"], loads="SGLang", start_seconds=1.5)
-    policy = replace(QUICK, progress_seconds=0.2)
-    with pytest.raises(ServiceFailed, match="fake does not serve"):
-        await Supervisor([spec], None, stage.hear, policy, stage.pids.update).run()
-    assert any(line.startswith("fake is starting, ") and " s so far: loading SGLang" in line for line in stage.told)
 
 
 async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: Stage) -> None:

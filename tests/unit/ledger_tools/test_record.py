@@ -32,25 +32,26 @@ def test_wherever_a_kill_cuts_a_line_it_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"hello", "is not JSON"),
-        (b'{"step": 1}}', "is not JSON"),
-        (b'{"step": 1, xx "digest": "ab"}', "is not JSON"),
-        (b'\xff\xfe{"step": 1', "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"3", "is not an object"),
-        (b'{"step": -1}', "has no step"),
-        (b'{"step": true}', "has no step"),
-        (b'{"step": 1e400}', "has no step"),
-        (b'{"step": 3, "digest": 7}', "has no digest"),
-        (line(1, "a").replace(b"ab" * 32, b"ab" * 31), "has no digest"),
-        (line(1), "has no list of sample_ids"),
-        (line(1, "a").replace(b'["a"]', b'"a"'), "has no list of sample_ids"),
+        (b"hello", "is not as the trainer writes it"),
+        (b'{"step": 1}}', "is not as the trainer writes it"),
+        (b'{"step": 1, xx "digest": "ab"}', "is not as the trainer writes it"),
+        (b'\xff\xfe{"step": 1', "is not as the trainer writes it"),
+        (b"[" * 100_000, "is not as the trainer writes it"),
+        (b"3", "Expected `object`"),
+        (b'{"step": -1}', "$.step"),
+        (b'{"step": true}', "$.step"),
+        (b'{"step": 1e400}', "$.step"),
+        (b'{"step": 3, "digest": 7}', "$.digest"),
+        (line(1, "a").replace(b"ab" * 32, b"ab" * 31), "$.digest"),
+        (line(1), "$.sample_ids"),
+        (line(1, "a").replace(b'["a"]', b'"a"'), "$.sample_ids"),
     ],
 )
 def test_a_line_of_another_shape_is_named_by_its_number(text: bytes, why: str) -> None:
     record = parse_record([line(0, "a"), text + b"\n", line(1, "b")])
     (finding,) = record.findings
     assert finding.kind == "record"
-    assert finding.what.startswith(f"line 2 {why}")
+    assert finding.what.startswith("line 2 is not as the trainer writes it")
+    assert why in finding.what
     assert len(finding.what) < 200
     assert [each.step for each in record.lines] == [0, 1]

@@ -18,7 +18,6 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.job.schema.job import Job
-from headrace.process import exit_status as codes
 from headrace.process.exit_status import ExitStatus
 from headrace.run_folder import RunFolder
 from services.buffer import __main__ as buffer
@@ -45,11 +44,6 @@ def ended_by(
     patch.setattr(sys, "argv", [service.__name__, *words])
     code: int = service.main()
     return code
-
-
-def test_a_code_has_one_meaning() -> None:
-    meanings = [codes.FAILED, codes.NOT_WORTH_RESTARTING, codes.NOTHING_TO_LEARN, codes.PEER_AWAY, codes.PEER_LOST]
-    assert sorted({0, *meanings}) == [0, 1, 2, 3, 75, 76]
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.__name__.split(".")[1])

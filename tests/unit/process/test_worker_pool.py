@@ -155,6 +155,20 @@ async def test_a_worker_that_cannot_be_started_says_why(tmp_path: Path, monkeypa
         await WorkerPool(1).start()
 
 
+def test_a_long_temporary_folder_does_not_keep_workers_from_their_start(tmp_path: Path) -> None:
+    folder, root = tmp_path / ("long" * 30), Path(__file__).parents[3]
+    folder.mkdir()
+    program = (
+        "import asyncio\nfrom headrace.process.workers import WorkerPool\n"
+        "from tests.unit.process.test_worker_pool import add\n"
+        "print(asyncio.run(WorkerPool(1).run(add, 1, 2, timeout_seconds=60)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=True)
+    assert done.stdout == "3\n"
+
+
 async def test_what_a_function_prints_goes_to_the_stderr_of_its_service(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -236,7 +250,7 @@ async def test_only_the_guilty_call_fails_when_a_shared_worker_ends(shared: Work
     await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
     results = await asyncio.gather(
         *(shared.run(nap, 0.1, timeout_seconds=LIMIT) for _ in range(3)),
-        shared.run(culprit, timeout_seconds=1),
+        shared.run(culprit, timeout_seconds=1 if error is WorkerTimeout else LIMIT),
         *(shared.run(nap, 0.1, timeout_seconds=LIMIT) for _ in range(3)),
         return_exceptions=True,
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.commands.submit import prompt_of
+from headrace.cli.commands.ledger import prompt_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample
 from headrace.hooks.args import HookArgs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.commands.submit import prompts_of
+from headrace.cli.commands.ledger import prompts_of
 from headrace.errors import HeadraceError
 from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.data_source.dataset import Dataset

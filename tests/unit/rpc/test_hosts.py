@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.process.gloo import gloo_at
+from headrace.process.gloo import gloo_at, interface_of
 from headrace.rpc.client import _target
-from headrace.rpc.net import Address, host_towards, interface_of, own_place
+from headrace.rpc.net import Address, host_towards, own_place
 
 ELSEWHERE = "203.0.113.7"  # of a documentation network (RFC 5737): no machine's
 

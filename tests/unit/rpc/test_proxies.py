@@ -11,10 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
-import requests
 from aiohttp import web
 
 from headrace.cli.main import main
@@ -162,17 +160,6 @@ def by_openai(url: str) -> str:
     return said.choices[0].message.content or ""
 
 
-def by_httpx(url: str) -> str:
-    return str(
-        httpx.post(f"{url}/v1/chat/completions", json={}, timeout=LIMIT).json()["choices"][0]["message"]["content"]
-    )
-
-
-def by_requests(url: str) -> str:
-    said = requests.post(f"{url}/v1/chat/completions", json={}, timeout=LIMIT).json()
-    return str(said["choices"][0]["message"]["content"])
-
-
 def by_urllib(url: str) -> str:
     with urllib.request.urlopen(f"{url}/v1/chat/completions", b"{}", timeout=LIMIT) as answer:  # noqa: S310
         return str(json.loads(answer.read())["choices"][0]["message"]["content"])
@@ -202,7 +189,7 @@ async def test_what_a_users_function_asks_on_this_machine_passes_no_proxy(proxie
     pool, said = WorkerPool(1), {}
     try:
         async with policy() as url:
-            for client in (by_openai, by_httpx, by_requests, by_urllib):
+            for client in (by_openai, by_urllib):
                 try:
                     said[client.__name__] = await pool.run(client, url, timeout_seconds=LIMIT)
                 except WorkerError as error:

@@ -62,13 +62,6 @@ def test_pauses_double_up_to_the_longest_and_have_a_random_part() -> None:
             assert longest / 2 <= backoff.next_seconds() <= longest
 
 
-def test_after_a_success_pauses_begin_again() -> None:
-    backoff = Backoff(0.5, 4.0)
-    backoff.next_seconds()
-    backoff.reset()
-    assert backoff.seconds == 0.5
-
-
 def test_no_pause_goes_beyond_the_time_that_is_left() -> None:
     tomorrow = Unavailable("tomorrow", retry_after_seconds=86_400)
     assert Backoff().next_seconds(tomorrow, at_most=3.0) == 3.0

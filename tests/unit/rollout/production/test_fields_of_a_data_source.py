@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.commands.submit import prompt_of
+from headrace.cli.commands.ledger import prompt_of
 from headrace.client.buffer import BufferClient
 from headrace.client.reward import RewardClient
 from headrace.errors import InvalidArgument
