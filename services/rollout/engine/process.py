@@ -18,9 +18,9 @@ from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import Address, free_port
 from services.rollout.engine import arguments, launch
-from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.replies import BadAnswer
 
 _POLL_SECONDS = 0.25
 

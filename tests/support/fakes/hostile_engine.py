@@ -12,9 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
-from services.rollout.engine.answers.response import EngineResponse
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.replies import EngineResponse
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.support.fakes.fake_fleet import WIRE, RememberedRouting
 
@@ -200,26 +200,26 @@ HOSTILE: Mapping[str, Hostile] = {
     # log-probs
     "no log-probs": Hostile("no_log_probs", without("meta_info", "output_token_logprobs")),
     "log-probs null": Hostile("no_log_probs", put("meta_info", "output_token_logprobs", value=None)),
-    "log-probs as text": Hostile("no_log_probs", put("meta_info", "output_token_logprobs", value="-0.1")),
+    "log-probs as text": Hostile("output_token_logprobs", put("meta_info", "output_token_logprobs", value="-0.1")),
     "fewer log-probs": Hostile("log_prob_count", _pairs(lambda pairs: pairs[:-1])),
     "more log-probs": Hostile("log_prob_count", _pairs(lambda pairs: [*pairs, pairs[-1]])),
     "one log-prob": Hostile("log_prob_count", _pairs(lambda pairs: pairs[:1])),
-    "log-prob NaN": Hostile("log_prob", _log_prob(float("nan"))),
-    "log-prob infinite": Hostile("log_prob", _log_prob(float("inf"))),
-    "log-prob minus infinite": Hostile("log_prob", _log_prob(float("-inf"))),
+    "log-prob NaN": Hostile("not_json", _log_prob(float("nan"))),
+    "log-prob infinite": Hostile("not_json", _log_prob(float("inf"))),
+    "log-prob minus infinite": Hostile("not_json", _log_prob(float("-inf"))),
     "log-prob positive": Hostile("log_prob", _log_prob(0.5)),
     "log-prob 1e308": Hostile("log_prob", _log_prob(1e308)),
     "log-prob -1e308": Hostile("log_prob", _log_prob(-1e308)),
-    "log-prob of many digits": Hostile("log_prob", _log_prob(-(10**400))),
-    "log-prob as text": Hostile("log_prob", _log_prob("-0.5")),
+    "log-prob of many digits": Hostile("output_token_logprobs", _log_prob(-(10**400))),
+    "log-prob as text": Hostile("output_token_logprobs", _log_prob("-0.5")),
     "log-prob null": Hostile("log_prob", _log_prob(None)),
-    "log-prob true": Hostile("log_prob", _log_prob(False)),
-    "log-prob a list": Hostile("log_prob", _log_prob([-0.5])),
+    "log-prob true": Hostile("output_token_logprobs", _log_prob(False)),
+    "log-prob a list": Hostile("output_token_logprobs", _log_prob([-0.5])),
     "log-probs of other tokens": Hostile("log_probs_of_other_tokens", _pairs(lambda p: [[-0.1, 1, None] for _ in p])),
     "log-probs in another order": Hostile("log_probs_of_other_tokens", _pairs(lambda pairs: pairs[::-1])),
-    "log-probs without ids": Hostile("log_prob_shape", _pairs(lambda pairs: [pair[:1] for pair in pairs])),
-    "log-probs bare": Hostile("log_prob_shape", _pairs(lambda pairs: [pair[0] for pair in pairs])),
-    "log-probs as objects": Hostile("log_prob_shape", _pairs(lambda pairs: [{"0": pair} for pair in pairs])),
+    "log-probs without ids": Hostile("output_token_logprobs", _pairs(lambda pairs: [pair[:1] for pair in pairs])),
+    "log-probs bare": Hostile("output_token_logprobs", _pairs(lambda pairs: [pair[0] for pair in pairs])),
+    "log-probs as objects": Hostile("output_token_logprobs", _pairs(lambda pairs: [{"0": pair} for pair in pairs])),
     # tokens
     "no output_ids": Hostile("output_ids", without("output_ids")),
     "output_ids as text": Hostile("output_ids", put("output_ids", value="1 2 3")),
@@ -228,11 +228,11 @@ HOSTILE: Mapping[str, Hostile] = {
     "token id beyond the vocabulary": Hostile("token_id", _token(VOCAB_SIZE)),
     "token id of 2^31": Hostile("token_id", _token(1 << 31)),
     "token id of many digits": Hostile("token_id", _token(10**400)),
-    "token id a float": Hostile("token_id", _token(7.0)),
-    "token id as text": Hostile("token_id", _token("7")),
-    "token id true": Hostile("token_id", _token(True)),
-    "token id null": Hostile("token_id", _token(None)),
-    "token id a list": Hostile("token_id", _token([7])),
+    "token id a float": Hostile("output_ids", _token(7.0)),
+    "token id as text": Hostile("output_ids", _token("7")),
+    "token id true": Hostile("output_ids", _token(True)),
+    "token id null": Hostile("output_ids", _token(None)),
+    "token id a list": Hostile("output_ids", _token([7])),
     "one token more than asked": Hostile("too_many_tokens", _longer(1)),
     "many tokens more than asked": Hostile("too_many_tokens", _longer(900)),
     "finished without a token": Hostile("no_tokens", _empty),
@@ -266,7 +266,7 @@ HOSTILE: Mapping[str, Hostile] = {
     "a name never given": Hostile("unknown_version", spans(("0.deadbeef.engine-0", 0, 8))),
     # refusals
     "success false": Hostile("not_successful", put("success", value=False)),
-    "success as text": Hostile("not_successful", put("success", value="yes")),
+    "success as text": Hostile("success", put("success", value="yes")),
     "an error": Hostile("error", body(b'{"error": {"message": "out of memory", "code": 500}}')),
     "status 400 to everything": Hostile("refused", body(b'{"error": {"message": "no"}}'), status=400),
     "status 404": Hostile("refused", status=404),
@@ -278,16 +278,16 @@ HOSTILE: Mapping[str, Hostile] = {
     "empty": Hostile("not_json", body(b"")),
     "not JSON": Hostile("not_json", body(b"<html>")),
     "cut JSON": Hostile("not_json", lambda reply: json.dumps(reply).encode()[:-9]),
-    "not UTF-8": Hostile("not_json", body(b'{"text": "\xff\xfe"}')),
-    "nested": Hostile("not_json", body(b"[" * 60_000)),
+    "not UTF-8": Hostile("meta_info", body(b'{"text": "\xff\xfe"}')),
+    "nested": Hostile("not_an_object", body(b"[" * 60_000)),
     "nested in the name": Hostile(
-        "not_json", lambda reply: json.dumps(reply).encode().replace(b'"0.', b"[" * 20_000 + b'"', 1)
+        "weight_version", lambda reply: json.dumps(reply).encode().replace(b'"0.', b"[" * 20_000 + b'"', 1)
     ),
-    "many digits": Hostile("not_json", body(b'{"meta_info": ' + b"9" * 50_000 + b"}")),
+    "many digits": Hostile("meta_info", body(b'{"meta_info": ' + b"9" * 50_000 + b"}")),
     "a list": Hostile("not_an_object", body(b"[]")),
     "null": Hostile("not_an_object", body(b"null")),
-    "no meta_info": Hostile("not_an_object", without("meta_info")),
-    "meta_info a list": Hostile("not_an_object", put("meta_info", value=[])),
+    "no meta_info": Hostile("meta_info", without("meta_info")),
+    "meta_info a list": Hostile("meta_info", put("meta_info", value=[])),
     "packed": Hostile("encoded", lambda _: gzip.compress(b" " * 9_000_000), headers={"Content-Encoding": "gzip"}),
     "endless": Hostile("too_large", raw=Raw(_OK + b"Content-Length: 300000000\r\n\r\n", b" " * 65536)),
     "endless in chunks": Hostile(
