@@ -39,6 +39,7 @@ class BadAnswer(Unavailable):
 
 
 _WRONG_FIELD = re.compile(r"required field `(\w+)`|\$\.(?:meta_info\.)?(\w+)")
+_NAME = re.compile(rb'"weight_version"\s*:\s*"([\w.-]{1,200})"', re.ASCII)
 _SHOWN_CHARACTERS = 500
 
 
@@ -161,14 +162,6 @@ class _Generated(Done, frozen=True):
     error: _Error | str | None = None
 
 
-class _Named(Struct, frozen=True):
-    meta_info: _NamedMeta
-
-
-class _NamedMeta(Struct, frozen=True):
-    weight_version: _Name
-
-
 @dataclass(frozen=True, slots=True)
 class ExpectedReply:
     """The request that a response of /generate must fit. Without `vocab_size`, token ids only have to fit int32."""
@@ -228,11 +221,9 @@ def _meta_of(reply: _Generated) -> _Meta:
 
 
 def _name_in(body: bytes) -> str | None:
-    """The weights that a wrong reply names, if at least they can be read."""
-    try:
-        return msgspec.json.decode(body, type=_Named).meta_info.weight_version
-    except (ValueError, RecursionError):
-        return None
+    """The weights that a wrong reply names, which may be no JSON."""
+    found = _NAME.search(body)
+    return found[1].decode() if found else None
 
 
 def _response(reply: _Generated, meta: _Meta, expected: ExpectedReply) -> EngineResponse:
