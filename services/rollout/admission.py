@@ -13,8 +13,8 @@ from enum import StrEnum
 
 from headrace.errors import DeadlineExceeded, HeadraceError, ResourceExhausted
 from headrace.rpc.log import kept_running, log
-from services.rollout.engine.answers.load import EngineLoad
 from services.rollout.engine.fleet import Engine, EngineState
+from services.rollout.engine.replies import EngineLoad
 
 # The shares of the engines: slots for each kind of request, lent to others while they are free.
 # A kind may always use its own slots. Beyond them it borrows, as long as not all slots of all kinds are in use. What is

@@ -28,18 +28,18 @@ from services.rollout.agents.build import OpenaiParts, openai_parts
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.chat.images import image_reader
-from services.rollout.devices import EngineTurn
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.process import EngineFactory
 from services.rollout.engine.scaling import Scaler
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.eval_function import EvalFunction
-from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
-from services.rollout.fleet_build import EngineParts, capacity, engine_parts
+from services.rollout.engine_memory import EngineMemory
+from services.rollout.evaluation.dataset import EvalFiles
+from services.rollout.evaluation.function import EvalFunction
+from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner
+from services.rollout.fleet_build import capacity, engine_parts
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import ResponseEnd
+from services.rollout.production.generator import StopStrings
 from services.rollout.production.groups import FailedSamples, GroupSampler, Teacher
 from services.rollout.production.hooks import (
     AllSamples,
@@ -190,114 +190,6 @@ def prompt_encoder(job: Job) -> PromptEncoder:
     )
 
 
-@dataclass
-class SamplerBuild:
-    """Builds each part once, when another part first needs it. `warn` is called with what people should know."""
-
-    job: Job
-    args: HookArgs
-    encoder: PromptEncoder
-    engines: EngineParts
-    architecture: Architecture
-    buffer: Buffer
-    slots: EngineSlots
-    metrics: RolloutMetrics
-    listen: Listen
-    warn: Callable[[str], None]
-    of_prompts: OwnFunctions | None = None
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """The user's function, or the job's agents, or the engines alone."""
-        job = self.job
-        all_engines = job.services.num_rollout_services * job.placement.num_engines
-        alone = EngineSampler(
-            self.engines.generator,
-            self.encoder,
-            seconds=job.rollout.generate_timeout_seconds,
-            num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
-            evaluation_priority=evaluation_priority(job.sglang),
-            samples_together=samples_together(job.rollout, all_engines),
-        )
-        of_job = self.custom or self.agents or alone
-        return self.hooked(self.own_functions(of_job) if job.data.data_source_path else of_job)
-
-    def own_functions(self, sampler: Sampler) -> OwnFunctions:
-        """A data source's samples may name functions of their own."""
-        self.of_prompts = OwnFunctions(sampler, self.hook_sampler)
-        return self.of_prompts
-
-    @cached_property
-    def custom(self) -> HookSampler | None:
-        path = self.job.rollout.custom_generate_function_path
-        return self.hook_sampler(path) if path else None
-
-    @cached_property
-    def of_data_sets(self) -> Mapping[str, HookSampler]:
-        """Evaluation functions of data sets, by path."""
-        functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
-        return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
-
-    def hook_sampler(self, path: str) -> HookSampler:
-        return HookSampler(
-            path,
-            self._custom_args,
-            self.engines.fleet.weights,
-            seconds=self.job.rollout.generate_timeout_seconds,
-            calls_at_once=self._calls_at_once,
-            per_sample=self.job.rollout.generate_per_sample,
-            activity=self.engines.fleet.activity,
-            warn=self.warn,
-            encoder=self.encoder,
-        )
-
-    @cached_property
-    def openai(self) -> OpenaiParts | None:
-        params = job_params(self.job.rollout)
-        return openai_parts(
-            self.job,
-            self.args,
-            self.engines.generator,
-            self.encoder,
-            params,
-            self.architecture,
-            listen=self.listen,
-            slots=self.slots,
-            calls_at_once=self._calls_at_once,
-            warn=self.warn,
-            ended=self.metrics.background_work_ended,
-        )
-
-    @property
-    def agents(self) -> AgentSampler | None:
-        return self.openai.sampler if self.openai else None
-
-    @cached_property
-    def sample_hooks(self) -> SampleHooks | None:
-        return SampleHooks.of(self.job.rollout, self.args)
-
-    def hooked(self, sampler: Sampler) -> Sampler:
-        return HookedSampler(sampler, self.sample_hooks) if self.sample_hooks else sampler
-
-    @cached_property
-    def steps(self) -> StepFunction | None:
-        """The user's function that samples whole steps."""
-        return step_function(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn)
-
-    @cached_property
-    def by_function(self) -> EvalFunction | None:
-        """The user's function that evaluates."""
-        return eval_function(self.job, self._custom_args, self.engines.fleet.weights)
-
-    @property
-    def _custom_args(self) -> HookArgs:
-        return custom_args(self.args, self.engines.router.url)
-
-    @property
-    def _calls_at_once(self) -> int:
-        return samples_at_once(self.job.rollout) + SAMPLES_AT_ONCE
-
-
 _LOOPBACK = Listen("127.0.0.1:0")
 
 
@@ -342,26 +234,103 @@ class _Build:
         self.slots = engine_slots(job.rollout, job.eval)
         self.metrics = RolloutMetrics(self.registry)
         self.architecture = read_architecture(job.model.hf_checkpoint)
-        encoder = prompt_encoder(job)
-        end = ResponseEnd.of(encoder, job.model.hf_checkpoint)
+        self.encoder = prompt_encoder(job)
+        end = StopStrings.of(self.encoder, job.model.hf_checkpoint)
         self.engines = engine_parts(job, self.factory, self.log_dir, self.metrics, self.architecture, end)
         self.fleet = self.engines.fleet
         self.buffer = buffer_of(job.services)
-        self.samplers = SamplerBuild(
-            job,
-            self.args,
-            encoder,
-            self.engines,
-            self.architecture,
-            self.buffer,
-            self.slots,
-            self.metrics,
-            listen=self.listen,
-            warn=self.warnings.append,
+        self.warn = self.warnings.append
+        self.of_prompts: OwnFunctions | None = None
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The user's function, or the job's agents, or the engines alone."""
+        job = self.job
+        all_engines = job.services.num_rollout_services * job.placement.num_engines
+        alone = EngineSampler(
+            self.engines.generator,
+            self.encoder,
+            seconds=job.rollout.generate_timeout_seconds,
+            num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
+            evaluation_priority=evaluation_priority(job.sglang),
+            samples_together=samples_together(job.rollout, all_engines),
+        )
+        of_job: Sampler = self.custom or self.agents or alone
+        if job.data.data_source_path:  # its samples may name functions of their own
+            of_job = self.of_prompts = OwnFunctions(of_job, self.hook_sampler)
+        return self.hooked(of_job)
+
+    @cached_property
+    def custom(self) -> HookSampler | None:
+        path = self.job.rollout.custom_generate_function_path
+        return self.hook_sampler(path) if path else None
+
+    @cached_property
+    def of_data_sets(self) -> Mapping[str, HookSampler]:
+        """Evaluation functions of data sets, by path."""
+        functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
+        return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
+
+    def hook_sampler(self, path: str) -> HookSampler:
+        return HookSampler(
+            path,
+            self._custom_args,
+            self.fleet.weights,
+            seconds=self.job.rollout.generate_timeout_seconds,
+            calls_at_once=self._calls_at_once,
+            per_sample=self.job.rollout.generate_per_sample,
+            activity=self.fleet.activity,
+            warn=self.warn,
+            encoder=self.encoder,
         )
 
+    @cached_property
+    def openai(self) -> OpenaiParts | None:
+        return openai_parts(
+            self.job,
+            self.args,
+            self.engines.generator,
+            self.encoder,
+            self.params,
+            self.architecture,
+            listen=self.listen,
+            slots=self.slots,
+            calls_at_once=self._calls_at_once,
+            warn=self.warn,
+            ended=self.metrics.background_work_ended,
+        )
+
+    @property
+    def agents(self) -> AgentSampler | None:
+        return self.openai.sampler if self.openai else None
+
+    @cached_property
+    def sample_hooks(self) -> SampleHooks | None:
+        return SampleHooks.of(self.job.rollout, self.args)
+
+    def hooked(self, sampler: Sampler) -> Sampler:
+        return HookedSampler(sampler, self.sample_hooks) if self.sample_hooks else sampler
+
+    @cached_property
+    def steps(self) -> StepFunction | None:
+        """The user's function that samples whole steps."""
+        return step_function(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn)
+
+    @cached_property
+    def by_function(self) -> EvalFunction | None:
+        """The user's function that evaluates."""
+        return eval_function(self.job, self._custom_args, self.fleet.weights)
+
+    @property
+    def _custom_args(self) -> HookArgs:
+        return custom_args(self.args, self.engines.router.url)
+
+    @property
+    def _calls_at_once(self) -> int:
+        return samples_at_once(self.job.rollout) + SAMPLES_AT_ONCE
+
     def service(self) -> RolloutService:
-        job, openai, supervised = self.job, self.samplers.openai, self.supervised
+        job, openai, supervised = self.job, self.openai, self.supervised
         adapts = job.rollout.adapt_groups_in_flight and not supervised
         return RolloutService(
             self.parts(),
@@ -378,21 +347,20 @@ class _Build:
 
     def parts(self) -> RolloutParts:
         """The parts that the servicer calls."""
-        job, fleet, producer, samplers = self.job, self.fleet, self.producer, self.samplers
-        agents = samplers.agents
+        job, fleet, producer, agents = self.job, self.fleet, self.producer, self.agents
         receiver = Receiver(fleet, RunFolder.of(job).weights_of(job.publish))
         self.metrics.watch_requests(self.slots.shares, lambda: producer.max_groups_in_flight)
         return RolloutParts(
-            encoder=samplers.encoder,
+            encoder=self.encoder,
             generator=self.engines.generator,
-            sampler=samplers.steps.sampler if samplers.steps else samplers.sampler,
+            sampler=self.steps.sampler if self.steps else self.sampler,
             scorer=self.scorer,
             evaluator=self.evaluator(),
             fleet=fleet,
             scaler=Scaler(fleet, capacity(job, has_accelerator=self.has_accelerator), self.metrics),
             receiver=receiver,
             producer=producer,
-            turn=EngineTurn(fleet, producer, receiver) if job.placement.offload_rollout else None,
+            engine_memory=EngineMemory(fleet, producer, receiver) if job.placement.offload_rollout else None,
             metrics=self.metrics,
             slots=self.slots,
             params=self.params,
@@ -404,23 +372,21 @@ class _Build:
 
     def started_functions(self) -> list[StartedFunctions]:
         """The parts that have processes."""
-        of = self.samplers
-        of_steps, tool_calls = of.steps.sampler if of.steps else None, of.openai.tool_calls if of.openai else None
         some = (
-            of.custom,
-            of.agents,
-            of_steps,
-            of.by_function,
+            self.custom,
+            self.agents,
+            self.steps.sampler if self.steps else None,
+            self.by_function,
             self.all_samples,
-            of.sample_hooks,
-            of.of_prompts,
-            tool_calls,
+            self.sample_hooks,
+            self.of_prompts,
+            self.openai.tool_calls if self.openai else None,
         )
-        return [*(each for each in some if each), *of.of_data_sets.values()]
+        return [*(each for each in some if each), *self.of_data_sets.values()]
 
     @cached_property
     def producer(self) -> Producer:
-        steps = self.samplers.steps
+        steps = self.steps
         return Producer(
             steps.ledger if steps else BufferLedger(self.buffer, STREAM),
             self.groups(),
@@ -431,10 +397,10 @@ class _Build:
         )
 
     def groups(self) -> GroupSampler:
-        job, supervised, samplers = self.job, self.supervised, self.samplers
-        sampler = samplers.steps.sampler if samplers.steps else samplers.sampler
+        job, supervised = self.job, self.supervised
+        sampler = self.steps.sampler if self.steps else self.sampler
         return GroupSampler(
-            supervised.encoder if supervised else samplers.encoder,
+            supervised.encoder if supervised else self.encoder,
             supervised.sampler if supervised else sampler,
             None if supervised else self.scorer,
             self.params,
@@ -497,19 +463,19 @@ class _Build:
             self.metrics.background_work_ended,
         )
 
-    def evaluator(self) -> Evaluator:
-        job, samplers = self.job, self.samplers
-        return Evaluator(
-            samplers.encoder,
-            samplers.sampler,
+    def evaluator(self) -> EvalRunner:
+        job = self.job
+        return EvalRunner(
+            self.encoder,
+            self.sampler,
             self.scorer,
             self.params,
             seed=job.data.rollout_seed,
             files=EvalFiles.of(job.eval, job.buffer.prompt_root),
             slots=self.slots,
             scores_groups=job.reward.group_rm,
-            samplers={path: samplers.hooked(each) for path, each in samplers.of_data_sets.items()},
-            function=samplers.by_function,
+            samplers={path: self.hooked(each) for path, each in self.of_data_sets.items()},
+            function=self.by_function,
         )
 
 

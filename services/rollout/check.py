@@ -26,8 +26,7 @@ from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from services.rollout.chat.images import ImageReader, image_reader
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.eval_plan import read_plan
+from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.hooks import sample_for_hook
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest, job_params

@@ -17,13 +17,12 @@ from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.engine import EngineSlot, SlotOf, alike
-from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf, alike
 from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import GRACE_SECONDS, Generator, ResponseEnd, request_ender
+from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ def engine_parts(
     log_dir: Path,
     metrics: RolloutMetrics,
     architecture: Architecture,
-    response_end: ResponseEnd,
+    stop_strings: StopStrings,
 ) -> EngineParts:
     """Starts nothing."""
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
@@ -68,7 +67,7 @@ def engine_parts(
         activity=fleet.activity,
         end_request=request_ender(lambda: fleet.engines),
         has_grammars=job.sglang.get("grammar_backend") != "none",
-        response_end=response_end,
+        stop_strings=stop_strings,
     )
     return EngineParts(router, client, fleet, generator)
 

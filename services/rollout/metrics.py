@@ -8,7 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.rollout.admission import Kind, Shares
-from services.rollout.engine.engine import FleetObserver
+from services.rollout.engine.fleet import FleetObserver
 
 _SECONDS_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
 

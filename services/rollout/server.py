@@ -47,11 +47,11 @@ from headrace.trajectory import (
 )
 from services.rollout.admission import Kind, Shares
 from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts
-from services.rollout.devices import require_turn
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation
 from services.rollout.engine.fleet import Engine
-from services.rollout.production.prompts import EncodedPrompt, PromptEncoder, TextPieces
+from services.rollout.engine.replies import Finish
+from services.rollout.engine_memory import require_shared
+from services.rollout.production.prompts import EncodedPrompt, IncrementalDetokenizer, PromptEncoder
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
 
@@ -252,7 +252,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sampling.CopyFrom(request.sampling)
         if index and sampling.HasField("seed"):
             sampling.seed += index
-        sent_tokens, pieces = len(begun.tokens), TextPieces(self._parts.encoder.decode)
+        sent_tokens, pieces = len(begun.tokens), IncrementalDetokenizer(self._parts.encoder.decode)
         pieces.next(begun.tokens, is_last=True)
         async with contextlib.aclosing(self._parts.ask(prompt, sampling, begun)) as answers:
             async for so_far in answers:
@@ -297,7 +297,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             groups_in_flight=parts.producer.groups_in_flight,
             max_groups_in_flight=parts.producer.max_groups_in_flight,
             requests=[requests_to_proto(parts.slots.shares, kind) for kind in Kind],
-            memory_released=parts.turn is not None and parts.turn.is_trainers,
+            memory_released=parts.engine_memory is not None and parts.engine_memory.is_trainers,
         )
 
     async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:
@@ -347,10 +347,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeProductionResponse()
 
     async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
-        return pb.ReleaseMemoryResponse(engine_ids=await require_turn(self._parts.turn).release(request.epoch))
+        return pb.ReleaseMemoryResponse(engine_ids=await require_shared(self._parts.turn).release(request.epoch))
 
     async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: Context) -> pb.ResumeMemoryResponse:
-        return pb.ResumeMemoryResponse(engine_ids=await require_turn(self._parts.turn).resume(request.epoch))
+        return pb.ResumeMemoryResponse(engine_ids=await require_shared(self._parts.turn).resume(request.epoch))
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
         address, scorer = reward_target_from_proto(request)

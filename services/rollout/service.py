@@ -17,13 +17,13 @@ from headrace.rpc.log import log
 from services.rollout.admission import EngineSlots, Kind, LoadWatch
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.server import EndpointServer
-from services.rollout.devices import EngineTurn
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import NO_ENGINES, Scaler
-from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.engine_memory import EngineMemory
+from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import Teacher
@@ -43,12 +43,12 @@ class RolloutParts:
     generator: Generator
     sampler: Sampler
     scorer: SampleScorer
-    evaluator: Evaluator
+    evaluator: EvalRunner
     fleet: Fleet
     scaler: Scaler
     receiver: Receiver
     producer: Producer
-    turn: EngineTurn | None
+    engine_memory: EngineMemory | None
     """On devices that engines share with the trainer."""
     metrics: RolloutMetrics
     slots: EngineSlots
@@ -164,7 +164,7 @@ class RolloutService:
         log.info("router_starting")
         await self._router.start()
         self._router_supervised = asyncio.create_task(self._router.supervise())
-        if self.parts.turn is None:
+        if self.parts.engine_memory is None:
             await self.parts.fleet.start()
         else:  # when the trainer gives them the devices, for which this service must answer
             self._first_start = asyncio.create_task(self.parts.fleet.start())
@@ -197,8 +197,8 @@ class RolloutService:
         await self.parts.producer.drain()
         if self._endpoint:
             await self._endpoint.stop()
-        if self.parts.turn:
-            await self.parts.turn.stop()
+        if self.parts.engine_memory:
+            await self.parts.engine_memory.stop()
         await self.parts.receiver.close()
         await self.parts.scaler.stop()
         going_on = [task for task in (self._router_supervised, self._first_start) if task]

@@ -25,9 +25,9 @@ from headrace.client.rollout import RolloutClient
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.production import EvalSection
 from headrace.rpc.log import drop_logs
-from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.runner import EvalRunner
 from services.trainer.loop import train
-from services.trainer.serving.evaluation import Evaluations, JobEvaluations, JobEvaluator, NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler, IntervalEvalScheduler, RolloutEvalClient
 from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState
 from tests.bench.overlap import GROUPS, SAMPLES, TOKENS, WARM_STEPS, Ledger, SleepingRanks, stack
@@ -60,7 +60,7 @@ class FullEngine(FakeEngine):
 class InProcess:
     """The rollout service's client, without a network."""
 
-    evaluator: Evaluator
+    evaluator: EvalRunner
     services: Sequence[str] = ("the only one",)
 
     async def watch_evaluation(
@@ -74,7 +74,7 @@ class InProcess:
 class Watch:
     """The loop's console: notes when each step was done, and starts evaluations."""
 
-    evaluations: Evaluations
+    evaluations: EvalScheduler
     stopping: bool = False
     done_at: list[float] = field(default_factory=list)
 
@@ -116,8 +116,10 @@ async def seconds_of_a_step(steps: int, seconds: float, *, evaluates: bool, exac
             )
             asked = rollout_pb2.EvalDataset(name="bench", path=str(data), n_samples_per_prompt=1, input_key="prompt")
             client = cast(RolloutClient, InProcess(parts.evaluator))
-            evaluator = JobEvaluator([asked], client, seconds=600.0)
-            evaluations = JobEvaluations(evaluator, schedule, report, exact=exact) if evaluates else NoEvaluations()
+            evaluator = RolloutEvalClient([asked], client, seconds=600.0)
+            evaluations = EvalScheduler()
+            if evaluates:
+                evaluations = IntervalEvalScheduler(evaluator, schedule, report, exact=exact)
             watch = Watch(evaluations)
             await train(Ledger(buffer), SleepingRanks(parts.receiver, seconds), watch, Steps(WARM_STEPS + steps))
         results = [row for row in report.rows() if row.metrics.get("eval_error") == 0.0]

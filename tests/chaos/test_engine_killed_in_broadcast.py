@@ -20,7 +20,7 @@ from headrace.cli.main import main
 from headrace.errors import PublicationAborted
 from headrace.publication import TensorSpec
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.weights.weight_group import WeightGroup
@@ -180,7 +180,7 @@ async def publish(
     name: str = "",
     deadline_seconds: float = 60.0,
     engine_ids: tuple[str, ...] = (),
-) -> Committed:
+) -> CommitResult:
     """One bucket, sent as the trainer's ranks send it; the first failure of either side ends both."""
     plan = Plan(
         publication_id=name or f"version-{version}",

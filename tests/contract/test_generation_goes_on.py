@@ -11,15 +11,15 @@ from headrace.client.buffer import BufferClient
 from services.buffer.store.memory import MemoryStore
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.dataset import EvalFiles
+from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
 from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 from tests.support.fakes.certain_rollout import produce
@@ -39,7 +39,7 @@ async def test_groups_are_made_while_an_evaluation_runs(tmp_path: Path) -> None:
     async with production(tmp_path / "tokenizer", ledger, score(0.5), token_seconds=0.005) as made:
         generator = Generator(made.fakes.fleet.engines[0].client, made.fakes.fleet.weights)
         sampler = EngineSampler(generator, made.encoder, seconds=60.0)
-        evaluator = Evaluator(
+        evaluator = EvalRunner(
             made.encoder,
             sampler,
             made.scorer,
@@ -85,7 +85,7 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
         ranks, console = (
             SlowSaver(),
-            TrainerConsole(RunReport(tmp_path), NoEvaluations(), run="r", num_steps=1, groups_per_step=2),
+            TrainerConsole(RunReport(tmp_path), EvalScheduler(), run="r", num_steps=1, groups_per_step=2),
         )
         console.open(ranks, 1)
         producing = asyncio.create_task(produce(server.address))

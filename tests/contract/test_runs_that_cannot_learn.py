@@ -19,7 +19,7 @@ from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
@@ -63,7 +63,7 @@ async def outcome(folder: Path, put_of: Callable[[pb.GroupLease], pb.GroupPut]) 
         await client.create_stream(config)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(1_000))))
         ranks = Ranks(num_steps=1_000)
-        console = TrainerConsole(RunReport(folder), NoEvaluations(), run="r", num_steps=1_000, groups_per_step=2)
+        console = TrainerConsole(RunReport(folder), EvalScheduler(), run="r", num_steps=1_000, groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:

@@ -11,7 +11,7 @@ from headrace.errors import GroupGone
 from headrace.ledger_tools.audit_run import audit_ledger
 from services.rollout.engine.fleet import EngineState
 from services.rollout.engine.scaling import Capacity, Scaler
-from services.rollout.publication.publication import Begun
+from services.rollout.publication.publication import Members
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from tests.support.fakes.fake_engine import response_to
@@ -27,17 +27,17 @@ class Publisher:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self.groups = [GroupPlan("group-0", "127.0.0.1", 1, (0, 1))]
-        self.begun: Begun | None = None
+        self.members: Members | None = None
         self.num_renewed = 0
 
     async def begin(self, name: str, version: int, *alone: str) -> None:
         plan = replace(PLAN, publication_id=name, policy_version=version, groups=self.groups, engine_ids=alone)
         try:
-            self.begun = await self._receiver.begin(plan)
+            self.members = await self._receiver.begin(plan)
         except GroupGone:
             self.num_renewed += 1
             self.groups = [GroupPlan(f"group-{self.num_renewed}", "127.0.0.1", 1, (0, 1))]
-            self.begun = await self._receiver.begin(replace(plan, groups=self.groups))
+            self.members = await self._receiver.begin(replace(plan, groups=self.groups))
 
     async def finish(self, name: str) -> None:
         for bucket in (0, 1):
@@ -67,7 +67,7 @@ async def test_no_sample_is_lost_while_engines_come_and_go(tmp_path: Path, drain
         await trainer.step(0)
         for step, num_engines in enumerate((1, 3, 1, 3, 2), 1):
             await publisher.begin(f"v{step}", step)
-            taking_part = set(publisher.begun.engine_ids) if publisher.begun else set()
+            taking_part = set(publisher.members.engine_ids) if publisher.members else set()
             await scaler.scale(num_engines, drain_seconds=drain_seconds)
             assert all(e.state is EngineState.UPDATING for e in fleet.engines if e.engine_id in taking_part)
             await step_with(step, step)

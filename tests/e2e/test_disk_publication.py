@@ -22,7 +22,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from services.trainer.control.senders import WeightWriter
@@ -70,7 +70,7 @@ async def publish(
     torn_bytes: int = 0,
     flips: bool = False,
     memory: MemoryFiles | None = None,
-) -> Committed:
+) -> CommitResult:
     policy, name = SameWeights(dict(stack.model.named_parameters()), stack.checkpoint), f"e1-v{version}-0a1b2c3d"
     root = stack.memory_root if memory else stack.root
     writer = WeightWriter(cast(Policy, policy), ALONE, lambda _: False, root=root, file_bytes=100_000, memory=memory)

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions, has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.process import SglangProcess
+from services.rollout.engine.replies import BadAnswer, Finish
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.fleet_build import sglang_factory

@@ -24,7 +24,7 @@ from headrace.publication import TensorSpec
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.control.senders import WeightSender, WeightWriter
@@ -96,7 +96,7 @@ def plan_of(stack: Stack, version: int, *, group: GroupPlan | None = None, root:
     )
 
 
-async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | None = None) -> Committed:
+async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | None = None) -> CommitResult:
     """With the sender's checksums, but for those that are `spoiled`."""
     sender = WeightSender(
         stack.source(),
@@ -121,7 +121,7 @@ async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | Non
     return await receiver.commit(plan.publication_id, sent.checksums | (spoiled or {}))
 
 
-async def through_files(stack: Stack, way: str, version: int) -> Committed:
+async def through_files(stack: Stack, way: str, version: int) -> CommitResult:
     root, memory = stack.roots[way], MemoryFiles() if way == "ipc" else None
     writer = WeightWriter(
         stack.source(), ALONE, lambda _: False, root=root, file_bytes=1 << 20, memory=memory, form=stack.form

@@ -14,10 +14,10 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument
 from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
-from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.replies import BadAnswer
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
@@ -128,7 +128,7 @@ def test_the_table_has_every_kind_of_bad_answer() -> None:
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [(99_999, "experts from"), (-2, "experts from"), (None, "bytes for"), ("%", "not base64")],
+    [(99_999, "experts from"), (-2, "experts from"), (None, "bytes for"), ("%", "base64")],
 )
 async def test_experts_that_cannot_be_are_a_bad_answer(value: int | str | None, reason: str) -> None:
     def spoil(reply: dict[str, object]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from services.rollout.engine.fleet import Engine, Fleet
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.weights.weight_group import WeightGroup
@@ -79,7 +79,7 @@ async def publish(
     engine_ids: Sequence[str] = (),
     probe_error: float = 0.0,
     killed_in_the_last_bucket: Engine | None = None,
-) -> Committed:
+) -> CommitResult:
     buckets = two_buckets(weights)
     specs = [[TensorSpec(name, tuple(weights[name].shape), "float32") for name in names] for names in buckets]
     plan = Plan(

@@ -252,7 +252,7 @@ async def _ask_url(
     request = rollout_pb2.EvaluateRequest(
         evaluation_id=uuid.uuid4().hex, datasets=datasets, return_samples=samples is not None
     )
-    program = [sys.executable, "-m", "services.rollout.evaluate_url", "--config", str(launcher.folder.job_file)]
+    program = [sys.executable, "-m", "services.rollout.evaluation.by_url", "--config", str(launcher.folder.job_file)]
     child = await OneShot.start([*program, "--url", url, "--model", model], os.environ)
     done = await child.result(request.SerializeToString(), seconds=_DEADLINE_SECONDS)
     if done.exit_code:

@@ -26,8 +26,8 @@ from headrace.limits import (
 )
 from services.rollout.agents.messages import Message, require_few
 from services.rollout.agents.record import RecordedAnswer
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.replies import Finish
 from services.rollout.production.constraint import require_regex, require_schema
 from services.rollout.production.sampling import require_one_constraint
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange
 from services.rollout.agents.messages import Message, prefix_keys
-from services.rollout.engine.answers.response import Finish
+from services.rollout.engine.replies import Finish
 
 Tokens = tuple[int, ...]
 

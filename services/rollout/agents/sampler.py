@@ -22,7 +22,7 @@ from services.rollout.agents.messages import Message
 from services.rollout.agents.players import Played, Player
 from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
-from services.rollout.engine.answers.response import Finish
+from services.rollout.engine.replies import Finish
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 

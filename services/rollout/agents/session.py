@@ -17,8 +17,8 @@ from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
 from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import ToolCallReader
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.replies import Finish
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.answers.counts import NO_COUNTS, EngineCounts
-from services.rollout.engine.answers.response import EngineResponse, Finish
+from services.rollout.engine.replies import NO_COUNTS, EngineCounts, EngineResponse, Finish
 
 _NEUTRAL = {"ebnf": None, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 

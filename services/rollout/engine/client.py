@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.publication import TensorSpec
 from headrace.rpc.net import routed_by
-from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
-from services.rollout.engine.answers.load import EngineLoad, read_load
-from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name
-from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, PromptImages, SamplingParams
 from services.rollout.engine.http import Http
+from services.rollout.engine.replies import (
+    BadAnswer,
+    Checksums,
+    Done,
+    EngineLoad,
+    EngineResponse,
+    ExpectedReply,
+    ModelInfo,
+    ServerInfo,
+    read_load,
+    read_response,
+    read_scores,
+)
 
 _CONTROL_SECONDS = 30.0
+D = TypeVar("D", bound=Done)
 # A token is its id, its text, and [log-prob, id, null]: some 60 bytes, more where its text is escaped.
 _BYTES_PER_ANSWER = 64 << 10
 _BYTES_PER_TOKEN = 256
@@ -65,7 +75,7 @@ class EngineClient:
         Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
         """
         body = self._generate_body(tokens, params, request_id, cache_key, images)
-        asked = self._asked(tokens, params, images)
+        expected = self._expected(tokens, params, images)
         if priority is not None:
             body["priority"] = priority
         reply = await self._http.request(
@@ -73,10 +83,10 @@ class EngineClient:
             "/generate",
             body,
             seconds=seconds,
-            max_bytes=self._answer_bytes(asked),
+            max_bytes=self._answer_bytes(expected),
             headers=routed_by(routing_key),
         )
-        answer = read_response(reply.json(), asked)
+        answer = read_response(reply.success(), expected)
         if answer.finish is None:
             raise BadAnswer("finish_reason", "a whole answer without a finish_reason")
         return answer
@@ -98,19 +108,19 @@ class EngineClient:
         between are left out.
         """
         body = {**self._generate_body(tokens, params, request_id, cache_key, images), "stream": True}
-        asked = self._asked(tokens, params, images)
+        expected = self._expected(tokens, params, images)
         events = self._http.events(
             "/generate",
             body,
             seconds=seconds,
-            max_bytes=self._answer_bytes(asked),
+            max_bytes=self._answer_bytes(expected),
             max_events=params.max_new_tokens + _FURTHER_EVENTS,
             headers=routed_by(routing_key),
         )
         first_name: str | None = None
         async with contextlib.aclosing(events):
             async for event in events:
-                answer = read_response(event, asked)
+                answer = read_response(event, expected)
                 if answer.finish is not None:
                     yield answer
                     return
@@ -131,11 +141,12 @@ class EngineClient:
         }
         max_bytes = _BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(tokens)
         reply = await self._http.request("POST", "/generate", body, seconds=seconds, max_bytes=max_bytes)
-        return read_scores(reply.json(), tokens)
+        return read_scores(reply.success(), tokens)
 
     async def weights_name(self, *, seconds: float = 5.0) -> str:
         """Returns the name of the weights that the engine serves. It is the cheapest health check."""
-        return read_weights_name((await self._http.request("GET", "/model_info", None, seconds=seconds)).json())
+        reply = await self._http.request("GET", "/model_info", None, seconds=seconds)
+        return reply.decode(ModelInfo).weight_version
 
     async def num_requests(self, *, seconds: float = 5.0) -> int:
         """Returns the number of requests that run or wait, as the engine noted it a moment ago."""
@@ -144,16 +155,13 @@ class EngineClient:
 
     async def tensor_parallel_size(self, *, seconds: float) -> int:
         """Returns the number of its ranks. Raises BadAnswer when it says something else."""
-        reply = (await self._http.request("GET", "/server_info", None, seconds=seconds)).json()
-        size = reply.get("tp_size") if isinstance(reply, dict) else None
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise BadAnswer("server_info", f"{self.url}/server_info has no tp_size")
-        return size
+        reply = await self._http.request("GET", "/server_info", None, seconds=seconds)
+        return reply.decode(ServerInfo).tp_size
 
     async def load(self, *, seconds: float) -> EngineLoad:
         """Returns its requests, running and waiting, and how full its cache is. Raises BadAnswer."""
         path = "/v1/loads?include=core,queues"
-        return read_load((await self._http.request("GET", path, None, seconds=seconds)).json())
+        return read_load((await self._http.request("GET", path, None, seconds=seconds)).success())
 
     async def pause(self, mode: str) -> None:
         """`mode` is `in_place`, `retract` or `abort`."""
@@ -164,40 +172,34 @@ class EngineClient:
 
     async def abort_all(self) -> None:
         """Ends every request; their responses have finish `abort`."""
-        reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
-        reply.require_success()
+        await self._tell("/abort_request", {"abort_all": True})
 
     async def abort(self, request_id: str) -> None:
         """Ends one request, whose response has finish `abort`; does nothing where the engine does not have it."""
-        reply = await self._http.request("POST", "/abort_request", {"rid": request_id}, seconds=_CONTROL_SECONDS)
-        reply.require_success()
+        await self._tell("/abort_request", {"rid": request_id})
 
     async def freeze_gc(self) -> None:
         """Leaves what the engine holds now out of its garbage collections, one of which is in every `flush_cache`.
 
         SGLang asks this of itself when it starts, but only once: where its server is not yet listening, it gives up.
         """
-        reply = await self._http.request("POST", "/freeze_gc", {}, seconds=_CONTROL_SECONDS)
-        reply.require_success()
+        await self._tell("/freeze_gc", {})
 
     async def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False when SGLang refuses, because requests are in flight."""
-        reply = await self._http.request("POST", "/flush_cache", {}, seconds=_CONTROL_SECONDS)
         try:
-            reply.require_success()
+            await self._tell("/flush_cache", {})
         except InvalidArgument:
             return False
         return True
 
     async def release_memory(self, *, seconds: float) -> None:
         """Gives weights, caches and graphs up on the device. It must be idle, and may not be asked twice."""
-        reply = await self._http.request("POST", "/release_memory_occupation", {}, seconds=seconds)
-        reply.require_success()
+        await self._tell("/release_memory_occupation", {}, seconds)
 
     async def resume_memory(self, *, seconds: float) -> None:
         """Takes back what it released, with nothing in it: it needs weights before it may generate."""
-        reply = await self._http.request("POST", "/resume_memory_occupation", {}, seconds=seconds)
-        reply.require_success()
+        await self._tell("/resume_memory_occupation", {}, seconds)
 
     async def join_group(self, join: GroupJoin, *, seconds: float) -> None:
         """Waits until all members have joined."""
@@ -254,7 +256,10 @@ class EngineClient:
         The engine generates nothing meanwhile.
         """
         body = {"action": "checksum", "skip_tensor_list": list(skipped)}
-        return read_checksums(await self._post("/weights_checker", body, seconds), may_be_empty=bool(skipped))
+        reply = await self._post("/weights_checker", body, seconds, reply=Checksums)
+        if not skipped and not all(rank.checksums for rank in reply.ranks):
+            raise BadAnswer("checksums", "a rank without checksums")
+        return [dict(rank.checksums) for rank in reply.ranks]
 
     async def name_weights(self, name: str) -> None:
         """Names the weights; requests in flight go on and carry both names."""
@@ -278,15 +283,27 @@ class EngineClient:
             **(images.body(tokens) if images else {}),
         }
 
-    def _asked(self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None) -> Asked:
-        return Asked(len(tokens), params.max_new_tokens, self._vocab_size, has_images=images is not None)
+    def _expected(self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None) -> ExpectedReply:
+        return ExpectedReply(len(tokens), params.max_new_tokens, self._vocab_size, has_images=images is not None)
 
-    def _answer_bytes(self, asked: Asked) -> int:
-        tokens = asked.max_new_tokens + (asked.num_prompt_tokens if self._further else 0)
+    def _answer_bytes(self, expected: ExpectedReply) -> int:
+        tokens = expected.max_new_tokens + (expected.num_prompt_tokens if self._further else 0)
         return _BYTES_PER_ANSWER + self._bytes_per_token * tokens
 
-    async def _post(self, path: str, body: Mapping[str, Any], seconds: float = _CONTROL_SECONDS) -> Mapping[str, Any]:
-        reply = (await self._http.request("POST", path, body, seconds=seconds)).json()
-        if reply.get("success", True) is not True:  # with status 200, too
-            raise FailedPrecondition(f"{path} was refused: {message_of(reply)}", reason="ENGINE_REFUSED")
-        return reply
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        seconds: float = _CONTROL_SECONDS,
+        *,
+        reply: type[D] = Done,  # type: ignore[assignment]
+    ) -> D:
+        """Raises FailedPrecondition for a refusal, which may have status 200."""
+        found = (await self._http.request("POST", path, body, seconds=seconds)).decode(reply)
+        if not found.success:
+            raise FailedPrecondition(f"{path} was refused: {found.message[:500]}", reason="ENGINE_REFUSED")
+        return found
+
+    async def _tell(self, path: str, body: Mapping[str, Any], seconds: float = _CONTROL_SECONDS) -> None:
+        """For what answers with text."""
+        (await self._http.request("POST", path, body, seconds=seconds)).require_success()

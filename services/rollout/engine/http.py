@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from services.rollout.engine.answers.bad_answer import BadAnswer, parse
+from services.rollout.engine.replies import BadAnswer, T, decode
 
 CONTROL_ANSWER_BYTES = 16 << 20
 """Enough for the checksums of all tensors of the largest models."""
@@ -38,10 +38,14 @@ class Reply:
     status: int
     body: bytes
 
-    def json(self) -> Mapping[str, Any]:
-        """Returns the JSON object. Raises the error that the response means, and BadAnswer."""
+    def decode(self, kind: type[T]) -> T:
+        """Returns its JSON as that kind. Raises the error that the response means, and BadAnswer."""
+        return decode(self.success(), kind)
+
+    def success(self) -> bytes:
+        """Returns the body. Raises the error that the response means."""
         self.require_success()
-        return parse(self.body)
+        return self.body
 
     def require_success(self) -> None:
         """FailedPrecondition and InvalidArgument are the server's refusals, Unavailable is its failure."""
@@ -100,8 +104,8 @@ class Http:
         max_bytes: int,
         max_events: int,
         headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Yields the JSON objects of an event stream, each of at most `max_bytes`. Raises as `request` does."""
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the data of an event stream's events, each of at most `max_bytes`. Raises as `request` does."""
         end = time.monotonic() + seconds
         async with contextlib.AsyncExitStack() as stack:
             with self._mapped(path, seconds):
@@ -125,7 +129,7 @@ class Http:
                         num_events += 1
                         if num_events > max_events:
                             raise BadAnswer("too_many_events", f"{path} sent more than {max_events} events")
-                        yield parse(bytes(data))
+                        yield bytes(data)
                     line = bytearray(following)
                 _require_size(path, len(line), max_bytes)
 

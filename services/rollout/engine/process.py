@@ -18,9 +18,9 @@ from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import Address, free_port
 from services.rollout.engine import arguments, launch
-from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.replies import BadAnswer
 
 _POLL_SECONDS = 0.25
 
@@ -44,11 +44,13 @@ class EngineProcess(Protocol):
         """Ends the process and everything that it started."""
 
     def memory_bytes(self) -> int | None:
-        """Returns the memory of this machine that it takes now; None where nobody knows."""
+        """Returns the memory of this machine that it takes now; None where nobody knows, as of other machines."""
+        return None
 
     @property
     def resident_bytes(self) -> int | None:
         """The most memory that it had in the last half minute; None where nobody looks."""
+        return None
 
     def last_lines(self) -> str:
         """Returns the end of the log."""
@@ -58,7 +60,7 @@ EngineFactory = Callable[[int], EngineProcess]
 """Makes the server of an engine's number; it is not started yet."""
 
 
-class ServerProcess:
+class ServerProcess(EngineProcess):
     """A process with SGLang's HTTP interface at `url`."""
 
     def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
@@ -84,15 +86,12 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
         return self._child.exit_code
 
     async def wait(self) -> int:
-        """Returns the exit code once the process has ended."""
         return await self._child.wait()
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
-        """Ends the process and everything that it started."""
         await self._child.stop(grace_seconds)
 
     def memory_bytes(self) -> int | None:
@@ -101,11 +100,9 @@ class ServerProcess:
 
     @property
     def resident_bytes(self) -> int | None:
-        """The most memory that it had in the last half minute; None where nobody looks."""
         return self._child.resident_bytes
 
     def last_lines(self) -> str:
-        """Returns the end of the log."""
         return self._child.last_lines()
 
     def _not_started(self, what: str) -> HeadraceError:
@@ -169,7 +166,7 @@ _EXTERNAL_POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 
 
-class ExternalEngine:
+class ExternalEngine(EngineProcess):
     """SGLang's server at an address. Its weights are whatever it was given before."""
 
     def __init__(self, address: Address, tensor_parallel_size: int) -> None:
@@ -218,15 +215,6 @@ class ExternalEngine:
                 await client.abort_all()
             except HeadraceError:
                 return  # it is away, and its requests with it
-
-    def memory_bytes(self) -> int | None:
-        """Returns None: its processes are on another machine."""
-        return None
-
-    @property
-    def resident_bytes(self) -> int | None:
-        """Memory that it had when last looked at; None where nobody looks."""
-        return None
 
     def last_lines(self) -> str:
         """Says where its log is not."""

@@ -62,7 +62,7 @@ class EngineActor:
             await self._process.stop(grace_seconds)
 
 
-class RayEngine:
+class RayEngine(EngineProcess):
     """Needs a share of one machine: `num_gpus` GPUs where the cluster has some, else a CPU."""
 
     def __init__(self, make: Make, num_gpus: int) -> None:
@@ -117,15 +117,6 @@ class RayEngine:
         except (TimeoutError, ray.exceptions.RayError) as error:  # its processes end with the actor
             log.warning("engine_not_stopped_by_its_actor", error=f"{type(error).__name__}: {error}")
         ray.kill(self._actor)
-
-    def memory_bytes(self) -> int | None:
-        """Unknown: it is another machine's."""
-        return None
-
-    @property
-    def resident_bytes(self) -> int | None:
-        """Memory that it had when last looked at; None where nobody looks."""
-        return None
 
     def last_lines(self) -> str:
         """Returns the end of its log, once it has ended."""

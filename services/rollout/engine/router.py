@@ -10,9 +10,10 @@ import asyncio
 import itertools
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.job.schema.production import RolloutSection
@@ -22,8 +23,7 @@ from headrace.rpc.log import log
 from headrace.rpc.net import free_port
 from headrace.rpc.proxies import direct_to_all
 from headrace.rpc.retry import Backoff
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.engine import FleetTiming
+from services.rollout.engine.fleet import FleetTiming
 from services.rollout.engine.http import Http
 
 _CALL_SECONDS = 10.0
@@ -204,7 +204,7 @@ class Router:
     async def _leave(self, engine_url: str) -> None:
         for worker in await self._workers():
             if worker.url == engine_url:
-                await self._call("DELETE", f"/workers/{worker.worker_id}", None)
+                await self._call("DELETE", f"/workers/{worker.id}", None)
 
     async def _answers(self, seconds: float) -> bool:
         try:
@@ -217,25 +217,17 @@ class Router:
         return any(worker.url == engine_url and worker.is_healthy for worker in await self._workers())
 
     async def _workers(self) -> list[_Worker]:
-        workers = (await self._http.request("GET", "/workers", None, seconds=_CALL_SECONDS)).json().get("workers")
-        if not isinstance(workers, list):
-            raise BadAnswer("workers", f"the router's workers are of type {type(workers).__name__}")
-        return [_Worker.of(worker) for worker in workers]
+        return (await self._http.request("GET", "/workers", None, seconds=_CALL_SECONDS)).decode(_Workers).workers
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         (await self._http.request(method, path, body, seconds=_CALL_SECONDS)).require_success()
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    worker_id: str
+class _Worker(Struct, frozen=True):
+    id: str
     url: str
     is_healthy: bool
 
-    @classmethod
-    def of(cls, worker: Any) -> _Worker:
-        """One item of /workers. Raises BadAnswer."""
-        match worker:
-            case {"id": str(worker_id), "url": str(url), "is_healthy": bool(is_healthy)}:
-                return cls(worker_id, url, is_healthy)
-        raise BadAnswer("workers", "the router lists a worker without id, url and is_healthy")
+
+class _Workers(Struct, frozen=True):
+    workers: list[_Worker]

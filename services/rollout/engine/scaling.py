@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.process.memory import free_bytes
 from headrace.rpc.log import kept_running
-from services.rollout.engine.engine import Engine, EngineState, FleetObserver
-from services.rollout.engine.fleet import Fleet
+from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetObserver
 
 NO_ENGINES = (
     "this run trains conversations as they are given and has no engines: start it again with --eval-prompt-data NAME "

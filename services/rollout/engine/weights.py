@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.response import NamedSpan
+from services.rollout.engine.replies import BadAnswer, NamedSpan
 
 INITIAL_VERSION = 0
 """The policy version of hf_checkpoint's weights."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.limits import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, read_json, require_bytes, shown
-from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.replies import BadAnswer
 
 _NUL = "\0"
 

@@ -21,11 +21,10 @@ from headrace.job.schema.production import ContextLimit
 from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.rpc.log import log
 from headrace.rpc.retry import Backoff
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState
+from services.rollout.engine.replies import BadAnswer, EngineResponse, Finish
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.constraint import of_grammar
 from services.rollout.production.prompts import PromptEncoder
@@ -68,9 +67,9 @@ class ResponseAttempt:
 
 # Finds the end of a response that several requests made, where an unbroken one would have ended.
 # An engine looks for stop strings in the tokens of one request, and looks at no token of the step in which a request is
-# aborted. The tokens around a seam are examined here, in the way that SGLang examines them: a stop string ends the
-# response at the first token after which it is in the text of the last tokens, one more than its longest stop string
-# has.
+# aborted. The tokens around a resume point are examined here, in the way that SGLang examines them: a stop string ends
+# the response at the first token after which it is in the text of the last tokens, one more than its longest stop
+# string has.
 
 OffLoop = Callable[..., Awaitable[Any]]
 
@@ -92,18 +91,18 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class ResumePoint:
     """A request's first token is at `start` of the response, whose first `examined` tokens do not end it."""
 
     start: int
     examined: int
 
     def is_near(self, stops: Sequence[str]) -> bool:
-        """False where no stop string reaches from before the seam: no token is less than a byte, but for one before."""
+        """False where no stop string reaches from before it: no token is less than a byte, but for one before."""
         return self.start > 0 and any(self.examined <= self.start + len(stop.encode()) + 1 for stop in stops)
 
 
-class ResponseEnd:
+class StopStrings:
     """Knows only a request's stop tokens where it has no `texts`. `off_loop` runs what asks for and uses them."""
 
     def __init__(self, texts: Callable[[], Texts] | None = None, off_loop: OffLoop = asyncio.to_thread) -> None:
@@ -111,14 +110,14 @@ class ResponseEnd:
         self._off_loop = off_loop
 
     @classmethod
-    def of(cls, encoder: PromptEncoder, hf_checkpoint: Path) -> ResponseEnd:
-        """Reads the checkpoint at the first seam."""
+    def of(cls, encoder: PromptEncoder, hf_checkpoint: Path) -> StopStrings:
+        """Reads the checkpoint at the first resume point."""
         return cls(cache(lambda: texts_of(encoder.tokenizer, hf_checkpoint)), encoder.off_loop)
 
-    async def length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+    async def length(self, response: Generation, params: SamplingParams, resume: ResumePoint) -> int | None:
         """Returns the length at which an unbroken response ends, or None if it goes on, or ended as it says."""
-        if response.finish is Finish.ABORT or seam.is_near(params.stop):
-            length: int | None = await self._off_loop(self._length, response, params, seam)
+        if response.finish is Finish.ABORT or resume.is_near(params.stop):
+            length: int | None = await self._off_loop(self._length, response, params, resume)
             return length
         return None
 
@@ -133,13 +132,13 @@ class ResponseEnd:
         most = await self._off_loop(self._begun_stop, tokens, params)
         return rest.at_most(most) if most else rest
 
-    def _length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+    def _length(self, response: Generation, params: SamplingParams, resume: ResumePoint) -> int | None:
         tokens, texts = response.tokens, self._texts() if self._texts else None
         window = _window(texts, params) if texts else 0
         end_tokens = {*params.stop_token_ids, *(texts.end_tokens if texts else ())}
         first_unseen = len(tokens) - _UNSEEN_TOKENS if response.finish is Finish.ABORT else len(tokens)
-        for length in range(seam.examined + 1, len(tokens) + 1):
-            is_unseen, crosses = length > first_unseen, seam.start > 0 and length < seam.start + window
+        for length in range(resume.examined + 1, len(tokens) + 1):
+            is_unseen, crosses = length > first_unseen, resume.start > 0 and length < resume.start + window
             if is_unseen and tokens[length - 1] in end_tokens:
                 return length
             if texts and window and (is_unseen or crosses):
@@ -230,10 +229,10 @@ class Generator:
         activity: Activity | None = None,
         end_request: EndRequest | None = None,
         has_grammars: bool = True,
-        response_end: ResponseEnd | None = None,
+        stop_strings: StopStrings | None = None,
     ) -> None:
         """`has_grammars`: engines can follow a JSON schema or a regular expression."""
-        self._response_end = response_end or ResponseEnd()
+        self._stop_strings = stop_strings or StopStrings()
         self._has_grammars = has_grammars
         self._end_request = end_request
         self._router = router
@@ -308,12 +307,12 @@ class Generator:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
         last = len(begun.tokens) - 1
-        done = _within(await self._ended(begun, params, Seam(last, last), len(prompt)), params)
+        done = _within(await self._ended(begun, params, ResumePoint(last, last), len(prompt)), params)
         backoff = Backoff()
         number = 0
         while done.finish is Finish.ABORT and (left := end - time.monotonic()) > 0 and not _is_set(return_partial):
             number += 1
-            rest = await self._response_end.next_request(params, done.tokens)
+            rest = await self._stop_strings.next_request(params, done.tokens)
             one = replace(request, request_id=f"{request.request_id}#{number}")
             attempt = ResponseAttempt(done, len(done.tokens) + rest.max_new_tokens)
             pieces = self._ask(one, [*prompt, *done.tokens], rest, left)
@@ -359,11 +358,11 @@ class Generator:
                         raise Unavailable(
                             "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
                         )
-                    seam = Seam(len(before.tokens), len(attempt.so_far.tokens))
+                    resume = ResumePoint(len(before.tokens), len(attempt.so_far.tokens))
                     attempt.so_far = before.then(piece)
                     if attempt.so_far.finish is Finish.LENGTH and attempt.is_answered_in_full:
                         attempt.so_far = _within(replace(attempt.so_far, finish=Finish.ABORT), params)
-                    attempt.so_far = await self._ended(attempt.so_far, params, seam, num_prompt_tokens)
+                    attempt.so_far = await self._ended(attempt.so_far, params, resume, num_prompt_tokens)
                     yield attempt.so_far
                     if attempt.so_far.finish is Finish.STOP:
                         return
@@ -378,11 +377,11 @@ class Generator:
             attempt.failure = error
 
     async def _ended(
-        self, response: Generation, params: SamplingParams, seam: Seam, num_prompt_tokens: int
+        self, response: Generation, params: SamplingParams, resume: ResumePoint, num_prompt_tokens: int
     ) -> Generation:
         if not response.tokens or params.is_constrained:
             return response
-        length = await self._response_end.length(response, params, seam)
+        length = await self._stop_strings.length(response, params, resume)
         return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(

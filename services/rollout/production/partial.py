@@ -18,9 +18,8 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
-from services.rollout.engine.answers.counts import EngineCounts
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
+from services.rollout.engine.replies import EngineCounts, Finish
 from services.rollout.production.prompts import EncodedPrompt
 
 _FINISH = {Status.COMPLETED: Finish.STOP, Status.TRUNCATED: Finish.LENGTH, Status.ABORTED: Finish.ABORT}

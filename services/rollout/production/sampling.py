@@ -26,9 +26,8 @@ from headrace.limits import (
 )
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
+from services.rollout.engine.replies import BadAnswer, Finish
 from services.rollout.production.constraint import require_regex, require_schema
 from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of

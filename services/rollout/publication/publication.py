@@ -132,15 +132,15 @@ def _is_gone(call: asyncio.Task[object]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The participants of a publication."""
+class Members:
+    """The engines of a publication, in the order of their ranks behind the sender's."""
 
     world_size: int
     engine_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitResult:
     """The result of a commit."""
 
     engine_ids: tuple[str, ...]
@@ -154,11 +154,11 @@ class Committed:
 class Publication:
     """A publication with its state, its engines and its tasks."""
 
-    def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun, fleet: Fleet) -> None:
-        self.state = PublicationState(plan, begun.engine_ids)
+    def __init__(self, plan: Plan, engines: Sequence[Engine], members: Members, fleet: Fleet) -> None:
+        self.state = PublicationState(plan, members.engine_ids)
         self.participants = Participants(self.state, engines, fleet)
         self.were_ready = {engine.engine_id for engine in engines if engine.state is EngineState.READY}
-        self.begun = begun
+        self.members = members
         self.deadline = time.monotonic() + plan.deadline_seconds
         self.paused_at: float | None = None
         self.paused_seconds = 0.0
@@ -168,7 +168,7 @@ class Publication:
         self.buckets: dict[int, asyncio.Task[tuple[str, ...]]] = {}
         self.preparing: asyncio.Task[None] | None = None
         self.timer: asyncio.Task[None] | None = None
-        self.committing: asyncio.Task[Committed] | None = None
+        self.committing: asyncio.Task[CommitResult] | None = None
         self.cleanup: asyncio.Task[None] | None = None
 
     @property

@@ -19,8 +19,8 @@ from headrace.publication import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet
-from services.rollout.publication.publication import Begun, Committed, Publication
-from services.rollout.publication.state import Fence, Phase, Plan
+from services.rollout.publication.publication import CommitResult, Members, Publication
+from services.rollout.publication.state import EpochFence, Phase, Plan
 from services.rollout.publication.transports import CollectiveInbound, DiskInbound, Inbound, NoTransfer
 
 # Compares the weights in engines with those that were sent.
@@ -194,7 +194,7 @@ class Receiver:
 
     def __init__(self, fleet: Fleet, weights_root: Path | None = None) -> None:
         self._fleet = fleet
-        self.fence = Fence()
+        self.fence = EpochFence()
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root)
@@ -205,30 +205,30 @@ class Receiver:
         """The open publication's id; empty without one."""
         return next((i for i, p in self._publications.items() if p.state.phase is Phase.OPEN), "")
 
-    async def begin(self, plan: Plan) -> Begun:
+    async def begin(self, plan: Plan) -> Members:
         """Returns at once, or when the engines of an aborted publication are cleaned up; engines then prepare.
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
-        self.fence.pass_(plan.epoch)
+        self.fence.check(plan.epoch)
         await self._make_room(plan)
         if plan.publication_id in self._publications:
-            return self._publications[plan.publication_id].begun
+            return self._publications[plan.publication_id].members
         engines = self._engines_for(plan)
         transport = self._transport(plan)
         transport.require_usable(plan, engines)
-        begun = Begun(
+        members = Members(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
-        publication = Publication(plan, engines, begun, self._fleet)
+        publication = Publication(plan, engines, members, self._fleet)
         self._remember(publication)
         for engine in engines:
             engine.state = EngineState.UPDATING
         publication.preparing = self._start(publication, prepare(publication, transport, self._fleet.activity))
         publication.timer = asyncio.create_task(self._expire(publication))
-        log.info("publication_begun", publication_id=plan.publication_id, engines=begun.engine_ids)
-        return begun
+        log.info("publication_begun", publication_id=plan.publication_id, engines=members.engine_ids)
+        return members
 
     async def receive(self, publication_id: str, bucket: int) -> tuple[str, ...]:
         """Returns the engines lost so far, once all others have the bucket. Raises PublicationAborted.
@@ -241,7 +241,9 @@ class Receiver:
             publication.buckets[bucket] = self._start(publication, self._receive(publication, bucket))
         return await asyncio.shield(publication.buckets[bucket])
 
-    async def commit(self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None) -> Committed:
+    async def commit(
+        self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None
+    ) -> CommitResult:
         """Verifies the weights and serves them; requests go on since the last bucket, with what they give held back.
 
         Raises ChecksumMismatch, and aborts, if no engine passes.
@@ -376,7 +378,9 @@ class Receiver:
         assert publication.paused_at is not None
         publication.paused_seconds = time.monotonic() - publication.paused_at
 
-    async def _commit(self, publication: Publication, checksums: Mapping[str, str], probe: Probe | None) -> Committed:
+    async def _commit(
+        self, publication: Publication, checksums: Mapping[str, str], probe: Probe | None
+    ) -> CommitResult:
         state, participants = publication.state, publication.participants
         version, paused_seconds = state.plan.policy_version, publication.paused_seconds
         digests = await self._verify(publication, checksums)
@@ -398,7 +402,7 @@ class Receiver:
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
         served = tuple(state.remaining)
         busy_share = None if state.plan.engine_ids else self._fleet.activity.lap()
-        return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds, busy_share)
+        return CommitResult(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds, busy_share)
 
     async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:
         """Returns digests by engine id; engines that hold something else are taken out."""

@@ -170,13 +170,13 @@ class PublicationState:
         return True
 
 
-class Fence:
+class EpochFence:
     """Refuses trainer epochs older than the newest one seen."""
 
     def __init__(self) -> None:
         self._epoch = 0
 
-    def pass_(self, epoch: int) -> None:
+    def check(self, epoch: int) -> None:
         """Raises Fenced for an older epoch."""
         if epoch < self._epoch:
             raise Fenced(f"epoch {epoch} is over: epoch {self._epoch} has begun; stop this trainer")

@@ -18,7 +18,7 @@ from typing import Protocol
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import FailedPrecondition, Fenced, HeadraceError, Unavailable
 from headrace.rpc.log import log
-from services.trainer.serving.evaluation import Evaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 
@@ -94,7 +94,7 @@ class TrainerConsole:
     def __init__(
         self,
         report: RunReport,
-        evaluations: Evaluations,
+        evaluations: EvalScheduler,
         *,
         run: str,
         num_steps: int,

@@ -12,9 +12,10 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
@@ -34,24 +35,16 @@ from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState
 
 _AT_ONCE = 256
+_LOG_SECONDS = 600.0
 
 
-class EvaluatedSamples:
-    """Writes into the run's sample log; `max_bytes` is the job's sample_log_bytes."""
+class EvalSampleLog:
+    """Writes one evaluation's samples into the run's sample log, in place of those of an earlier one of the same step.
 
-    def __init__(self, samples: SampleLog, max_bytes: int) -> None:
-        self._log = samples
-        self._max_bytes = max_bytes
+    `max_bytes` is the job's sample_log_bytes. Holds at most 256 samples in memory.
+    """
 
-    def of_step(self, step: int) -> EvaluatedStep:
-        """The samples of one evaluation, which replace those of an earlier one of the same step."""
-        return EvaluatedStep(self._log, step, self._max_bytes)
-
-
-class EvaluatedStep:
-    """Holds at most 256 samples in memory."""
-
-    def __init__(self, samples: SampleLog, step: int, max_bytes: int) -> None:
+    def __init__(self, samples: SampleLog, max_bytes: int, step: int) -> None:
         self._log = samples
         self._step = step
         self._max_bytes = max_bytes
@@ -74,16 +67,14 @@ class EvaluatedStep:
             log.warning("evaluated_samples_not_written", step=self._step, error=str(error))
 
 
-_SECONDS = 600.0
-
-
 @dataclass(frozen=True, slots=True)
-class Logged:
-    """`metrics` are the user's own; `alone` is True when trackers need no others; `warnings` are for a person."""
+class Evaluated:
+    """Metrics of an evaluation, and sentences for a person where it went wrong."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    alone: bool = False
-    warnings: tuple[str, ...] = ()
+    metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+    untracked: Collection[str] = ()
+    """Metrics that trackers are not given, as a user's function has logged the evaluation."""
 
 
 class EvaluationLog:
@@ -96,17 +87,19 @@ class EvaluationLog:
         self._hook = trainer_hook(path, "eval_log")
         self._args = args
 
-    async def __call__(self, step: int, samples: Iterable[sample_pb2.Sample]) -> Logged:
-        """Raises nothing."""
+    async def __call__(self, step: int, samples: Iterable[sample_pb2.Sample], evaluated: Evaluated) -> Evaluated:
+        """Adds the function's own metrics, and where it returns True keeps the others from trackers. Raises nothing."""
         extra: dict[str, Any] = {}
         try:
             data = _by_set([Sample.unpack(one) for one in samples])
             called = asyncio.to_thread(self._hook.target, step, self._args, data, extra)
-            alone = bool(await asyncio.wait_for(called, _SECONDS))
+            has_logged = bool(await asyncio.wait_for(called, _LOG_SECONDS))
         except Exception as error:  # noqa: BLE001  # a user's code
-            why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else repr(error)
-            return Logged(warnings=(f"{self._hook.path} could not log the evaluation: {one_line(why)}",))
-        return Logged(numbers(self._hook.path, extra), alone)
+            why = f"took longer than {_LOG_SECONDS:g} s" if isinstance(error, TimeoutError) else repr(error)
+            warning = f"{self._hook.path} could not log the evaluation: {one_line(why)}"
+            return replace(evaluated, warnings=[*evaluated.warnings, warning])
+        metrics = {**numbers(self._hook.path, extra), **evaluated.metrics}
+        return replace(evaluated, metrics=metrics, untracked=tuple(evaluated.metrics) if has_logged else ())
 
 
 def _by_set(samples: Iterable[Sample]) -> dict[str, dict[str, list[Any]]]:
@@ -123,16 +116,6 @@ def _by_set(samples: Iterable[Sample]) -> dict[str, dict[str, list[Any]]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Metrics of an evaluation, and sentences for a person where it went wrong."""
-
-    metrics: Mapping[str, float]
-    warnings: Sequence[str] = ()
-    untracked: Collection[str] = ()
-    """Metrics that trackers are not given, as a user's function has logged the evaluation."""
-
-
 Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
 """Takes the names of data sets. It raises nothing: what goes wrong is in the metrics and the warnings."""
 
@@ -145,12 +128,13 @@ class _Due:
     names: Sequence[str]
 
 
-class Evaluations(Protocol):
-    """The evaluations of a run, as the console sees them."""
+class EvalScheduler:
+    """The evaluations of a run, as the console sees them. This one has none: the job names no data."""
 
     @property
     def running_step(self) -> int | None:
         """The step of the one that runs; None when none does."""
+        return None
 
     async def at(self, state: TrainState) -> None:
         """Starts the evaluation that is due at this step, if one is."""
@@ -162,19 +146,7 @@ class Evaluations(Protocol):
         """Cuts off what runs, and starts nothing more."""
 
 
-class NoEvaluations:
-    """The evaluations of a job without evaluation data."""
-
-    running_step = None
-
-    async def at(self, state: TrainState) -> None: ...
-
-    async def finish(self) -> None: ...
-
-    def stop(self, why: str) -> None: ...
-
-
-class JobEvaluations:
+class IntervalEvalScheduler(EvalScheduler):
     """Runs evaluations. With `exact` training waits for each, so that one version generates all its samples."""
 
     def __init__(self, evaluate: Evaluate, schedule: JobSchedule, report: RunReport, *, exact: bool) -> None:
@@ -190,7 +162,6 @@ class JobEvaluations:
 
     @property
     def running_step(self) -> int | None:
-        """The step of the one that runs; None when none does."""
         return None if self._running is None else self._running.state.step
 
     async def at(self, state: TrainState) -> None:
@@ -278,8 +249,8 @@ def _unanswered(schedule: JobSchedule, resumed_step: int, rows: Iterable[Metrics
     return [name for name in newest if name not in answered], sorted(islice(due, 2))
 
 
-class JobEvaluator:
-    """`await evaluator(state, names)` returns the metrics of the data sets so named, or why there are none."""
+class RolloutEvalClient:
+    """`await client(state, names)` returns the metrics of the data sets so named, or why there are none."""
 
     def __init__(
         self,
@@ -287,7 +258,7 @@ class JobEvaluator:
         client: Rollout,
         *,
         seconds: float,
-        samples: EvaluatedSamples | None = None,
+        samples: Callable[[int], EvalSampleLog] | None = None,
         users_log: EvaluationLog | None = None,
     ) -> None:
         self._datasets = datasets
@@ -311,11 +282,8 @@ class JobEvaluator:
             metrics |= _metrics(result)
         log.info("evaluated", step=state.step, **metrics)
         warnings = [_unscored(result) for result in results if result.num_failed]
-        if self._users_log is None:
-            return Evaluated(metrics, warnings)
-        logged = await self._users_log(state.step, seen)
-        untracked = tuple(metrics) if logged.alone else ()
-        return Evaluated({**logged.metrics, **metrics}, [*warnings, *logged.warnings], untracked)
+        evaluated = Evaluated(metrics, warnings)
+        return await self._users_log(state.step, seen, evaluated) if self._users_log else evaluated
 
     async def _of_some_service(
         self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
@@ -347,7 +315,7 @@ class JobEvaluator:
                     return_samples=self._samples is not None or self._users_log is not None,
                     deadline_seconds=self._seconds,
                 )
-                writing = self._samples.of_step(state.step) if self._samples else None
+                writing = self._samples(state.step) if self._samples else None
                 async for reply in replies:
                     results = reply.results
                     if writing:
@@ -390,17 +358,19 @@ def _unscored(result: rollout_pb2.EvalResult) -> str:
 
 def evaluations_of(
     job: Job, rollout: Rollout | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
-) -> Evaluations:
+) -> EvalScheduler:
     """Evaluates on the data sets that the job names, where there are engines."""
     if rollout is None or not job.eval.is_asked_for:
-        return NoEvaluations()
+        return EvalScheduler()
     datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
     num_bytes = job.tracking.sample_log_bytes
-    samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
     path = job.hooks.custom_eval_rollout_log_function_path
-    users_log = EvaluationLog(path, hook_args(job)) if path else None
-    evaluator = JobEvaluator(
-        datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
+    client = RolloutEvalClient(
+        datasets,
+        rollout,
+        seconds=job.eval.eval_timeout_seconds,
+        samples=partial(EvalSampleLog, SampleLog(folder.samples), num_bytes) if num_bytes else None,
+        users_log=EvaluationLog(path, hook_args(job)) if path else None,
     )
     waits = job.eval.eval_exact_version or job.placement.colocate  # there it needs the devices to itself
-    return JobEvaluations(evaluator, schedule, report, exact=waits)
+    return IntervalEvalScheduler(client, schedule, report, exact=waits)

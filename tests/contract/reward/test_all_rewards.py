@@ -19,7 +19,7 @@ from services.trainer.failure_budget import AllRewards, FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from tests.contract.test_runs_that_cannot_learn import Ranks
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
@@ -42,7 +42,7 @@ async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: P
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
         ranks, report = Ranks(num_steps=3), RunReport(tmp_path)
-        console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=3, groups_per_step=2)
+        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=3, groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:
@@ -84,7 +84,7 @@ async def test_what_a_filter_skipped_is_said_once_a_step_as_what_it_is(
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
         ranks, report = Ranks(num_steps=3), RunReport(tmp_path)
-        console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=3, groups_per_step=2)
+        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=3, groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:
@@ -125,7 +125,7 @@ async def test_a_step_whose_samples_another_scorer_scored_is_marked(
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
         ranks, report = Ranks(num_steps=len(scorers)), RunReport(tmp_path)
-        console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=len(scorers), groups_per_step=2)
+        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=len(scorers), groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:

@@ -13,7 +13,7 @@ from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders, TrainerServicer
 from services.trainer.state import TrainState
@@ -66,7 +66,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     ranks.step_seconds = arguments.step_seconds
     report = RunReport(Path(arguments.folder) / "report")
     report.resume(0)
-    console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=NUM_STEPS, groups_per_step=2)
+    console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=NUM_STEPS, groups_per_step=2)
     console.open(ranks, 1)
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
     servicer = TrainerServicer(console, report, ExportFolders(Path(arguments.folder), []))

@@ -13,10 +13,10 @@ from typing import Literal
 import pytest
 
 from headrace.errors import FailedPrecondition, InvalidArgument
-from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState
+from services.rollout.engine.replies import EngineResponse, Finish
 from services.rollout.engine.weights import ServedWeights
 
 PROMPT = (1, 45, 67, 89, 2)

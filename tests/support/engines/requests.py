@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidArgument
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.production.generator import Generator, ResponseEnd, request_ender
+from services.rollout.engine.replies import Finish
+from services.rollout.production.generator import Generator, StopStrings, request_ender
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.engine_stack import PROMPT, Stack
 
@@ -56,8 +56,8 @@ async def a_response_that_is_cut_anywhere_ends_at_its_stop_string_all_the_same(s
     unbroken = await stack.generator.generate(PROMPT, params, request_id="unbroken", seconds=240)
     assert (unbroken.finish, len(unbroken.tokens) < 24) == (Finish.STOP, True)
     async with EngineClient(stack.router.url) as client:
-        ends = ResponseEnd.of(encoder, stack.checkpoint)
-        generator = Generator(client, stack.fleet.weights, stack.fleet.suspect, response_end=ends)
+        ends = StopStrings.of(encoder, stack.checkpoint)
+        generator = Generator(client, stack.fleet.weights, stack.fleet.suspect, stop_strings=ends)
         for length in range(1, len(unbroken.tokens) + 1):
             begun = unbroken.until(length, len(PROMPT), Finish.ABORT)
             broken = await generator.generate(PROMPT, params, request_id=f"cut-{length}", seconds=240, begun=begun)

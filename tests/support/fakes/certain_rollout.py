@@ -27,9 +27,9 @@ from headrace.client.open import open_buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.rollout.devices import EngineTurn
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory
+from services.rollout.engine_memory import EngineMemory
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
 from services.rollout.server import RolloutServicer, engine_to_proto
@@ -62,7 +62,7 @@ class CertainRollout:
 class _Parts:
     fleet: Fleet
     receiver: Receiver
-    turn: EngineTurn | None
+    turn: EngineMemory | None
     metrics: RolloutMetrics
 
     def require_engines(self) -> None:
@@ -99,7 +99,7 @@ async def certain_rollout(
     """Serves on a free port unless told another; produce with `produce`."""
     fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
     receiver = Receiver(fleet, weights_root)
-    turn = EngineTurn(fleet, _Production(), receiver) if shares_devices else None
+    turn = EngineMemory(fleet, _Production(), receiver) if shares_devices else None
     starting = asyncio.create_task(fleet.start())
     if turn is None:
         await starting

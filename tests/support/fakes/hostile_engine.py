@@ -12,9 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
-from services.rollout.engine.answers.response import EngineResponse
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.replies import EngineResponse
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.support.fakes.fake_fleet import WIRE, RememberedRouting
 
@@ -202,20 +202,20 @@ HOSTILE: Mapping[str, Hostile] = {
     "log-probs null": Hostile("no_log_probs", put("meta_info", "output_token_logprobs", value=None)),
     "fewer log-probs": Hostile("log_prob_count", _pairs(lambda pairs: pairs[:-1])),
     "one log-prob": Hostile("log_prob_count", _pairs(lambda pairs: pairs[:1])),
-    "log-prob NaN": Hostile("log_prob", _log_prob(float("nan"))),
+    "log-prob NaN": Hostile("not_json", _log_prob(float("nan"))),
     "log-prob positive": Hostile("log_prob", _log_prob(0.5)),
     "log-prob 1e308": Hostile("log_prob", _log_prob(1e308)),
-    "log-prob as text": Hostile("log_prob", _log_prob("-0.5")),
+    "log-prob as text": Hostile("output_token_logprobs", _log_prob("-0.5")),
     "log-prob null": Hostile("log_prob", _log_prob(None)),
     "log-probs of other tokens": Hostile("log_probs_of_other_tokens", _pairs(lambda p: [[-0.1, 1, None] for _ in p])),
     "log-probs in another order": Hostile("log_probs_of_other_tokens", _pairs(lambda pairs: pairs[::-1])),
-    "log-probs without ids": Hostile("log_prob_shape", _pairs(lambda pairs: [pair[:1] for pair in pairs])),
+    "log-probs without ids": Hostile("output_token_logprobs", _pairs(lambda pairs: [pair[:1] for pair in pairs])),
     # tokens
     "no output_ids": Hostile("output_ids", without("output_ids")),
     "output_ids as text": Hostile("output_ids", put("output_ids", value="1 2 3")),
     "token id negative": Hostile("token_id", _token(-1)),
     "token id beyond the vocabulary": Hostile("token_id", _token(VOCAB_SIZE)),
-    "token id true": Hostile("token_id", _token(True)),
+    "token id true": Hostile("output_ids", _token(True)),
     "one token more than asked": Hostile("too_many_tokens", _longer(1)),
     "finished without a token": Hostile("no_tokens", _empty),
     # the end
@@ -238,7 +238,7 @@ HOSTILE: Mapping[str, Hostile] = {
     "a name never given": Hostile("unknown_version", spans(("0.deadbeef.engine-0", 0, 8))),
     # refusals
     "success false": Hostile("not_successful", put("success", value=False)),
-    "success as text": Hostile("not_successful", put("success", value="yes")),
+    "success as text": Hostile("success", put("success", value="yes")),
     "an error": Hostile("error", body(b'{"error": {"message": "out of memory", "code": 500}}')),
     "status 400 to everything": Hostile("refused", body(b'{"error": {"message": "no"}}'), status=400),
     "status 404": Hostile("refused", status=404),
@@ -248,11 +248,11 @@ HOSTILE: Mapping[str, Hostile] = {
     # bytes
     "empty": Hostile("not_json", body(b"")),
     "not JSON": Hostile("not_json", body(b"<html>")),
-    "not UTF-8": Hostile("not_json", body(b'{"text": "\xff\xfe"}')),
-    "nested": Hostile("not_json", body(b"[" * 60_000)),
-    "many digits": Hostile("not_json", body(b'{"meta_info": ' + b"9" * 50_000 + b"}")),
+    "not UTF-8": Hostile("meta_info", body(b'{"text": "\xff\xfe"}')),
+    "nested": Hostile("not_an_object", body(b"[" * 60_000)),
+    "many digits": Hostile("meta_info", body(b'{"meta_info": ' + b"9" * 50_000 + b"}")),
     "a list": Hostile("not_an_object", body(b"[]")),
-    "no meta_info": Hostile("not_an_object", without("meta_info")),
+    "no meta_info": Hostile("meta_info", without("meta_info")),
     "packed": Hostile("encoded", lambda _: gzip.compress(b" " * 9_000_000), headers={"Content-Encoding": "gzip"}),
     "endless": Hostile("too_large", raw=Raw(_OK + b"Content-Length: 300000000\r\n\r\n", b" " * 65536)),
     "closed": Hostile("", raw=Raw()),

@@ -20,8 +20,7 @@ from services.buffer.conversion.wire_stream import config_from_proto, config_to_
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.eval_plan import read_plan
+from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.prompts import messages_of
 from tests.support.pictures import png
 from tests.unit.buffer.test_build import stream_of

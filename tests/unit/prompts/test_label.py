@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.api.rollout.v1.rollout_pb2 import EvalDataset
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.ledger import prompt_of
 from headrace.errors import InvalidArgument
@@ -21,7 +22,7 @@ from headrace.prompts import label_text
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.prompts.files import RowReader
-from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
+from services.rollout.evaluation.dataset import EvalFiles
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), texts)
@@ -48,7 +49,7 @@ def by_data_source(label: Any) -> str:
 def by_evaluation(label: Any, folder: Path) -> str:
     path = folder / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "p", "label": label}) + "\n")
-    (row,) = EvalFiles([path], None).read(str(path), EvalKeys("prompt", "label", None), None)
+    (row,) = EvalFiles([path], None).read(EvalDataset(path=str(path), input_key="prompt", label_key="label"))
     assert row.label is not None
     return row.label
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.api.rollout.v1.rollout_pb2 import EvalDataset
 from headrace.cli.commands.ledger import prompts_of
 from headrace.errors import HeadraceError
 from headrace.hooks.args import HookArgs, default_args
@@ -16,7 +17,7 @@ from headrace.hooks.data_source.dataset import Dataset
 from headrace.job.schema.section import PromptPath
 from headrace.prompts import chat_message
 from services.reward.check import scorers_of
-from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
+from services.rollout.evaluation.dataset import EvalFiles
 
 
 def test_a_message_keeps_the_order_of_its_keys_for_the_chat_template() -> None:
@@ -30,7 +31,7 @@ def submitted(path: Path) -> list[tuple[str, str]]:
 
 
 def evaluated(path: Path) -> list[tuple[Any, Any]]:
-    rows = EvalFiles([path], None).read(str(path), EvalKeys("prompt", "label", None), None)
+    rows = EvalFiles([path], None).read(EvalDataset(path=str(path), input_key="prompt", label_key="label"))
     return [(row.prompt, row.label) for row in rows]
 
 

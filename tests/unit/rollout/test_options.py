@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from services.rollout import __main__ as program
-from services.rollout import evaluate_url
 from services.rollout.admission import Kind
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.build import rollout_service
-from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator, Progress
+from services.rollout.evaluation import by_url
+from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner, Progress
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import GRACE_SECONDS
 from services.rollout.production.hooks import AllSamples, HookedSampler, HookSampler, OwnFunctions
@@ -177,7 +177,7 @@ ENGINES: Readers = {
         lambda b: b.engine_options["tensor_parallel_size"],
     ],
     "rollout_max_engines": [lambda b: b.parts.scaler._capacity.most],
-    "offload_rollout": [lambda b: b.parts.turn is not None, lambda b: b.engine_options["releases_memory"]],
+    "offload_rollout": [lambda b: b.parts.engine_memory is not None, lambda b: b.engine_options["releases_memory"]],
     "bf16": [lambda b: b.engine_options["dtype"] == "bfloat16"],
     "use_rollout_routing_replay": [
         lambda b: b.engine_options["returns_experts"],
@@ -439,14 +439,14 @@ async def test_an_evaluation_of_a_server_has_the_values_that_the_job_gives(
 ) -> None:
     job, lines = job_of(folder, {}), list[str]()
 
-    class Compared(Evaluator):
+    class Compared(EvalRunner):
         async def run(self, datasets: object) -> AsyncGenerator[Progress, None]:
             lines.extend(ignored(job, self, OF_A_SERVER))
             yield Progress(0, 0)
 
-    monkeypatch.setattr(evaluate_url, "Evaluator", Compared)
+    monkeypatch.setattr(by_url, "EvalRunner", Compared)
     with options_read() as read:
-        await evaluate_url.evaluate_url(job, "http://127.0.0.1:9", "m", [], return_samples=False)
+        await by_url.evaluate_url(job, "http://127.0.0.1:9", "m", [], return_samples=False)
     assert not lines, "\n".join(lines)
     assert read <= {*OF_A_SERVER, *ENGINES}, "compare them above"
 

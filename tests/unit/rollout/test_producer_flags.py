@@ -22,7 +22,7 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout import fleet_build
 from services.rollout.build import rollout_service
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.engine import EngineState
+from services.rollout.engine.fleet import EngineState
 from services.rollout.production.producer import Producer
 from services.rollout.server import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine

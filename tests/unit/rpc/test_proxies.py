@@ -28,7 +28,7 @@ from headrace.run_folder import RunFolder
 from headrace.score import ScoreItem
 from services.buffer.store.memory import MemoryStore
 from services.reward.scorers import judge, remote_rm
-from services.rollout.engine.engine import FleetTiming
+from services.rollout.engine.fleet import FleetTiming
 from services.rollout.engine.router import Router
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.processes.buffer_server import served_buffer

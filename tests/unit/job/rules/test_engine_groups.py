@@ -16,7 +16,7 @@ from headrace.job.schema.production import ContextLimit
 from headrace.models.registry import read_architecture
 from services.rollout.engine import arguments
 from services.rollout.engine.arguments import Machine
-from services.rollout.engine.engine import EngineSlot
+from services.rollout.engine.fleet import EngineSlot
 from services.rollout.fleet_build import slot_options, slots_of
 
 GROUPS = """

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.admission import GroupsLimit, is_pressed
-from services.rollout.engine.answers.load import EngineLoad
+from services.rollout.engine.replies import EngineLoad
 
 LOADS = st.lists(
     st.builds(EngineLoad, st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(0, 3)), max_size=3

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 
 from services.rollout.admission import GroupsLimit, LoadWatch
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.replies import BadAnswer, EngineLoad, read_load
 from tests.support.fakes.fake_fleet import FakeFleet
 
 RANK = {"num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "queues": {"retracted": 1}}
@@ -18,7 +18,7 @@ RANK = {"num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "queu
 
 def test_a_load_is_the_sum_of_the_ranks_and_the_fullest_cache() -> None:
     other = {"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.75}
-    assert read_load({"loads": [RANK, other]}) == EngineLoad(4, 2, 0.75, 1)
+    assert read_load(json.dumps({"loads": [RANK, other]}).encode()) == EngineLoad(4, 2, 0.75, 1)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_load_is_the_sum_of_the_ranks_and_the_fullest_cache() -> None:
 )
 def test_an_impossible_load_is_a_bad_answer(reply: dict[str, object]) -> None:
     with pytest.raises(BadAnswer):
-        read_load(reply)
+        read_load(json.dumps(reply).encode())
 
 
 async def test_the_limit_falls_while_requests_queue_at_the_engines_and_rises_again(fakes: FakeFleet) -> None:

@@ -17,8 +17,8 @@ from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
 from services.rollout.agents.tool_calls import ToolCallReader
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.replies import Finish
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
 

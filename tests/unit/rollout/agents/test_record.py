@@ -16,7 +16,7 @@ from headrace.trajectory import PolicyRange, check_ranges
 from services.rollout.agents.messages import Message, ToolCallMessage
 from services.rollout.agents.record import Ask, Branch, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import in_message
-from services.rollout.engine.answers.response import Finish
+from services.rollout.engine.replies import Finish
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import Activity, EngineState
 from services.rollout.production.generator import Generator
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from tests.support.fakes.fake_fleet import FakeFleet
@@ -143,7 +143,7 @@ async def generate(generator: Generator, *, streaming: bool) -> None:
         pass
 
 
-async def publish(receiver: Receiver, plan: Plan) -> Committed:
+async def publish(receiver: Receiver, plan: Plan) -> CommitResult:
     await receiver.begin(plan)
     for bucket in plan.buckets:
         await receiver.receive(plan.publication_id, bucket)

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from headrace.errors import Unavailable
-from services.rollout.engine.engine import Engine, EngineSlot
-from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.fleet import Engine, EngineSlot, EngineState
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 
@@ -111,7 +110,7 @@ async def test_an_engine_that_does_not_start_any_more_stays_down(monkeypatch: py
 
 def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("services.rollout.engine.engine.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.rollout.engine.fleet.time.monotonic", lambda: now)
     engine = Engine(0, EngineSlot(1))
     seen = []
     for life in (1, 1, 599, 600, 1):

@@ -16,10 +16,10 @@ import pytest
 from headrace.errors import Unavailable
 from headrace.job.schema.production import RolloutSection
 from services.rollout.engine import router as router_module
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.replies import Finish
 from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
 from tests.support.fakes.fake_engine import FakeEngine, response_to

@@ -18,8 +18,7 @@ from headrace.errors import (
     Unavailable,
 )
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.engine import Engine
-from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver

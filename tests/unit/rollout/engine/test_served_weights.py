@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engine.answers.bad_answer import BadAnswer
-from services.rollout.engine.answers.response import NamedSpan
+from services.rollout.engine.replies import BadAnswer, NamedSpan
 from services.rollout.engine.weights import ServedWeights
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headrace.trajectory import Failure, Sample, Status
-from services.rollout.evaluation.estimates import ks_up_to, mean_over, mean_pass_at_k, pass_at_k
-from services.rollout.evaluation.tally import Tally
+from services.rollout.evaluation.estimates import Tally, ks_up_to, mean_over, mean_pass_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))

@@ -17,8 +17,8 @@ from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.build import eval_function
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.evaluate import Evaluator, Progress
+from services.rollout.evaluation.dataset import EvalFiles
+from services.rollout.evaluation.runner import EvalRunner, Progress
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
@@ -63,7 +63,7 @@ async def evaluated(folder: Path, body: str, *, evaluates: bool = True, **args: 
     function = eval_function(job, HookArgs({**hook_args(job), **args}), ServedWeights())
     assert function is not None
     sampler = NeverAsked()
-    evaluator = Evaluator(
+    evaluator = EvalRunner(
         PromptEncoder(folder / "tokenizer", apply_chat_template=False),
         sampler,
         SampleScorer("127.0.0.1:1", item_seconds=1),

@@ -17,8 +17,8 @@ from headrace.trajectory import Sample, Status
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.evaluation.eval_file import EvalFiles
-from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.dataset import EvalFiles
+from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.production.hooks import HookSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
@@ -105,7 +105,7 @@ async def test_a_data_sets_generate_function_is_called_with_evaluation_true(tmp_
     (tmp_path / "agent.py").write_text(GENERATE)
     data, path, production = fifty(tmp_path), f"{tmp_path}/agent.py:f", Counting()
     hook = HookSampler(path, HookArgs({}), ServedWeights(), seconds=60, calls_at_once=8)
-    evaluator = Evaluator(
+    evaluator = EvalRunner(
         PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
         production,
         cast(SampleScorer, Agreeing()),

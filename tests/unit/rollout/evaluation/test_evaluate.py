@@ -16,10 +16,10 @@ from headrace.job.schema.production import EvalSection
 from headrace.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.admission import EngineSlots, Kind, Shares
-from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
-from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.engine.replies import BadAnswer
+from services.rollout.evaluation.dataset import EvalFiles
+from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest, failed_sample
@@ -63,13 +63,13 @@ async def test_a_bad_line_is_named_by_file_and_number(
             pass
 
 
-def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator:
+def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> EvalRunner:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     sampler = EngineSampler(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
     scorer = SampleScorer(reward_address, item_seconds=1)
     params, slots = SamplingParams(max_new_tokens=5), EngineSlots(Shares({Kind.EVALUATION: 64}), max_waiting=0)
-    return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles([], folder), slots=slots)
+    return EvalRunner(encoder, sampler, scorer, params, seed=1, files=EvalFiles([], folder), slots=slots)
 
 
 class Counting:
@@ -106,12 +106,12 @@ class Agreeing:
         return list(samples)
 
 
-def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
+def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | None = None) -> EvalRunner:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     params, slots = SamplingParams(max_new_tokens=5), EngineSlots(Shares({Kind.EVALUATION: 64}), max_waiting=0)
     scorer = cast(SampleScorer, Agreeing())
-    return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles(files, root), slots=slots)
+    return EvalRunner(encoder, sampler, scorer, params, seed=1, files=EvalFiles(files, root), slots=slots)
 
 
 def fifty(folder: Path) -> Path:
@@ -124,14 +124,14 @@ def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[
     named = [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]
     of_job = EvalFiles.of(EvalSection.model_validate({"eval_prompt_data": named}), None)
     for files in (EvalFiles([data], None), of_job, EvalFiles([], tmp_path)):
-        rows = [(row.where, row.prompt) for row in files.read(f"{data}{part}", EvalKeys("q", None, None), None)]
+        rows = [(row.where, row.prompt) for row in files.read(dataset(f"{data}{part}"))]
         assert rows == [(f"{data}:{each + 1}", str(each)) for each in numbers]
 
 
 @pytest.mark.parametrize(("part", "message"), [("@[3:3]", "holds no lines"), ("@[50:]", r"@\[50:\] has no prompts")])
 def test_a_slice_without_rows_is_refused(tmp_path: Path, part: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        EvalFiles([], tmp_path).read(f"{fifty(tmp_path)}{part}", EvalKeys("q", None, None), None)
+        EvalFiles([], tmp_path).read(dataset(f"{fifty(tmp_path)}{part}"))
 
 
 def dataset(path: Path | str, n_samples: int = 1) -> pb.EvalDataset:
@@ -282,7 +282,7 @@ async def test_a_reward_of_groups_sees_all_samples_of_a_prompt_in_one_call(
 ) -> None:
     make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     data, sampler, scorer = fifty(tmp_path), Counting(failing=(7,)), Groups()
-    evaluator = Evaluator(
+    evaluator = EvalRunner(
         PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
         sampler,
         cast(SampleScorer, scorer),

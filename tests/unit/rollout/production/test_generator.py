@@ -6,10 +6,10 @@ import pytest
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.job.schema.production import ContextLimit
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.replies import Finish
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
 from tests.support.fakes.fake_engine import FakeEngine, Fault, response_to

@@ -9,8 +9,8 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DeadlineExceeded, Unavailable
 from headrace.trajectory import Sample, Status
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.replies import Finish
 from services.rollout.production.generator import Generator, request_ender
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.partial import PartialRollout

@@ -13,7 +13,7 @@ from headrace.publication import Probe
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.production.generator import Generator
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from tests.support.fakes.fake_engine import FakeEngine, response_to
@@ -63,7 +63,7 @@ class Attempts:
         await self.router.close()
         await self.fleet.stop()
 
-    async def begin(self, name: str) -> asyncio.Task[Committed]:
+    async def begin(self, name: str) -> asyncio.Task[CommitResult]:
         """Version 3, up to its commit; returns when the engines have been asked about the probe."""
         plan = replace(PLAN, publication_id=name, groups=[GroupPlan(name, "127.0.0.1", 1, (0, 1))])
         probes = SlowToAnswerProbes.probes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ChecksumMismatch, FailedPrecondition, Fenced, InvalidArgument, PublicationAborted
+from headrace.errors import ChecksumMismatch, FailedPrecondition, InvalidArgument, PublicationAborted
 from services.rollout.engine.fleet import EngineState
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
@@ -89,14 +89,8 @@ async def test_an_engine_that_came_back_rejoins_alone(fakes: FakeFleet, planned:
     assert [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2
     assert fakes.fake(0).calls.count("/pause_generation") == paused
     assert fakes.fake(1).weights == WIRE
-
-
-async def test_an_older_trainer_is_fenced(fakes: FakeFleet, planned: Planned, tmp_path: Path) -> None:
-    receiver = Receiver(fakes.fleet, tmp_path)
-    await receiver.begin(planned("p1", 1, epoch=2))
-    with pytest.raises(Fenced, match="epoch 1 is over: epoch 2 has begun"):
-        await receiver.begin(planned("p0", 1, epoch=1))
-    assert await through(receiver, planned("p2", 1, epoch=3)) == ("engine-0", "engine-1")
+    assert fakes.fake(1).groups == set()
+    assert fakes.routing.urls == {engine.url for engine in fakes.fleet.engines}
 
 
 async def test_a_hung_engine_ends_a_publication_at_its_deadline(
@@ -159,15 +153,14 @@ async def test_engines_load_a_folder_on_their_own_and_one_that_fails_is_lost_alo
     assert await through(receiver, planned("p2", 1, engine_ids=("engine-0",))) == ("engine-0",)
 
 
-@pytest.mark.parametrize("planned", ["disk"], indirect=True)
-async def test_when_all_engines_refuse_a_folder_none_is_started_again(
+async def test_when_all_engines_refuse_the_weights_none_is_started_again_though_nobody_aborts_it(
     fakes: FakeFleet, planned: Planned, tmp_path: Path
 ) -> None:
     receiver = Receiver(fakes.fleet, tmp_path)
     for number in (0, 1):
-        fakes.fake(number).faults["/update_weights_from_disk"] = "refuse"
+        for call in ("/update_weights_from_distributed", "/update_weights_from_disk"):
+            fakes.fake(number).faults[call] = "refuse"
     await receiver.begin(planned("p1", 1))
     with pytest.raises(PublicationAborted, match="every engine refused: .*told to"):
         await receiver.receive("p1", 0)
-    await receiver.abort("p1", "the trainer heard of it")
-    assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2
+    await fakes.until(lambda: [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2)

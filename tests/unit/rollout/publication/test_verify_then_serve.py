@@ -35,7 +35,7 @@ from services.rollout.production.groups import GroupSampler
 from services.rollout.production.producer import BufferLedger, Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import EngineSampler
-from services.rollout.publication.publication import Committed
+from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from services.rollout.scoring import SampleScorer
@@ -93,7 +93,7 @@ class Trainer:
                 engine.log_prob_error = -5.0
         await self.receiver.receive(name, 1)
 
-    async def commit(self, name: str) -> Committed:
+    async def commit(self, name: str) -> CommitResult:
         return await self.receiver.commit(name, CHECKSUMS, TRUTH)
 
 

@@ -249,7 +249,7 @@ async def test_a_publication_that_every_service_refuses_has_failed_and_the_versi
 async def test_a_service_at_which_a_newer_trainer_has_begun_ends_this_one_and_its_publication(tmp_path: Path) -> None:
     async with a_run(tmp_path) as run:
         await run.publish(1)
-        run.services[1].receiver.fence.pass_(2)
+        run.services[1].receiver.fence.check(2)
         with pytest.raises(Fenced):
             await run.publish(2)
         assert run.serve(1, 1)

@@ -20,7 +20,7 @@ from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import NoEvaluations
+from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders, TrainerServicer
 from services.trainer.state import TrainState
@@ -63,7 +63,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     everything = SavableEverything(num_steps=4)
     report = RunReport(tmp_path)
     report.resume(0)
-    console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=4, groups_per_step=2)
+    console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=4, groups_per_step=2)
     console.open(everything, 1)
     name = pb.DESCRIPTOR.services_by_name["TrainerService"].full_name
     exports = ExportFolders(tmp_path / "run", [tmp_path / "run" / "checkpoints"])
@@ -111,7 +111,7 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
 async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
     now = [0.0]
     report = RunReport(tmp_path)
-    console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
+    console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
     console.open(SavableEverything(num_steps=4), 1, step=6)
     assert console.status.step == 6  # a resumed run says so before its first step
     now[0] += 100.0
@@ -130,7 +130,7 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
 
 
 async def test_a_trainer_that_has_its_batch_waits_no_more(tmp_path: Path) -> None:
-    console = TrainerConsole(RunReport(tmp_path), NoEvaluations(), run="r", num_steps=4, groups_per_step=2)
+    console = TrainerConsole(RunReport(tmp_path), EvalScheduler(), run="r", num_steps=4, groups_per_step=2)
     console.open(SavableEverything(num_steps=4), 1)
     assert await console.before_step(TrainState(0, policy_version=0, epoch=1))
     assert console.status.phase == pb.PHASE_WAITING

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.job.eval_sets import EvalSet
 from headrace.job.schema.production import EvalSection
-from services.trainer.serving.evaluation import Evaluated, JobEvaluations
+from services.trainer.serving.evaluation import Evaluated, IntervalEvalScheduler
 from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState
 
@@ -28,14 +28,14 @@ class Asked:
         return Evaluated({"eval_error": 0.0} | {f"eval/{name}": 1.0 for name in names})
 
 
-def evaluations_of(folder: Path, asked: Asked, **intervals: int) -> JobEvaluations:
+def evaluations_of(folder: Path, asked: Asked, **intervals: int) -> IntervalEvalScheduler:
     sets = [EvalSet(name=name, path=Path("x"), interval=every) for name, every in intervals.items()]
     section = EvalSection(skip_eval_before_train=True)
     schedule = JobSchedule(100, publish_every=1, save_every=None, evaluation=section, eval_sets=sets)
-    return JobEvaluations(asked, schedule, RunReport(folder), exact=False)
+    return IntervalEvalScheduler(asked, schedule, RunReport(folder), exact=False)
 
 
-async def reach(evaluations: JobEvaluations, *steps: int) -> None:
+async def reach(evaluations: IntervalEvalScheduler, *steps: int) -> None:
     for step in steps:
         await evaluations.at(TrainState(step, step, 1))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The engines' side of devices that they share with the trainer: both take turns on them.
+"""Engines' memory on devices that they share with the trainer: both take turns on them.
 
   TRAINER'S ──resume──► ENGINES' ──release──► TRAINER'S …    a service begins with the trainer's: it may be training
 In the trainer's turn no engine has memory on a device: it is RELEASED, alive with its requests waiting, or DOWN, and
@@ -14,8 +14,7 @@ from typing import Protocol
 
 from headrace.errors import Aborted, DeadlineExceeded, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.rpc.log import log
-from services.rollout.engine.engine import Engine, EngineState
-from services.rollout.engine.fleet import Fleet
+from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.receiver import Receiver
 
 _CALL_SECONDS = 60.0
@@ -36,7 +35,7 @@ class Leasing(Protocol):
         """They are again, unless somebody else pauses it."""
 
 
-class EngineTurn:
+class EngineMemory:
     """Changes are made one after the other, and to their end: a caller that goes away changes nothing."""
 
     def __init__(self, fleet: Fleet, leasing: Leasing, receiver: Receiver) -> None:
@@ -60,7 +59,7 @@ class EngineTurn:
         if epoch < 0:
             raise InvalidArgument(f"epoch is {epoch}: should be 0 or more", field="epoch")
         if epoch:
-            self._receiver.fence.pass_(epoch)
+            self._receiver.fence.check(epoch)
         await self._changed(self._release)
         return self._ids(EngineState.RELEASED)
 
@@ -71,7 +70,7 @@ class EngineTurn:
         """
         if epoch < 1:
             raise InvalidArgument(f"epoch is {epoch}: should be the ledger's, from 1 on", field="epoch")
-        self._receiver.fence.pass_(epoch)
+        self._receiver.fence.check(epoch)
         await self._changed(self._resume)
         while not self._fleet.alive() or any(map(_starts_for_the_first_time, self._fleet.engines)):
             if self.is_trainers:
@@ -150,13 +149,13 @@ class EngineTurn:
         return [engine.engine_id for engine in self._fleet.engines if engine.state is state]
 
 
-def require_turn(turn: EngineTurn | None) -> EngineTurn:
+def require_shared(memory: EngineMemory | None) -> EngineMemory:
     """Raises FailedPrecondition where engines have their devices to themselves."""
-    if turn is None:
+    if memory is None:
         raise FailedPrecondition(
             "engines keep their memory: the job says neither --colocate nor --offload-rollout", reason="NOT_COLOCATED"
         )
-    return turn
+    return memory
 
 
 async def _until_idle(engine: Engine) -> None:

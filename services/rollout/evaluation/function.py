@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +20,10 @@ from headrace.rpc.log import log
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.evaluation.eval_plan import EvalPlan
-from services.rollout.evaluation.tally import Tally
+from services.rollout.evaluation.dataset import EvalPlan
+from services.rollout.evaluation.estimates import Tally
 
 _LOAD_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionEvaluation:
-    """All samples of an evaluation, in the data sets' sums too."""
-
-    samples: tuple[Sample, ...]
-    tallies: tuple[Tally, ...]
 
 
 class EvalFunction:
@@ -75,8 +66,13 @@ class EvalFunction:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def evaluate(self, datasets: Sequence[pb.EvalDataset], plans: Sequence[EvalPlan]) -> FunctionEvaluation:
-        """Raises FailedPrecondition where the function fails or lacks a data set, InvalidArgument for its numbers."""
+    async def evaluate(
+        self, datasets: Sequence[pb.EvalDataset], plans: Sequence[EvalPlan]
+    ) -> tuple[list[Sample], list[Tally]]:
+        """Returns all samples, and their sums by data set.
+
+        Raises FailedPrecondition where the function fails or lacks a data set, InvalidArgument for its numbers.
+        """
         args = HookArgs({**self._args, "eval_datasets": [_named(*each) for each in zip(datasets, plans, strict=True)]})
         report = await self._called(args, {plan.name: key for plan in plans if (key := self._key(plan)) is not None})
         missing = [plan.name for plan in plans if plan.name not in report.data]
@@ -103,8 +99,8 @@ class EvalFunction:
             raise FailedPrecondition(failure.message, reason="EVALUATION_FAILED") from error
         return report
 
-    def _evaluated(self, report: EvalReport, plans: Mapping[str, EvalPlan]) -> FunctionEvaluation:
-        evaluation_id, samples, tallies = uuid.uuid4().hex[:8], [], []
+    def _evaluated(self, report: EvalReport, plans: Mapping[str, EvalPlan]) -> tuple[list[Sample], list[Tally]]:
+        evaluation_id, samples, tallies = uuid.uuid4().hex[:8], list[Sample](), list[Tally]()
         for name, data in report.data.items():
             plan = plans.get(require_name(name, "datasets.name"))
             tally = Tally(name, _most_of_one(data), plan.pass_reward if plan else 1.0)
@@ -113,7 +109,7 @@ class EvalFunction:
                 tally.add(row, sample)
                 samples.append(sample)
             tallies.append(tally)
-        return FunctionEvaluation(tuple(samples), tuple(tallies))
+        return samples, tallies
 
     def _stored(self, group_id: str, number: int, each: EvalSample) -> Sample:
         length = each.response_length

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Aborted, FailedPrecondition, Fenced, InvalidArgument
-from services.rollout.devices import EngineTurn, require_turn
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine_memory import EngineMemory, require_shared
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from tests.support.devices.memory_engine import MemoryEngine
@@ -43,7 +43,7 @@ class Production:
 class Shared:
     fleet: Fleet
     receiver: Receiver
-    turn: EngineTurn
+    turn: EngineMemory
     production: Production
     device: SharedDevice
 
@@ -78,7 +78,7 @@ async def shared(folder: Path, may_start: Callable[[], bool] = lambda: True) -> 
 
     fleet = Fleet(2, 1, build, RememberedRouting(), TIMING)
     receiver = Receiver(fleet)
-    turn = EngineTurn(fleet, production, receiver)
+    turn = EngineMemory(fleet, production, receiver)
     starting = asyncio.create_task(fleet.start())
     try:
         yield Shared(fleet, receiver, turn, production, device)
@@ -204,4 +204,4 @@ async def test_an_older_trainer_moves_no_devices(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="from 1 on"):
             await it.turn.resume(0)
         with pytest.raises(FailedPrecondition, match="neither --colocate nor --offload-rollout"):
-            require_turn(None)
+            require_shared(None)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
-from services.rollout.production.generator import Generator, ResponseEnd, Texts
+from services.rollout.engine.replies import Finish
+from services.rollout.production.generator import Generator, StopStrings, Texts
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 
@@ -31,7 +31,7 @@ def engine(fakes: FakeFleet) -> FakeEngine:
 
 @pytest.fixture
 def generator(fakes: FakeFleet, engine: FakeEngine) -> Generator:
-    return Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, response_end=ResponseEnd(lambda: TEXTS))
+    return Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, stop_strings=StopStrings(lambda: TEXTS))
 
 
 def _stop_at(length: int, num_tokens: int) -> str:
@@ -111,7 +111,7 @@ async def test_a_stop_string_that_has_begun_makes_the_next_request_short(
 async def test_an_end_of_sequence_in_the_step_of_an_abort_ends_the_response(fakes: FakeFleet) -> None:
     """SGLang says abort, and does not look at the token: the policy would have been asked to go on after its end."""
     texts = replace(TEXTS, end_tokens=frozenset({WHOLE[9]}))
-    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, response_end=ResponseEnd(lambda: texts))
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, stop_strings=StopStrings(lambda: texts))
     fakes.fake(0).aborted_after = {"r#1": 10}
     found = await generator.generate(PROMPT, SamplingParams(40), request_id="r", seconds=60)
     assert (list(found.tokens), found.finish) == (WHOLE[:10], Finish.STOP)

@@ -20,10 +20,9 @@ from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.eval_file import EvalFiles, EvalRow
-from services.rollout.evaluation.eval_function import EvalFunction, FunctionEvaluation
-from services.rollout.evaluation.eval_plan import EvalPlan, read_plan
-from services.rollout.evaluation.tally import Tally
+from services.rollout.evaluation.dataset import EvalFiles, EvalPlan, EvalRow, read_plan
+from services.rollout.evaluation.estimates import Tally
+from services.rollout.evaluation.function import EvalFunction
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, seed_of
 from services.rollout.scoring import SampleScorer
@@ -51,7 +50,7 @@ class _Job:
     indexes: range
 
 
-class Evaluator:
+class EvalRunner:
     """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
 
     `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. `samplers`
@@ -112,7 +111,7 @@ class Evaluator:
             for dataset in datasets
         ]
         if self._function and self._function.evaluates:
-            for progress in _progress(await self._function.evaluate(datasets, plans)):
+            for progress in _progress(*await self._function.evaluate(datasets, plans)):
                 yield progress
             return
         total = sum(plan.total for plan in plans)
@@ -211,14 +210,14 @@ def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:
     return failed_sample(request, Failure(reason, f"{row.where}: {error}"))
 
 
-def _progress(evaluated: FunctionEvaluation) -> Iterator[Progress]:
+def _progress(samples: Sequence[Sample], tallies: Sequence[Tally]) -> Iterator[Progress]:
     """All samples at once may be more than a message holds."""
-    total = len(evaluated.samples)
-    _require_most(evaluated.tallies, total)
+    total = len(samples)
+    _require_most(tallies, total)
     for start in range(0, total, SAMPLES_AT_ONCE):
-        some = evaluated.samples[start : start + SAMPLES_AT_ONCE]
+        some = tuple(samples[start : start + SAMPLES_AT_ONCE])
         yield Progress(start + len(some), total, some)
-    yield Progress(total, total, results=tuple(tally.result() for tally in evaluated.tallies))
+    yield Progress(total, total, results=tuple(tally.result() for tally in tallies))
 
 
 def _require_most(tallies: Sequence[Tally], total: int) -> None:

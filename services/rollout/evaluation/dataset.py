@@ -1,0 +1,255 @@
+"""A data set to evaluate: its rows, of a JSONL file, a JSON array or CSV, and how each is sampled.
+
+The operator named or allowed the file. It is a regular file of bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.images import with_images
+from headrace.job.eval_sets import eval_sets
+from headrace.job.schema.production import EvalSection
+from headrace.job.schema.section import PromptPath
+from headrace.limits import (
+    MAX_EVAL_FILE_BYTES,
+    MAX_EVAL_PROMPTS,
+    MAX_PROMPT_LINE_BYTES,
+    MAX_SAMPLES_PER_GROUP,
+    from_json,
+    optional_name,
+    require_between,
+    require_finite,
+    require_name,
+    require_path,
+    shown,
+    to_json,
+)
+from headrace.prompts import content_of, label_mark, label_text, ordered_json, parse_row, table, value_at
+from headrace.trajectory import MAX_REWARD, check_text
+from services.rollout.engine.api import SamplingParams
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.sampling import merged_params
+
+_FIELD = "datasets.path"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """One prompt; `where` is file:line."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    label: str | None
+    metadata: dict[str, Any]
+    tools: list[Any] | None = None
+    hook_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFiles:
+    """The files that a client may name: `files` themselves, and everything under the `root`."""
+
+    files: Sequence[Path]
+    root: Path | None
+
+    @classmethod
+    def of(cls, section: EvalSection, prompt_root: Path | None) -> EvalFiles:
+        """Allows the files of a job's evaluations, and everything under its prompt_root."""
+        return cls([each.prompts.path for each in eval_sets(section)], prompt_root)
+
+    def read(self, dataset: pb.EvalDataset) -> tuple[EvalRow, ...]:
+        """Returns all rows of the file, or of its slice `path@[a:b]`, checked.
+
+        Blocks; raises InvalidArgument with file and line for a bad row.
+        """
+        overrides = _overrides(dataset)
+        try:
+            part = PromptPath.parse(require_path(dataset.path, _FIELD), _FIELD)
+        except ConfigError as error:
+            raise InvalidArgument(error.message, field=_FIELD) from error
+        part = replace(part, path=self._allowed(str(part.path)))
+        with _opened(part.path) as file:
+            most = dataset.max_prompts if dataset.HasField("max_prompts") else None
+            rows = tuple(_row(where, line, dataset, overrides) for where, line in _lines(part, file, most))
+        if not rows:
+            raise InvalidArgument(f"{part.absolute()} has no prompts", field=_FIELD)
+        return rows
+
+    def _allowed(self, path: str) -> Path:
+        """Follows links, so that none leads out of the root."""
+        try:
+            real = ((self.root or Path()) / path).resolve()
+            if any(real == file.resolve() for file in self.files):
+                return real
+            if self.root is not None and real.is_relative_to(self.root.resolve()):
+                return real
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidArgument(f"path {shown(path)} cannot be read: {error}", field=_FIELD) from error
+        under = f"or lie under --prompt-root {self.root}" if self.root else "as there is no --prompt-root"
+        raise InvalidArgument(f"path {shown(path)} must be one of the job's eval_prompt_data, {under}", field=_FIELD)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a regular file; it waits for no FIFO and reads no device."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise InvalidArgument(
+            f"there is no file {path} to be read on the rollout service's machine: {error.strerror}", field=_FIELD
+        ) from error
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_EVAL_FILE_BYTES:
+        os.close(descriptor)
+        raise InvalidArgument(
+            f"{path} must be a regular file of at most {MAX_EVAL_FILE_BYTES} bytes, has {facts.st_size}", field=_FIELD
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, Any]]:
+    """Yields (file:line, row) of each row used."""
+    path, used = part.path, 0
+    rows = table(file, path)
+    lines = iter(lambda: file.readline(MAX_PROMPT_LINE_BYTES + 1), b"") if rows is None else rows
+    for number, line in enumerate(lines, 1):
+        if part.end_row is not None and number > part.end_row:
+            return
+        if isinstance(line, bytes) and len(line) > MAX_PROMPT_LINE_BYTES:
+            raise InvalidArgument(f"{path}:{number}: longer than {MAX_PROMPT_LINE_BYTES} bytes", field=_FIELD)
+        if number <= part.first_row or (isinstance(line, bytes) and not line.strip()):
+            continue
+        if max_prompts is not None and used >= max_prompts:
+            return
+        used += 1
+        if used > MAX_EVAL_PROMPTS:
+            raise InvalidArgument(
+                f"{path} has more than {MAX_EVAL_PROMPTS} prompts: pass max_prompts", field="datasets.max_prompts"
+            )
+        yield f"{path}:{number}", line
+
+
+def _row(where: str, line: Any, keys: pb.EvalDataset, overrides: Mapping[str, Any]) -> EvalRow:
+    """`overrides` are laid over the row's metadata; its scorer is that of the data set only where it names none."""
+    try:
+        row = parse_row(line)
+        prompt = content_of(row, keys.input_key)
+        if keys.image_key:
+            prompt = with_images(prompt, row, keys.image_key, Path(where.rpartition(":")[0]).parent)
+        given = value_at(row, keys.label_key) if keys.label_key else None
+        label = label_text(given)
+        own = value_at(row, keys.metadata_key) if keys.metadata_key else None
+        rm_type = {"rm_type": keys.rm_type} if keys.rm_type else {}
+        metadata = {**rm_type, **(own if isinstance(own, dict) else {}), **overrides}
+        check_text("label", label or "")
+        to_json(metadata)
+        ordered_json(prompt)
+        return EvalRow(where, prompt, label, metadata, _tools(row, keys.tool_key), label_mark(given))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error.message}", field=_FIELD) from error
+
+
+def _tools(row: Mapping[str, Any], key: str) -> list[Any] | None:
+    tools = value_at(row, key) if key else None
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidArgument(f"{key!r} must be an array of tool definitions, is {shown(tools)}")
+    ordered_json(tools)
+    return tools
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """`generate` is a generate function of the job's eval_config, or None for the job's own way.
+
+    `reward_key` is the part of dict rewards that counts, or None for the reward service's choice.
+    """
+
+    name: str
+    rows: tuple[EvalRow, ...]
+    n_samples: int
+    params: SamplingParams
+    pass_reward: float
+    generate: str | None
+    reward_key: str | None
+    max_prompt_tokens: int | None
+    max_context_tokens: int | None
+
+    @property
+    def total(self) -> int:
+        """The number of its samples."""
+        return len(self.rows) * self.n_samples
+
+    def encode(self, encoder: PromptEncoder, row: EvalRow) -> EncodedPrompt:
+        """Blocks. Raises InvalidArgument for a prompt that the chat template refuses, or that is too long."""
+        if isinstance(row.prompt, str):
+            prompt = encoder.encode_text(row.prompt)
+        else:
+            prompt = encoder.encode_messages(row.prompt, row.tools)
+        for limit, name in ((self.max_prompt_tokens, "max_prompt_len"), (self._most_prompt_tokens, "max_context_len")):
+            if limit is not None and len(prompt.tokens) > limit:
+                raise InvalidArgument(
+                    f"the prompt has {len(prompt.tokens)} tokens, and {name} allows {limit}", reason="PROMPT_TOO_LONG"
+                )
+        return prompt
+
+    def params_for(self, prompt: EncodedPrompt) -> SamplingParams:
+        """The parameters, with a response that fits beside the prompt."""
+        if self.max_context_tokens is None:
+            return self.params
+        return self.params.at_most(self.max_context_tokens - len(prompt.tokens))
+
+    @property
+    def _most_prompt_tokens(self) -> int | None:
+        return None if self.max_context_tokens is None else self.max_context_tokens - 1
+
+
+def read_plan(
+    dataset: pb.EvalDataset, files: EvalFiles, defaults: SamplingParams, generate_functions: Collection[str]
+) -> EvalPlan:
+    """Blocks. Raises InvalidArgument that names the field, or file and line."""
+    n_samples = require_between(dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt")
+    require_name(dataset.input_key, "datasets.input_key")
+    for name in ("label_key", "metadata_key", "tool_key", "rm_type", "image_key"):
+        optional_name(getattr(dataset, name), f"datasets.{name}")
+    return EvalPlan(
+        name=require_name(dataset.name, "datasets.name"),
+        n_samples=n_samples,
+        params=merged_params(dataset.sampling, defaults),
+        pass_reward=_pass_reward(dataset),
+        generate=_generate(dataset, generate_functions),
+        reward_key=optional_name(dataset.reward_key, "datasets.reward_key"),
+        max_prompt_tokens=dataset.max_prompt_tokens if dataset.HasField("max_prompt_tokens") else None,
+        max_context_tokens=dataset.max_context_tokens if dataset.HasField("max_context_tokens") else None,
+        rows=files.read(dataset),
+    )
+
+
+def _generate(dataset: pb.EvalDataset, known: Collection[str]) -> str | None:
+    """Refuses functions that the operator has not named: they would be imported."""
+    path = dataset.generate_function_path
+    if path and path not in known:
+        raise InvalidArgument(
+            f"generate function {shown(path)} is none that the job's eval_config names",
+            field="datasets.generate_function_path",
+        )
+    return path or None
+
+
+def _overrides(dataset: pb.EvalDataset) -> dict[str, Any]:
+    try:
+        return from_json(dataset.metadata_overrides_json) if dataset.metadata_overrides_json else {}
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field="datasets.metadata_overrides_json") from error
+
+
+def _pass_reward(dataset: pb.EvalDataset) -> float:
+    if not dataset.HasField("pass_reward"):
+        return 1.0
+    return require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)
