@@ -13,9 +13,7 @@ from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, scope_of_check
 from headrace.job.schema.job import Job
 from headrace.launch.previous_run import require_shards
-from headrace.preflight.preflight import preflight
-from headrace.preflight.process import READ_SECONDS
-from headrace.preflight.report import Report
+from headrace.preflight import READ_SECONDS, Report, preflight
 from headrace.run_folder import RunFolder
 
 _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]

@@ -73,7 +73,7 @@ def replay_job(recorded: RunFolder, flags: Sequence[str]) -> Job:
         "services": job.services.model_copy(
             update=dict.fromkeys(("buffer_address", "rollout_address", "reward_address", "trainer_address"))
         ),
-        "buffer": job.buffer.model_copy(update={"buffer_addresses": (), "buffer_shard": None}),
+        "buffer": job.buffer.model_copy(update={"buffer_shard": None}),
         "checkpoint": job.checkpoint.model_copy(update=_same_as(job, was, ("save", "load", "save_hf", "export_root"))),
     }
     job = resolve(job.model_copy(update=own))

@@ -15,7 +15,7 @@ from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans
 from headrace.launch.previous_run import is_finished, previous_run, resumption, saved_step
 from headrace.launch.specs import folder_here, without_address
-from headrace.preflight.preflight import require_startable
+from headrace.preflight import require_startable
 from headrace.process.exit_status import INTERRUPTED
 from headrace.run_folder import RunFolder
 

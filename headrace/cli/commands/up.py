@@ -12,7 +12,7 @@ from headrace.job.rules.scope import Scope
 from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans
 from headrace.launch.specs import SERVICES, folder_here
 from headrace.limits import did_you_mean
-from headrace.preflight.preflight import require_startable
+from headrace.preflight import require_startable
 from headrace.process.exit_status import INTERRUPTED
 
 _USAGE = """usage: headrace up SERVICE --config JOB.toml [flags]

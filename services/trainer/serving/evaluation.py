@@ -358,8 +358,8 @@ class JobEvaluator:
                     await writing.close()
         except (TimeoutError, DeadlineExceeded) as error:
             raise DeadlineExceeded(
-                f"it took longer than eval_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
-                "--eval-timeout-seconds"
+                f"it took longer than rollout_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
+                "--rollout-timeout-seconds"
             ) from error
         if not results:
             raise Unavailable("the rollout service ended it without results")
@@ -400,7 +400,7 @@ def evaluations_of(
     path = job.hooks.custom_eval_rollout_log_function_path
     users_log = EvaluationLog(path, hook_args(job)) if path else None
     evaluator = JobEvaluator(
-        datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
+        datasets, rollout, seconds=job.rollout.rollout_timeout_seconds, samples=samples, users_log=users_log
     )
     waits = job.eval.eval_exact_version or job.placement.colocate  # there it needs the devices to itself
     return JobEvaluations(evaluator, schedule, report, exact=waits)
