@@ -13,9 +13,9 @@ from headrace.hooks import HookArgs, hook_args
 from headrace.hooks.slime_names import SLIME_IMPORTS
 from headrace.hooks.trial.check import KINDS, Kind
 from headrace.hooks.trial.check import check_hook as run_check
+from headrace.job.hook_files import hooks_of
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
-from headrace.job.rules.paths.hook_files import hooks_of
 from headrace.rpc.log import drop_logs
 
 

@@ -23,7 +23,7 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
         *("label_key", "metadata_key", "tool_key", "priority_key", "rollout_shuffle", "rollout_seed", "num_epoch"),
         *("skip_bad_lines", "multimodal_keys"),
     ),
-    "buffer": ("selection", "buffer_filter_path", "buffer_shards", "buffer_addresses"),
+    "buffer": ("selection", "buffer_filter_path", "buffer_shards"),
 }
 """Options that the ledger's groups were made with: `StreamConfig` without its limits."""
 
@@ -111,7 +111,7 @@ def require_shards(run: RunFolder, buffer: BufferSection) -> None:
     A shard that is started by hand has the folder to itself; its own stream says which one it is.
     """
     there = _num_shards(run, buffer)
-    if there in (None, buffer.buffer_shards) or buffer.buffer_addresses:
+    if there in (None, buffer.buffer_shards) or buffer.buffer_shard is not None:
         return
     made_with = "one buffer" if there == 1 else f"{there} shards"
     raise ConfigError(

@@ -14,8 +14,7 @@ from typing import Any
 from headrace.devices import ORDER, RANK_DEVICES, DeviceShare
 from headrace.errors import ConfigError, Unavailable
 from headrace.hooks.slime_names import slime_environment
-from headrace.job.rules.machines.gpus import device_plan
-from headrace.job.rules.machines.nodes import meeting_of
+from headrace.job.rules.machines import device_plan, meeting_of
 from headrace.job.rules.scope import Scope, services_here
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
@@ -90,7 +89,7 @@ def address_in(job: Job, service: str) -> str | None:
     number = _chosen(job, service)
     if address is None or number is None:
         return address
-    return (job.buffer.buffer_addresses if service == BUFFER else address.split(","))[number]
+    return address.split(",")[number]
 
 
 def address_of(job: Job, service: str) -> str:

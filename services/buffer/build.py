@@ -16,7 +16,6 @@ from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import (
     DEFAULT_MAX_GROUPS,
     DEFAULT_MAX_LEASES,
-    ExpiryAction,
     FileSource,
     Selection,
     StreamConfig,
@@ -45,7 +44,7 @@ def train_stream(job: Job) -> StreamConfig:
             f"update_weights_interval {interval} serves weights up to {interval - 1} steps old, "
             f"max_staleness is {job.buffer.max_staleness}: set it to {interval - 1} or more, or publish more often"
         )
-    shard, num_shards = _shard(job.buffer)
+    shard, num_shards = _shard(job)
     config = StreamConfig(
         name=TRAIN_STREAM,
         n_samples_per_prompt=job.rollout.samples_per_group,
@@ -53,7 +52,6 @@ def train_stream(job: Job) -> StreamConfig:
         max_staleness=job.buffer.max_staleness,
         lease_seconds=LEASE_SECONDS,
         max_attempts=MAX_ATTEMPTS,
-        expiry_action=ExpiryAction(job.buffer.expiry_action.upper()),
         selection=_selection(job.buffer),
         files=() if job.data.data_source_path else _files(job.data),
         data_source=job.data.data_source_path,
@@ -64,7 +62,7 @@ def train_stream(job: Job) -> StreamConfig:
         over_sampling_groups=share_of_count(
             _surplus(job.rollout.over_sampling_batch_size, job.rollout.groups_per_step), shard, num_shards
         ),
-        limiter=_limiter(job.buffer, shard, num_shards),
+        limiter=_limiter(job, shard, num_shards),
         shard=shard,
         num_shards=num_shards,
         vocab_size=_vocab_size(job.model.hf_checkpoint),
@@ -95,15 +93,13 @@ def _vocab_size(checkpoint: Path) -> int | None:
     return read_architecture(checkpoint).vocab_size if (checkpoint / "config.json").is_file() else None
 
 
-def _shard(buffer: BufferSection) -> tuple[int, int]:
+def _shard(job: Job) -> tuple[int, int]:
     """Returns (number of this shard, number of shards)."""
-    if buffer.num_shards == 1:
+    if job.num_shards == 1:
         return 0, 1
-    if buffer.buffer_shard is None:
-        raise ConfigError(
-            f"this buffer is one of {buffer.num_shards} shards and was not told which: pass --buffer-shard"
-        )
-    return buffer.buffer_shard, buffer.num_shards
+    if job.buffer.buffer_shard is None:
+        raise ConfigError(f"this buffer is one of {job.num_shards} shards and was not told which: pass --buffer-shard")
+    return job.buffer.buffer_shard, job.num_shards
 
 
 def _surplus(over_sampling_batch_size: int | None, groups_per_step: int) -> int:
@@ -114,11 +110,13 @@ def _selection(buffer: BufferSection) -> Selection:
     return Selection.HOOK if buffer.buffer_filter_path else Selection(buffer.selection.upper())
 
 
-def _limiter(buffer: BufferSection, shard: int, num_shards: int) -> Limiter | None:
-    if buffer.min_size_to_sample is None:
+def _limiter(job: Job, shard: int, num_shards: int) -> Limiter | None:
+    """Either side may be a step's batch ahead: with less than half of it and one insert, each waits for the other."""
+    target = job.buffer.samples_per_insert
+    if job.buffer.min_size_to_sample is None:
         return None
-    min_size = share_of_least(buffer.min_size_to_sample, shard, num_shards)
-    return Limiter(min_size, buffer.samples_per_insert, buffer.samples_per_insert_error_buffer)
+    min_size = share_of_least(job.buffer.min_size_to_sample, shard, num_shards)
+    return Limiter(min_size, target, None if target is None else float(job.rollout.groups_per_step))
 
 
 def _files(data: DataSection) -> tuple[FileSource, ...]:

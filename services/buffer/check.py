@@ -14,9 +14,18 @@ from headrace.hooks import hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import Given, try_data_source
 from headrace.limits import from_json
-from headrace.preflight.hooks import hook_pool
-from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
-from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
+from headrace.preflight import (
+    CheckOptions,
+    PromptRow,
+    Prompts,
+    ReadPrompts,
+    Report,
+    count_scorer,
+    hook_pool,
+    scorer_name,
+    serve_check,
+    tell_progress,
+)
 from headrace.prompts import rows_of
 from services.buffer.build import HOOK_SECONDS, of_shard, train_stream
 from services.buffer.ledger.group import Prompt
@@ -33,9 +42,10 @@ _PROGRESS_SECONDS = 2.0
 _TRIED_PROMPTS = 4
 
 
-async def check(options: CheckOptions, _: ReadPrompts) -> BufferReport:
+async def check(options: CheckOptions, _: ReadPrompts) -> Report:
     """Parses prompts as the buffer will, until the time is over, and counts the rest."""
-    report, prompts, job = Report(), Prompts(), options.job
+    report, job = Report(), options.job
+    prompts = report.prompts
     clock = ReadingClock(options.read_seconds, tell_progress)
     try:
         is_one_of_several = job.buffer.buffer_shards > 1 and job.buffer.buffer_shard is None
@@ -47,10 +57,11 @@ async def check(options: CheckOptions, _: ReadPrompts) -> BufferReport:
         report.refuse(error)
     await _hooks(options, report, prompts)
     if len(prompts.rm_types) > 1 or "" not in prompts.rm_types:
-        named = {name or "none": scorers for name, scorers in prompts.rm_types.items()}
-        if named:
-            report.facts.append(("metadata.rm_type", counted(named)))
-    return BufferReport(report, prompts)
+        most_first = sorted(prompts.rm_types.items(), key=lambda item: -item[1].count)
+        if most_first:
+            named = [f"{name or 'none'} {scorers.count:,}" for name, scorers in most_first]
+            report.facts.append(("metadata.rm_type", ", ".join(named)))
+    return report
 
 
 class ReadingClock:

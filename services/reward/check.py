@@ -16,9 +16,19 @@ from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 from headrace.job.schema.section import PromptPath
 from headrace.limits import MAX_EVAL_FILE_BYTES, from_json
-from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
-from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
-from headrace.preflight.report import PromptRow, Prompts, Report, Scorers, count_scorer, scorer_name
+from headrace.preflight import (
+    LOAD_SECONDS,
+    CheckOptions,
+    PromptRow,
+    Prompts,
+    ReadPrompts,
+    Report,
+    Scorers,
+    count_scorer,
+    hook_pool,
+    scorer_name,
+    serve_check,
+)
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.prompts import parse_row, rows_of, value_at
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult

@@ -175,7 +175,7 @@ def eval_function(job: Job, args: HookArgs, weights: ServedWeights) -> EvalFunct
     if path is None:
         return None
     params = job_params(job.rollout)
-    return EvalFunction(path, args, weights, params, seconds=job.eval.eval_timeout_seconds, must_evaluate=is_own)
+    return EvalFunction(path, args, weights, params, seconds=job.rollout.rollout_timeout_seconds, must_evaluate=is_own)
 
 
 def prompt_encoder(job: Job) -> PromptEncoder:

@@ -21,9 +21,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
 from headrace.limits import from_json
 from headrace.models.tokenizer.tokenizer import end_tokens
-from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
-from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
-from headrace.preflight.report import Prompts, Report
+from headrace.preflight import LOAD_SECONDS, CheckOptions, Prompts, ReadPrompts, Report, hook_pool, serve_check
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
@@ -49,10 +47,10 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
 
 async def _try_functions(options: CheckOptions, first: SampleRequest | None, report: Report) -> None:
     """Calls what makes samples with the job's first prompt; an engine stands in for the real one."""
-    from headrace.hooks.trial.check import Kind, tried_in
+    from headrace.hooks.trial.check import tried_in
 
     rollout, args = options.job.rollout, hook_args(options.job)
-    functions: list[tuple[str | None, Kind]] = [
+    functions: list[tuple[str | None, str]] = [
         (rollout.custom_generate_function_path, "generate"),
         *((each.custom_generate_function_path, "generate") for each in eval_sets(options.job.eval)),
         (rollout.rollout_function_path, "rollout"),

@@ -58,7 +58,7 @@ class BatchMean(Algorithm):
             "from services.trainer.rl.algorithms.batch_mean import BatchMean\n",
         ),
         ("services/trainer/rl/algorithms/table.py", '    "ppo": Ppo,\n', '    "batch_mean": BatchMean,\n'),
-        ("headrace/job/schema/training.py", 'Estimator = Literal["grpo", "gspo", ', '"batch_mean", '),
+        ("headrace/job/algorithms.py", "_SPECS = (\n", '    AlgorithmSpec("batch_mean", ("eps_clip_c",)),\n'),
     ),
     shown="""
 from headrace.job.schema.training import TrainSection
@@ -189,26 +189,15 @@ def test_custom_after_step_path_is_called_with_the_step(load_with, tmp_path: Pat
 HOOK = Recipe(
     files={"tests/unit/hooks/test_after_step.py": _HOOK_TEST},
     lines=(
-        ("headrace/hooks/trainer.py", '    "before_train_step",\n', '    "after_step",\n'),
         (
-            "headrace/hooks/trainer.py",
-            "TRAINER_FORMS: Mapping[TrainerKind, TrainerForm] = {\n",
-            '    "after_step": TrainerForm(("args", "rollout_id"), "None"),\n',
+            "headrace/job/hook_files.py",
+            "TRAINER_FORMS: Mapping[str, TrainerForm] = {\n",
+            '    "after_step": TrainerForm("custom_after_step_path", ("args", "rollout_id"), "None"),\n',
         ),
         (
             "headrace/job/schema/training.py",
             '    """User functions in the trainer, as pkg.mod.fn or file.py:fn."""\n',
             '\n    custom_after_step_path: str | None = Field(None, description="f(args, step).")\n',
-        ),
-        (
-            "headrace/job/rules/paths/hook_files.py",
-            '    "custom_rm_path": _REWARD,\n',
-            '    "custom_after_step_path": HookForm((("args", "rollout_id"),)),\n',
-        ),
-        (
-            "services/trainer/check.py",
-            "_KINDS: Mapping[str, TrainerKind] = {\n",
-            '    "custom_after_step_path": "after_step",\n',
         ),
         (
             "tests/flags.toml",
@@ -218,7 +207,7 @@ HOOK = Recipe(
         ),
     ),
     shown="""
-from headrace.hooks.trainer import TRAINER_FORMS
+from headrace.job.hook_files import TRAINER_FORMS
 print("ok", TRAINER_FORMS["after_step"].accepted)
 """,
 )

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.job.schema.job import CONSTANTS
+from headrace.job.schema.job import CONSTANTS, MERGED
 from tests.golden.jobs import JOBS, ROOT, played
 from tests.golden.lines import resolved_lines
 from tests.golden.shapes import shapes
@@ -68,7 +68,7 @@ def _differences_of(part: str) -> Iterator[str]:
 def _differences(recorded: Any, made: Any, path: str = "") -> Iterator[str]:
     if isinstance(recorded, dict) and isinstance(made, dict):
         for key in sorted(recorded.keys() | made.keys()):
-            if key not in made and key in CONSTANTS:  # an option that has become a constant
+            if key not in made and key in (*CONSTANTS, *MERGED):  # an option that is gone
                 continue
             if key not in made:
                 yield f"{path}.{key}: was {_short(recorded[key])}, is gone"

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.client.shards import shard_of_group
 from headrace.errors import HeadraceError
-from headrace.job.rules.machines.nodes import meeting_of
+from headrace.job.rules.machines import meeting_of
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.section import PromptPath
 from headrace.limits import whole_number

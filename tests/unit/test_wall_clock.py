@@ -25,7 +25,7 @@ ALLOWED = {
     "headrace/cli/authority.py": "from when to when a certificate is valid is said in dates",
     "headrace/cli/view/run_view.py": "a row of metrics.jsonl that is older than this view was seen before",
     "headrace/cli/view/stalls.py": "a person is told at what time a service answered last",
-    "headrace/hooks/trial/stand_in_engine.py": "`created` of a completion, as OpenAI's protocol has it",
+    "headrace/hooks/trial/stand_in.py": "`created` of a completion, as OpenAI's protocol has it",
     "headrace/process/log_file.py": "a log says when its process was started",
     "headrace/rpc/access.py": "a token's comment says when it was made",
     "headrace/disk.py": "a file whose time differs was changed; which is later does not matter",

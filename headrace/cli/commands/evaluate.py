@@ -197,7 +197,7 @@ def serving(job: Job, folder: Path, *, hf_checkpoint: Path) -> Job:
     data = job.data.model_copy(update={"prompt_data": (), "prompt_data_weights": (), "data_source_path": None})
     addresses = {f"{name}_address": None for name in (*_SERVICES, "trainer")}
     alone = {"rollout_services": 1, "rollout_service": None}
-    buffer = {"buffer_store": "memory", "buffer_shards": 1, "buffer_addresses": (), "buffer_shard": None}
+    buffer = {"buffer_store": "memory", "buffer_shards": 1, "buffer_shard": None}
     return job.model_copy(
         update={
             "data": data,

@@ -37,9 +37,7 @@ from headrace.launch.previous_run import (
 )
 from headrace.launch.specs import SERVICES, folder_here, without_address
 from headrace.limits import did_you_mean
-from headrace.preflight.preflight import preflight, require_startable
-from headrace.preflight.process import READ_SECONDS
-from headrace.preflight.report import Report
+from headrace.preflight import READ_SECONDS, Report, preflight, require_startable
 from headrace.process.exit_status import INTERRUPTED
 from headrace.recorded_steps import RecordedSteps
 from headrace.run_folder import RunFolder
@@ -154,7 +152,7 @@ def _replay_job(recorded: RunFolder, flags: Sequence[str]) -> Job:
         "debug": DebugSection(load_debug_rollout_data=pattern),
         "run": _renamed(job, was),
         "services": job.services.model_copy(update=dict.fromkeys(addresses)),
-        "buffer": job.buffer.model_copy(update={"buffer_addresses": (), "buffer_shard": None}),
+        "buffer": job.buffer.model_copy(update={"buffer_shard": None}),
         "checkpoint": job.checkpoint.model_copy(update=_same_as(job, was, ("save", "load", "save_hf", "export_root"))),
     }
     job = resolve(job.model_copy(update=own))

@@ -19,19 +19,19 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import gpu_memory_bytes, num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
-from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.image_rules import image_plan
-from headrace.job.rules.machines.gpus import device_plan
-from headrace.job.rules.remote_code import where_code_runs
+from headrace.job.rules.files import where_code_runs
+from headrace.job.rules.machines import device_plan
+from headrace.job.rules.production import image_plan
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import ELSEWHERE, Scope
+from headrace.job.rules.training import uses_critic, uses_reference
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.limits import encodable, share_of_count
 from headrace.models.folders import SCALE, BlockFp8
 from headrace.models.registry import table
-from headrace.preflight.report import Report
+from headrace.preflight import Report
 from headrace.process.memory import free_bytes
 from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
@@ -92,7 +92,7 @@ def _proxies(job: Job) -> list[tuple[str, str]]:
 
 def _shards(job: Job) -> list[tuple[str, str]]:
     """Nothing for one buffer."""
-    num_shards, groups = job.buffer.num_shards, job.rollout.groups_per_step
+    num_shards, groups = job.num_shards, job.rollout.groups_per_step
     if num_shards == 1:
         return []
     most, least = (share_of_count(groups, shard, num_shards) for shard in (0, num_shards - 1))
@@ -135,7 +135,7 @@ def in_short(job: Job) -> str:
         else _count(_engines_of_each(job), "engine")
         + (f" in each of {num_services} rollout services" if num_services > 1 else "")
     )
-    shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
+    shards = f"{job.num_shards} buffer shards, " if job.num_shards > 1 else ""
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
-from headrace.job.schema.job import CONSTANTS
+from headrace.job.schema.job import CONSTANTS, MERGED
 from headrace.job.schema.section import literal
 from headrace.limits import did_you_mean, shown, syntax_tree
 
@@ -110,8 +110,9 @@ _REASONS: Mapping[str, Sequence[str]] = {
     _CONSTANT: CONSTANTS,
 }
 
-FOREIGN: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     **{name: reason for reason, names in _REASONS.items() for name in names},
+    **MERGED,
     "eval_pass_reward": "a set of --eval-config has its own pass_reward; without one it is 1",
 }
 """Why a name is refused, and what to do instead."""
@@ -175,9 +176,9 @@ def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _setting(flag: str, words: list[str], known: Mapping[str, Option]) -> Setting:
-    foreign = FOREIGN.get(flag.removeprefix("--").replace("-", "_"))
-    if foreign is not None:
-        raise ConfigError(f"{flag} is not a flag of headrace: {foreign}", field=flag)
+    unsupported = UNSUPPORTED.get(flag.removeprefix("--").replace("-", "_"))
+    if unsupported is not None:
+        raise ConfigError(f"{flag} is not a flag of headrace: {unsupported}", field=flag)
     name = _name(flag.removeprefix("--"))
     if flag.startswith(SGLANG_PREFIX) and name not in known:
         return _sglang(flag, words)

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.load import flags
-from headrace.job.load.flags import FOREIGN, option_value, parse_flags
+from headrace.job.load.flags import UNSUPPORTED, option_value, parse_flags
 from headrace.job.load.resolve import resolve
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.option import ALIASES, Arity, Option, Setting, options
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job, without_constants
-from headrace.job.schema.section import literal, plain
+from headrace.job.schema.section import literal, normalize
 from headrace.limits import did_you_mean, shown
 from headrace.rpc.client import VARIABLES as TOKENS
 
@@ -93,8 +93,8 @@ def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str,
         return Setting(section, name, value, origin)
     if name in known:
         raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
-    if key in FOREIGN:
-        raise ConfigError(f"{origin}: not a key of headrace: {FOREIGN[key]}", field=key)
+    if key in UNSUPPORTED:
+        raise ConfigError(f"{origin}: not a key of headrace: {UNSUPPORTED[key]}", field=key)
     names = [option.name for option in known.values() if option.section == section]
     near = did_you_mean(key, names) or did_you_mean(key, [option.name for option in known.values()])
     raise ConfigError(f"{origin}: unknown key{near}", field=key)
@@ -115,8 +115,8 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Option]) -> Se
     key = variable.removeprefix(PREFIX).lower()
     name = ALIASES.get(key, key)
     if name not in known:
-        if name in FOREIGN:
-            raise ConfigError(f"{variable} is not a variable of headrace: {FOREIGN[name]}", field=variable)
+        if name in UNSUPPORTED:
+            raise ConfigError(f"{variable} is not a variable of headrace: {UNSUPPORTED[name]}", field=variable)
         near = did_you_mean(variable, [option.variable for option in known.values()])
         raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
     option = known[name]
@@ -159,7 +159,7 @@ def read(
     given += [*read_environment(environment, known), *parse_flags(argv, known, note)]
     for setting in given:
         if setting.section == "sglang":  # SGLang's arguments have no types here
-            _require_plain(setting)
+            _require_normal(setting)
     settings = {(setting.section, setting.name): setting for setting in given}
     tree: dict[str, dict[str, Any]] = {}
     for setting in settings.values():
@@ -171,11 +171,11 @@ def read(
     return _validated(Job, tree, (), settings, known)
 
 
-def _require_plain(setting: Setting) -> None:
+def _require_normal(setting: Setting) -> None:
     if setting.value is None:
         raise ConfigError(f"{setting.origin} null is no value: leave it out for SGLang's default", field=setting.name)
     try:
-        plain(setting.value)
+        normalize(setting.value)
     except ValueError as error:
         raise ConfigError(f"{setting.origin}: {error}, got {shown(setting.value)}", field=setting.name) from error
 

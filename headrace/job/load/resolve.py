@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ValidationError
 
 from headrace.errors import ConfigError
+from headrace.job.hook_files import HOOK_LEAVES, completed
 from headrace.job.load import flags
-from headrace.job.rules.paths.hook_files import HOOK_LEAVES, completed
 from headrace.job.schema.job import Job, derive
 from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.run import STEP_FILES
@@ -142,7 +142,7 @@ def resolve(job: Job) -> Job:
     job = _colocated(with_engine_groups(_engine_ranks(job)))
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
     absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
-    return derive(_generation_alone(_shards(_layout(_hooks(absolute)))))
+    return derive(_generation_alone(_layout(_hooks(absolute))))
 
 
 def _engine_ranks(job: Job) -> Job:
@@ -185,14 +185,6 @@ def _layout(job: Job) -> Job:
     if job.model.model is None:
         return job
     return job.model_copy(update={"megatron": {**find(job.model.model).layout, **job.megatron}})
-
-
-def _shards(job: Job) -> Job:
-    """Sets buffer_address to the addresses of all shards."""
-    if not job.buffer.buffer_addresses or job.services.buffer_address:
-        return job
-    address = ",".join(job.buffer.buffer_addresses)
-    return job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
 
 
 def _colocated(job: Job) -> Job:

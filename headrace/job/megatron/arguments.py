@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from headrace.errors import ConfigError
 from headrace.job.megatron.fields import OBJECTS, MegatronFields
 from headrace.job.schema.section import NonNegative, Positive, Rate, literal
 
@@ -108,7 +109,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "it is a Python object, which no flag can give": sorted(OBJECTS),
 }
 
-OWNED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+RESERVED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
 """What headrace decides, and why."""
 
 ARCHITECTURAL = frozenset(
@@ -203,25 +204,15 @@ NoDropout = Annotated[float, AfterValidator(_none)]
 
 
 class ArchitectureArgs(MegatronFields):
-    """Architecture flags of existing scripts: each must equal the checkpoint's value."""
+    """Architecture flags of existing scripts that Megatron's configs do not have, or name otherwise.
 
-    num_layers: Positive | None = Field(None, description="Transformer layers.")
-    hidden_size: Positive | None = Field(None, description="Width of the residual stream.")
-    ffn_hidden_size: Positive | None = Field(None, description="Width of the MLP.")
-    num_attention_heads: Positive | None = Field(None, description="Query heads.")
-    num_query_groups: Positive | None = Field(None, description="Key/value heads.")
-    kv_channels: Positive | None = Field(None, description="Width of a head.")
+    Each must equal the checkpoint's value, as those of its configs must.
+    """
+
     max_position_embeddings: Positive | None = Field(None, description="Longest sequence.")
     vocab_size: Positive | None = Field(None, description="Rows of the embedding.")
-    rotary_base: Annotated[float, Field(ge=1, le=1e15)] | None = Field(
-        None, description="Base of the rotary frequencies."
-    )
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Share of a head to rotate.")
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Epsilon of the norms.")
-    normalization: Literal["RMSNorm", "LayerNorm"] | None = Field(None, description="Kind of norm.")
     swiglu: bool | None = Field(None, description="Gated SiLU in the MLP.")
-    qk_layernorm: bool | None = Field(None, description="Norms on queries and keys.")
-    add_qkv_bias: bool | None = Field(None, description="Biases on q, k and v.")
     untie_embeddings_and_output_weights: bool | None = Field(None, description="Output layer with weights of its own.")
     position_embedding_type: Literal["rope"] | None = Field(None, description="How positions are known.")
     no_position_embedding: bool | None = Field(None, description="No learned positions: they are rotary.")
@@ -231,8 +222,6 @@ class ArchitectureArgs(MegatronFields):
     group_query_attention: bool | None = Field(None, description="Fewer key/value heads than query heads.")
     use_rotary_position_embeddings: bool | None = Field(None, description="Positions are rotary.")
     use_rope_scaling: bool | None = Field(None, description="Llama 3's stretched rotary frequencies.")
-    rotary_interleaved: bool | None = Field(None, description="Neighbouring channels are turned together.")
-    multi_latent_attention: bool | None = Field(None, description="DeepSeek's latent attention.")
     post_self_attn_layernorm: bool | None = Field(None, description="A norm behind attention too.")
     post_mlp_layernorm: bool | None = Field(None, description="A norm behind the MLP too.")
     moe_layer_freq: Annotated[int | tuple[int, ...], LayerPattern] | None = Field(
@@ -294,11 +283,51 @@ class MegatronArgs(ArchitectureArgs):
     grad_reduce_in_fp32: bool = Field(True, description="Gradients are summed over data ranks in float32.")
     check_for_nan_in_grad: bool = Field(True, description="A gradient that is not a number ends the run.")
 
-    @field_validator(*OWNED, mode="before")
+    @field_validator(*RESERVED, mode="before")
     @classmethod
     def _not_headraces_own(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        raise ValueError(f"{info.field_name} cannot be set by a job: {OWNED[info.field_name]}: leave it out")
+        raise ValueError(f"{info.field_name} cannot be set by a job: {RESERVED[info.field_name]}: leave it out")
+
+    @model_validator(mode="after")
+    def _optimizer(self) -> Self:
+        if self.recompute_activations and self.recompute_granularity == "full":
+            raise ConfigError(
+                "recompute_activations means recompute_granularity selective, which is set to full: leave one out",
+                field="recompute_granularity",
+            )
+        if self.optimizer != "adam" and self.use_distributed_optimizer:
+            raise ConfigError(
+                f"optimizer {self.optimizer} with use_distributed_optimizer: Megatron-core distributes only Adam: "
+                "leave one of them out",
+                field="optimizer",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedules(self) -> Self:
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ConfigError(
+                f"lr_warmup_iters {self.lr_warmup_iters} and lr_warmup_fraction {self.lr_warmup_fraction:g} set the "
+                "same thing: leave one out",
+                field="lr_warmup_fraction",
+            )
+        start, end = (self.weight_decay if wd is None else wd for wd in (self.start_wd, self.end_wd))
+        if start != end and self.wd_incr_style == "constant":
+            raise ConfigError(
+                f"start_wd {start} and end_wd {end} differ, and wd_incr_style is constant: make it linear or cosine",
+                field="wd_incr_style",
+            )
+        if self.wd_incr_steps is not None and self.wd_incr_style == "constant":
+            raise ConfigError(
+                "wd_incr_steps has no effect with wd_incr_style constant: leave it out", field="wd_incr_steps"
+            )
+        for name, value in (("wsd_decay_steps", self.wsd_decay_steps), ("lr_wsd_decay_style", self.lr_wsd_decay_style)):
+            if (value is None) == (self.lr_decay_style == "WSD"):
+                raise ConfigError(
+                    f"lr_decay_style is {self.lr_decay_style} and {name} is {value}: set both or neither", field=name
+                )
+        return self
 
     def given(self, names: frozenset[str]) -> dict[str, Any]:
         """The values of those `names` that the job sets."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.devices import cpu_has_bfloat16, num_gpus
+from headrace.job.algorithms import ALGORITHMS
 from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
-from headrace.job.rules.algorithm_rules import uses_critic
-from headrace.job.rules.debug_rules import debug_warnings
+from headrace.job.rules.training import uses_critic
 from headrace.job.schema.job import Job
-
-_COMPARES_SAMPLES = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def algorithm_warnings(job: Job) -> list[str]:
@@ -39,7 +37,7 @@ def _lone_samples(job: Job) -> list[str]:
     replaced = hooks.custom_reward_post_process_path or hooks.custom_advantage_function_path
     if job.rollout.n_samples_per_prompt != 1 or train.disable_rewards_normalization or replaced:
         return []
-    if train.advantage_estimator not in _COMPARES_SAMPLES or job.rollout.user_function:
+    if not ALGORITHMS[train.advantage_estimator].compares_group or job.rollout.user_function:
         return []
     return [
         f"advantage_estimator {train.advantage_estimator} compares the samples of a prompt, and n_samples_per_prompt "
@@ -109,6 +107,15 @@ def learns_nothing(job: Job) -> Sequence[str]:
         for name, (whose, rate) in rates.items()
         if rate == 0
     ]
+
+
+def debug_warnings(job: Job) -> Sequence[str]:
+    """Says which part of the job is left out."""
+    if job.debug.trains_alone and job.eval.is_asked_for:
+        return ["nothing is evaluated: load_debug_rollout_data trains without engines"]
+    if job.debug.debug_rollout_only and job.checkpoint.save_hf is not None:
+        return ["nothing is exported to save_hf: debug_rollout_only trains nothing"]
+    return []
 
 
 WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (

@@ -25,11 +25,11 @@ from headrace.job.schema.run import (
     RunSection,
     TrackingSection,
 )
-from headrace.job.schema.section import Section, plain
+from headrace.job.schema.section import Section, normalize
 from headrace.job.schema.services import BufferSection, RewardSection, ServicesSection
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, LoraSection, TrainSection
 
-Arguments = Annotated[dict[str, Any], AfterValidator(plain)]
+Arguments = Annotated[dict[str, Any], AfterValidator(normalize)]
 
 
 CONSTANTS = (
@@ -56,8 +56,17 @@ CONSTANTS = (
     "max_trainer_restarts",
     "max_engine_restarts",
     "rollout_health_check_misses",
+    "samples_per_insert_error_buffer",
+    "expiry_action",
+    "balance_by",
 )
 """Options of earlier releases that are constants now."""
+
+MERGED = {
+    "buffer_addresses": "name all shards in --buffer-address, as host:port,host:port",
+    "eval_timeout_seconds": "--rollout-timeout-seconds bounds an evaluation too",
+}
+"""Options of earlier releases that another one is now, and which."""
 
 
 def without_constants(tree: Any) -> Any:
@@ -65,7 +74,9 @@ def without_constants(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {
-        name: {key: value for key, value in table.items() if key not in CONSTANTS} if isinstance(table, dict) else table
+        name: {key: value for key, value in table.items() if key not in CONSTANTS and key not in MERGED}
+        if isinstance(table, dict)
+        else table
         for name, table in tree.items()
     }
 
@@ -102,6 +113,13 @@ class Job(Section):
         """
         brings_rewards = self.hooks.custom_convert_samples_to_train_data_path is not None
         return self.train.loss_type != "sft_loss" and not self.distillation.use_opd and not brings_rewards
+
+    @property
+    def num_shards(self) -> int:
+        """The number of buffers that share the ledger, wherever they are started."""
+        return (
+            len(self.services.buffer_address.split(",")) if self.services.buffer_address else self.buffer.buffer_shards
+        )
 
     @property
     def asks_engines(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headrace.job.schema.section import FromJson, NonNegative, Port, Positive, Seconds, Section, plain
+from headrace.job.schema.section import FromJson, NonNegative, Port, Positive, Seconds, Section, normalize
 
 
 class EngineGroup(Section):
@@ -18,7 +18,7 @@ class EngineGroup(Section):
     num_engines: Positive | None = None
     num_gpus: Positive | None = None
     num_gpus_per_engine: Positive | None = None
-    overrides: Annotated[dict[str, Any], AfterValidator(plain)] = Field({})
+    overrides: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
     """Arguments of SGLang's, by its names, over those of the job."""
 
     @property

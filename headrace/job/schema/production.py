@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace.errors import ConfigError
 from headrace.job.schema.placement import EngineGroup
@@ -22,7 +22,7 @@ from headrace.job.schema.section import (
     Seed,
     Share,
     Temperature,
-    plain,
+    normalize,
 )
 from headrace.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 from headrace.models.architecture import Architecture
@@ -79,7 +79,7 @@ class DataSection(Section):
         None, description="Key of an integer; with selection priority a larger one goes first."
     )
     apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
-    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain), FromJson] = Field(
+    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(normalize), FromJson] = Field(
         {}, description='JSON object of the chat template\'s own variables, as {"enable_thinking": false}.'
     )
     rollout_shuffle: bool = Field(False, description="Read every epoch in a new order.")
@@ -153,7 +153,7 @@ class RolloutSection(Section):
         "def f(args, rollout_id, data_source, evaluation=False).",
     )
     rollout_timeout_seconds: Seconds = Field(
-        3600.0, description="Limit of one call of rollout_function_path; its evaluations have eval_timeout_seconds."
+        3600.0, description="Limit of one call of rollout_function_path, and of one evaluation, whose row then says so."
     )
     openai_port: Port | None = Field(
         None,
@@ -188,6 +188,17 @@ class RolloutSection(Section):
         description="How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to "
         "one engine together.",
     )
+
+    @model_validator(mode="after")
+    def _room_for_a_prompt(self) -> Self:
+        limit, response = self.rollout_max_context_len, self.rollout_max_response_len
+        if limit is not None and limit <= response:
+            raise ConfigError(
+                f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len "
+                f"{response}: raise it, or lower that",
+                field="rollout_max_context_len",
+            )
+        return self
 
     @property
     def user_function(self) -> str | None:
@@ -265,7 +276,6 @@ class EvalSection(Section):
         description="Samples of evaluations generated at once while training's are generated too; absent: one for each "
         "eight that training may have, or 64 with eval_exact_version. While training generates none, 64.",
     )
-    eval_timeout_seconds: Seconds = Field(3600.0, description="Limit of one evaluation; its row then says so.")
 
     @property
     def is_asked_for(self) -> bool:

@@ -22,7 +22,7 @@ _MAX_FOLDER_NAME_BYTES = 255
 _BREAKS = "\n\t\r"
 
 
-def sound(value: Any, depth: int = 0) -> Any:
+def serializable(value: Any, depth: int = 0) -> Any:
     """Returns the value. Raises ValueError for one that would not reach the run unchanged.
 
     Numbers are finite, and float32 and JSON can hold them; text has no control characters but line breaks and tabs.
@@ -41,20 +41,20 @@ def sound(value: Any, depth: int = 0) -> Any:
             if depth > MAX_JSON_DEPTH or len(value) > _MAX_ENTRIES:
                 raise ValueError(f"should have at most {_MAX_ENTRIES} entries, and {MAX_JSON_DEPTH} levels")
             for inner in (*value, *value.values()) if isinstance(value, dict) else value:
-                sound(inner, depth + 1)
+                serializable(inner, depth + 1)
     return value
 
 
-def plain(value: Any) -> Any:
+def normalize(value: Any) -> Any:
     """Returns the value of an untyped argument. Raises ValueError for one that JSON cannot hold."""
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             if inner is None:
                 raise ValueError("should have no null values")
-            plain(inner)
+            normalize(inner)
     elif not isinstance(value, str | int | float | None):
         raise ValueError(f"should be text, a number, true, false or a list, not {type(value).__name__}")
-    return sound(value)
+    return serializable(value)
 
 
 def _number(value: float) -> None:
@@ -115,8 +115,18 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _sound(cls, value: Any) -> Any:
-        return sound(value)
+    def _serializable(cls, value: Any) -> Any:
+        return serializable(value)
+
+
+def url(text: str) -> str:
+    """Returns the URL. Raises ValueError for another text."""
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("is not a URL: write http://host:port/path")
+    return text
+
+
+Url = Annotated[str, AfterValidator(url)]
 
 
 def literal(word: str) -> Any:

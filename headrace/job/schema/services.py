@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from headrace.job.schema.section import Above, Bytes, NonNegative, Port, Positive, Seconds, Section, Share
+from headrace.job.schema.section import Above, Bytes, NonNegative, Port, Positive, Seconds, Section, Share, Url
 from headrace.limits import MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
 
 
 class ServicesSection(Section):
     buffer_address: str | None = Field(
-        None, description="host:port, or host:port|host:port of a server and its standby; absent: started here."
+        None,
+        description="host:port, or host:port|host:port of a server and its standby; of several shards "
+        "host:port,host:port in an order that never changes. Absent: started here.",
     )
     rollout_address: str | None = Field(
         None, description="host:port, or host:port,host:port of several rollout services; absent: started here."
@@ -120,13 +122,8 @@ class BufferSection(Section):
         1,
         description="Buffers that share one ledger and are started here; a ledger keeps its number of shards.",
     )
-    buffer_addresses: Annotated[tuple[str, ...], Field(max_length=MAX_SHARDS)] = Field(
-        (),
-        description="host:port of every shard of the ledger, in an order that never changes; in place of "
-        "buffer_address.",
-    )
     buffer_shard: NonNegative | None = Field(
-        None, description="Which of buffer_addresses, from 0, `headrace up buffer` starts here."
+        None, description="Which of several in buffer_address, from 0, `headrace up buffer` starts here."
     )
     max_payload_bytes: Annotated[Bytes, Field(gt=0)] = Field(
         8 << 30, description="Largest sum of stored bytes: payloads, envelopes, prompts, columns."
@@ -144,31 +141,14 @@ class BufferSection(Section):
     buffer_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that chooses the next batch, in place of selection."
     )
-    expiry_action: Literal["requeue", "drop"] = Field(
-        "requeue", description="What happens to a group that is too stale."
-    )
     min_size_to_sample: Positive | None = Field(
         None, description="Number of ready groups before a step gets its batch."
     )
     samples_per_insert: Share | None = Field(
-        None, description="Groups trained for each group generated: the target; the side that is ahead of it waits."
-    )
-    samples_per_insert_error_buffer: Above | None = Field(
         None,
-        description="Groups by which either side may be ahead of samples_per_insert; at least one and half a step's "
-        "batch.",
+        description="Groups trained for each group generated: the target; the side that is more than a step's batch "
+        "ahead of it waits.",
     )
-
-    @property
-    def num_shards(self) -> int:
-        """The number of buffers that share the ledger, wherever they are started."""
-        return len(self.buffer_addresses) or self.buffer_shards
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise ValueError("is not a URL: write http://host:port/path")
-    return text
 
 
 class RewardSection(Section):
@@ -190,11 +170,11 @@ class RewardSection(Section):
         "with limits, which can read what their user can. Without it they are refused there. As root, each is a user "
         "of its own.",
     )
-    rm_url: Annotated[str, AfterValidator(_url)] | None = Field(
+    rm_url: Url | None = Field(
         None,
         description="URL that scorer remote_rm sends prompt, response, label and metadata, for a reward.",
     )
-    judge_url: Annotated[str, AfterValidator(_url)] | None = Field(
+    judge_url: Url | None = Field(
         None,
         description="Base URL, with /v1, of the OpenAI-compatible server that scorer judge asks; its key is in "
         "HEADRACE_JUDGE_KEY.",

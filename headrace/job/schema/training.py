@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headrace.job.schema.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share
+from headrace.errors import ConfigError
+from headrace.job.algorithms import ALGORITHMS
+from headrace.job.schema.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share, Url
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
-Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
-
-
 Level = Literal["token", "sequence", "geometric"]
 
 
 def _icepop(mode: object) -> object:
     """Accepts icepop, which is a mask of tokens."""
     return "mask" if mode == "icepop" else mode
+
+
+def _estimator(name: str) -> str:
+    if name not in ALGORITHMS:
+        *others, last = (f"'{known}'" for known in ALGORITHMS)
+        raise ValueError(f"should be {', '.join(others)} or {last}")
+    return name
+
+
+def _patterns(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"should be regular expressions: {error}") from error
+    return texts
+
+
+Patterns = Annotated[tuple[str, ...], AfterValidator(_patterns)]
 
 
 class TrainSection(Section):
@@ -32,9 +51,8 @@ class TrainSection(Section):
     )
     max_tokens_per_gpu: Positive | None = Field(None, description="Largest number of tokens in a forward pass.")
     balance_data: bool = Field(
-        True, description="Data-parallel ranks get equal work; off: samples in the order in which they come."
+        True, description="Data-parallel ranks get equally many tokens; off: samples in the order in which they come."
     )
-    balance_by: Literal["tokens", "flops"] = Field("tokens", description="The measure of work for balance_data.")
     packing: Literal["padded", "packed", "shared_prompts"] | None = Field(
         None,
         description="Samples in a row of the model: one, several, or several behind one prompt; absent: the fastest.",
@@ -49,7 +67,9 @@ class TrainSection(Section):
     keep_earlier_thoughts: bool = Field(
         False, description="Earlier turns of a conversation keep their thoughts; off: the chat template decides."
     )
-    advantage_estimator: Estimator = Field("grpo", description="How rewards become advantages.")
+    advantage_estimator: Annotated[str, AfterValidator(_estimator)] = Field(
+        "grpo", description="How rewards become advantages."
+    )
     disable_grpo_std_normalization: bool = Field(
         False, description="Do not divide advantages by the standard deviation of the group's rewards."
     )
@@ -117,10 +137,10 @@ class TrainSection(Section):
         description="Refuse settings that make the importance ratio differ from 1; stop when trainer and engine "
         "disagree.",
     )
-    only_train_params_name_list: tuple[str, ...] = Field(
+    only_train_params_name_list: Patterns = Field(
         (), description="Regular expressions: parameters whose names match are trained, the others frozen."
     )
-    freeze_params_name_list: tuple[str, ...] = Field(
+    freeze_params_name_list: Patterns = Field(
         (), description="Regular expressions: parameters whose names match are frozen."
     )
     ref_update_interval: Positive | None = Field(
@@ -135,6 +155,16 @@ class TrainSection(Section):
     use_rollout_routing_replay: bool = Field(
         False, description="Tokens go to the experts that the engines chose, in old log-probs and in training."
     )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        for is_used, name, above, (low, high) in (
+            (self.use_tis, "tis_clip_low", "tis_clip", self.weight_bounds),
+            (self.use_rs, "rs_lower_bound", "rs_upper_bound", self.rejection_bounds),
+        ):
+            if is_used and low >= high:
+                raise ConfigError(f"{name} {low:g} is not below {above} {high:g}: lower it", field=name)
+        return self
 
     @property
     def weight_bounds(self) -> tuple[float, float]:
@@ -175,7 +205,7 @@ class DistillationSection(Section):
     opd_kl_coef: Annotated[Coefficient, Field(gt=0)] = Field(
         1.0, description="Weight of the reverse KL to the teacher."
     )
-    opd_teacher_url: str | None = Field(
+    opd_teacher_url: Url | None = Field(
         None, description="An SGLang server of the teacher, with the policy's tokenizer."
     )
     opd_teacher_load: Path | None = Field(
@@ -236,6 +266,12 @@ ALL_LINEAR = "all-linear"
 _HIGHEST_RANK = 1 << 14
 
 
+def _targets(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or (ALL_LINEAR in names and len(names) > 1):
+        raise ValueError(f"should be names of layers, or {ALL_LINEAR} alone")
+    return names
+
+
 class LoraSection(Section):
     """Low-rank adaptation (https://arxiv.org/abs/2106.09685), with the meanings of the package peft."""
 
@@ -246,7 +282,7 @@ class LoraSection(Section):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of an adapter's input that is dropped in a training pass."
     )
-    lora_target_modules: tuple[Annotated[str, Field(max_length=100)], ...] = Field(
+    lora_target_modules: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], AfterValidator(_targets)] = Field(
         (ALL_LINEAR,),
         description="Layers that get an adapter, by their Hugging Face names: q_proj v_proj …; all-linear: every "
         "linear layer but the output layer.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.rules.engine_rules import OURS
+from headrace.job.rules.production import OURS
 from headrace.limits import nearest
 from headrace.process.child import run_once
 from headrace.process.gloo import gloo_at

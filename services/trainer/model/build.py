@@ -27,8 +27,7 @@ from headrace.hooks.trainer import trainer_hook
 from headrace.images import image_starts
 from headrace.job.megatron.arguments import MegatronArgs, megatron
 from headrace.job.model import contradictions
-from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.routing_rules import replays_routing
+from headrace.job.rules.training import replays_routing, uses_critic, uses_reference
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Architecture
@@ -343,7 +342,7 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
         micro_batch_size=job.train.micro_batch_size,
         # The ranks of a context group have a part of each micro-batch.
         max_tokens=None if per_rank is None else per_rank * layout.context.size,
-        cost=cost_of(job.train, architecture),
+        cost=cost_of(job.train),
         multiple_of=layout.micro_batch_multiple,
         needs_reward=job.needs_reward,
     )

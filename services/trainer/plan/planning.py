@@ -340,14 +340,9 @@ def _multiplications(architecture: Architecture) -> int:
     return shared + (of_experts * experts.topk // experts.count if experts else 0)
 
 
-def cost_of(config: TrainSection, architecture: Architecture) -> Cost | None:
-    """A sample's tokens or FLOPs, as the job balances them; None when it does not balance."""
-    if not config.balance_data:
-        return None
-    if config.balance_by == "tokens":
-        return _num_tokens
-    flops = ModelFlops.of(architecture)
-    return lambda sample: flops.training([(_num_tokens(sample), sample.response_length)])
+def cost_of(config: TrainSection) -> Cost | None:
+    """A sample's tokens, by which data ranks are balanced; None when the job does not balance."""
+    return _num_tokens if config.balance_data else None
 
 
 def _num_tokens(sample: SampleFacts) -> int:

@@ -326,8 +326,8 @@ class RolloutEvalClient:
                     await writing.close()
         except (TimeoutError, DeadlineExceeded) as error:
             raise DeadlineExceeded(
-                f"it took longer than eval_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
-                "--eval-timeout-seconds"
+                f"it took longer than rollout_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
+                "--rollout-timeout-seconds"
             ) from error
         if not results:
             raise Unavailable("the rollout service ended it without results")
@@ -368,7 +368,7 @@ def evaluations_of(
     client = RolloutEvalClient(
         datasets,
         rollout,
-        seconds=job.eval.eval_timeout_seconds,
+        seconds=job.rollout.rollout_timeout_seconds,
         samples=partial(EvalSampleLog, SampleLog(folder.samples), num_bytes) if num_bytes else None,
         users_log=EvaluationLog(path, hook_args(job)) if path else None,
     )

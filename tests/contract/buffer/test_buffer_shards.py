@@ -258,7 +258,7 @@ async def test_a_shard_that_is_down_delays_its_groups_and_loses_none(tmp_path: P
     processes: list[BufferProcess] = []
     for k, folder in enumerate(folders):
         folder.mkdir()
-        section = BufferSection(max_staleness=1, buffer_addresses=("one:1", "two:2"), buffer_shard=k)
+        section = BufferSection(max_staleness=1, buffer_shards=2, buffer_shard=k)
         processes.append(BufferProcess(folder, prompts, buffer=section))
     for process in processes:
         await process.start()

@@ -10,10 +10,10 @@ from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.job.schema.run import ModelSection
-from headrace.job.schema.services import BufferSection
+from headrace.job.schema.services import BufferSection, ServicesSection
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.ledger.limiter import Limiter
-from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
@@ -46,11 +46,11 @@ def test_files_with_weights_slices_and_workers() -> None:
 
 
 def test_shards_share_a_step() -> None:
-    addresses = ("a:1", "b:1", "c:1")
-    shards = [stream_of(buffer=BufferSection(buffer_addresses=addresses, buffer_shard=k)) for k in range(3)]
+    services = ServicesSection(buffer_address="a:1,b:1,c:1")
+    shards = [stream_of(services=services, buffer=BufferSection(buffer_shard=k)) for k in range(3)]
     assert [(s.groups_per_step, s.shard, s.num_shards) for s in shards] == [(2, 0, 3), (1, 1, 3), (1, 2, 3)]
     with pytest.raises(ConfigError, match="one of 3 shards and was not told which: pass --buffer-shard"):
-        stream_of(buffer=BufferSection(buffer_addresses=addresses))
+        stream_of(services=services)
 
 
 def test_a_job_with_buffer_shards_starts_each_with_its_share_of_a_step_and_of_the_limits() -> None:
@@ -68,15 +68,13 @@ def test_policies_of_the_buffer() -> None:
     config = stream_of(
         buffer=BufferSection(
             selection="surprise",
-            expiry_action="drop",
             max_payload_bytes=1 << 20,
             min_size_to_sample=6,
             samples_per_insert=0.5,
-            samples_per_insert_error_buffer=4.0,
         ),
         rollout=RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2, over_sampling_batch_size=6),
     )
-    assert (config.selection, config.expiry_action) == (Selection.SURPRISE, ExpiryAction.DROP)
+    assert config.selection == Selection.SURPRISE
     assert (config.retain_steps, config.max_groups, config.max_leases) == (100, 2_000_000, 100_000)
     assert config.max_payload_bytes == 1 << 20
     assert config.limiter == Limiter(6, 0.5, 4.0)

@@ -54,12 +54,10 @@ FILES: Readers = {
         }.items()
     },
     "over_sampling_batch_size": [lambda p: p.stream.over_sampling_groups + p.stream.groups_per_step],
-    "expiry_action": [lambda p: p.stream.expiry_action.name.lower()],
     "selection": [lambda p: p.stream.selection.name.lower()],
     "max_payload_bytes": [lambda p: p.stream.max_payload_bytes, lambda p: p.buffer.columns._max_bytes],
     "min_size_to_sample": [lambda p: p.stream.limiter.min_size],
     "samples_per_insert": [lambda p: p.stream.limiter.samples_per_insert],
-    "samples_per_insert_error_buffer": [lambda p: p.stream.limiter.error_buffer],
     "prompt_data": [lambda p: tuple(f"{file.path}@[{file.first_row}:{file.end_row}]" for file in p.stream.files)],
     "prompt_data_weights": [lambda p: tuple(file.weight for file in p.stream.files)],
     **{
@@ -101,7 +99,7 @@ SHARDS: Readers = {
     "custom_convert_samples_to_train_data_path": [lambda p: None if p.stream.needs_reward else "hooks.py:convert"],
 }
 ADDRESSES: Readers = {
-    "buffer_addresses": [lambda p: tuple(f"127.0.0.1:{7001 + number}" for number in range(p.stream.num_shards))]
+    "buffer_address": [lambda p: ",".join(f"127.0.0.1:{7001 + number}" for number in range(p.stream.num_shards))]
 }
 SHOWN_BY = {
     "run_name": "test_a_database_is_the_jobs, below",
@@ -156,10 +154,8 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "prompt_root": folder / "root",
             "retain_events": 1_999,
             "selection": "priority",
-            "expiry_action": "drop",
             "min_size_to_sample": 17,
             "samples_per_insert": 0.75,
-            "samples_per_insert_error_buffer": 61.0,
         },
     }
 
@@ -184,7 +180,7 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Mapping[str, Any]], Readers]] = {
         SHARDS,
     ),
     "addresses": (
-        {"buffer": {"buffer_addresses": ["127.0.0.1:7001", "127.0.0.1:7002"], "buffer_shard": 1}},
+        {"services": {"buffer_address": "127.0.0.1:7001,127.0.0.1:7002"}, "buffer": {"buffer_shard": 1}},
         ADDRESSES,
     ),
 }

@@ -50,7 +50,6 @@ def test_a_client_divides_a_stream_as_the_jobs_own_shards_do(groups: int) -> Non
             max_payload_bytes=1 << 20,
             min_size_to_sample=2,
             samples_per_insert=0.5,
-            samples_per_insert_error_buffer=9.0,
         )
         rollout = RolloutSection(rollout_batch_size=groups, n_samples_per_prompt=2, over_sampling_batch_size=groups + 4)
         job = Job(model=ModelSection(hf_checkpoint=Path("/none")), rollout=rollout, buffer=section)

@@ -11,7 +11,7 @@ import pytest
 from headrace.cli.view.plan import plan
 from headrace.devices import RANK_DEVICES, rank_devices
 from headrace.errors import ConfigError
-from headrace.job.rules.machines.gpus import device_plan
+from headrace.job.rules.machines import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher

@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks import RewardForm, Sample, from_hook, hook_args, load_hook, reward_hook, to_hook
 from headrace.hooks.generate import run_generate, takes_group
-from headrace.hooks.trial.check import Kind, check_hook
+from headrace.hooks.trial.check import check_hook
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection
 from headrace.trajectory import PolicyRange, Status
@@ -210,7 +210,7 @@ def test_the_engines_answer_is_taken_over(args) -> None:
         ("generate", "generate"),
     ],
 )
-def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: Kind) -> None:
+def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: str) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert report.ok, report.failed
     assert report.kind == kind
@@ -234,7 +234,7 @@ def test_a_generate_function_that_makes_nothing_is_recognised_and_refused(source
         ("rolls_out", None, "returns 1 of 2 groups with their rewards: 2 samples, 2 response tokens"),
     ],
 )
-def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None, told: str) -> None:
+def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: str | None, told: str) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert report.ok, report.failed
     assert told in report.passed[1]
@@ -256,7 +256,7 @@ def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None
     ],
 )
 def test_check_finds_what_is_wrong_with_the_ledgers_hooks(
-    source: str, name: str, kind: Kind | None, message: str
+    source: str, name: str, kind: str | None, message: str
 ) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert not report.ok

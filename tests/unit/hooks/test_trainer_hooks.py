@@ -8,8 +8,9 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook
+from headrace.hooks.trainer import trainer_hook
 from headrace.hooks.trial.check import check_hook
+from headrace.job.hook_files import TRAINER_FORMS
 
 SOURCE = """
 def advantage(args, rollout_data): pass
@@ -50,7 +51,7 @@ def source(tmp_path: Path) -> str:
         *("rollout_log", "eval_log", "model_provider", "before_log_prob"),
     ],
 )
-def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: TrainerKind) -> None:
+def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: str) -> None:
     report = check_hook(f"{source}:{kind}")
     assert report.ok, report.failed
     assert report.kind == kind
@@ -72,7 +73,7 @@ def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.Ca
         ("megatron_init", "it is not called here"),
     ],
 )
-def test_check_shows_sample_answers_to_what_sees_a_whole_batch(source: str, kind: TrainerKind, told: str) -> None:
+def test_check_shows_sample_answers_to_what_sees_a_whole_batch(source: str, kind: str, told: str) -> None:
     report = check_hook(f"{source}:{kind}", kind)
     assert report.ok, report.failed
     assert told in report.passed[1]
@@ -94,7 +95,7 @@ def test_a_model_provider_may_take_the_default_model(source: str) -> None:
     ],
 )
 def test_a_hook_that_the_trainer_could_not_call_is_refused_with_the_right_form(
-    source: str, name: str, kind: TrainerKind, accepted: str
+    source: str, name: str, kind: str, accepted: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         trainer_hook(f"{source}:{name}", kind)

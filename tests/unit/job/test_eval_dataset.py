@@ -80,8 +80,14 @@ def test_a_sample_passes_with_the_reward_that_its_set_names_or_with_1() -> None:
 def test_keys_and_lengths_of_evaluations_are_the_flags_else_trainings(
     flags: dict[str, Any], name: str, expected: object
 ) -> None:
+    lengths = {"rollout_max_context_len": 128, "rollout_max_response_len": 64}
     keys = {"input_key": "text", "label_key": "gold", "tool_key": "tools"}
     job = Job.model_validate(
-        {"model": {"hf_checkpoint": "m"}, "data": keys, "rollout": {"rollout_max_context_len": 128}, "eval": flags}
+        {
+            "model": {"hf_checkpoint": "m"},
+            "data": keys,
+            "rollout": lengths,
+            "eval": flags,
+        }
     )
     assert getattr(eval_dataset(AIME, job.eval, job.rollout, job.data), name) == expected

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.load.flags import FOREIGN
+from headrace.job.load.flags import UNSUPPORTED
 from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model import contradictions
@@ -142,7 +142,7 @@ def test_a_pattern_of_layers_that_is_none_is_refused(pattern: str) -> None:
 
 
 def test_no_name_is_both_known_and_foreign() -> None:
-    assert not FOREIGN.keys() & (options().keys() | ALIASES.keys() | OPPOSITES.keys())
+    assert not UNSUPPORTED.keys() & (options().keys() | ALIASES.keys() | OPPOSITES.keys())
 
 
 def test_all_unknown_flags_are_told_at_once_and_no_far_name_is_suggested() -> None:
@@ -150,7 +150,7 @@ def test_all_unknown_flags_are_told_at_once_and_no_far_name_is_suggested() -> No
         read_line("--no-load-rng --lr 1e-6 --my-own-flag 3 --rollout-bach-size 4 --log-samples-per-step --eps-clip")
     assert refused.value.message.splitlines() == [
         "5 flags are wrong:",
-        f"  --no-load-rng is not a flag of headrace: {FOREIGN['no_load_rng']}",
+        f"  --no-load-rng is not a flag of headrace: {UNSUPPORTED['no_load_rng']}",
         "  unknown flag --my-own-flag",
         "  unknown flag --rollout-bach-size: did you mean --rollout-batch-size?",
         "  unknown flag --log-samples-per-step",
@@ -193,7 +193,7 @@ def test_check_says_what_it_was_given_twice(job_file: Path, capsys: pytest.Captu
 def test_files_and_variables_say_what_to_do_instead_too(tmp_path: Path, key: str) -> None:
     (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n{key} = "x"\n')
     for source in ((tmp_path / "job.toml", {}), (None, {f"HEADRACE_{key.upper()}": "x"})):
-        with pytest.raises(ConfigError, match=re.escape(FOREIGN[key])):
+        with pytest.raises(ConfigError, match=re.escape(UNSUPPORTED[key])):
             read(source[0], [], source[1])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.megatron.arguments import ARCHITECTURAL, GPU_ONLY, OWNED, MegatronArgs
+from headrace.job.megatron.arguments import ARCHITECTURAL, GPU_ONLY, RESERVED, MegatronArgs
 from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
 from headrace.job.option import options
 from headrace.job.schema.job import Job
@@ -36,14 +36,14 @@ def test_the_table_takes_what_the_installed_version_takes(installed: dict[str, R
     for name, row in installed.items():
         committed = fields[name]["type"]
         if row.type is None:
-            assert name in OWNED, f"{name} is an object, and not refused"
+            assert name in RESERVED, f"{name} is an object, and not refused"
         else:
             assert both(committed, row.type) == committed, name
 
 
 def test_every_field_that_headrace_treats_by_name_is_one() -> None:
-    assert ARCHITECTURAL | GPU_ONLY | OWNED.keys() <= MegatronArgs.model_fields.keys()
-    assert not ARCHITECTURAL & OWNED.keys()
+    assert ARCHITECTURAL | GPU_ONLY | RESERVED.keys() <= MegatronArgs.model_fields.keys()
+    assert not ARCHITECTURAL & RESERVED.keys()
 
 
 def test_no_field_of_megatron_hides_an_option_of_the_job() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.job.rules.machines import check_metrics_port
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.service_rules import check_metrics_port
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
 from headrace.run_folder import RunFolder

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from headrace.errors import ConfigError
-from headrace.job.rules.paths.files import check_files
+from headrace.job.rules.files import check_files
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture

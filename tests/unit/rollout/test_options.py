@@ -162,7 +162,6 @@ ENGINES: Readers = {
     "eval_config": [lambda b: b.parts.evaluator._files.files[1].parent / "eval.toml"],
     "eval_prompt_data": [lambda b: (("one", b.parts.evaluator._files.files[0]),)],
     "eval_function_path": [lambda b: b.parts.evaluator._function._path],
-    "eval_timeout_seconds": [lambda b: b.parts.evaluator._function._seconds],
     "group_rm": [lambda b: b.parts.evaluator._scores_groups],
     "reward_timeout_seconds": [lambda b: b.parts.scorer._item_seconds],
     "reward_address": [lambda b: b.parts.scorer.target.address],
@@ -221,7 +220,10 @@ STEPS: Readers = {
         lambda b: b.started(StepSampler)._path,
         lambda b: b.parts.evaluator._function._path,
     ],
-    "rollout_timeout_seconds": [lambda b: b.started(StepSampler)._seconds],
+    "rollout_timeout_seconds": [
+        lambda b: b.started(StepSampler)._seconds,
+        lambda b: b.parts.evaluator._function._seconds,
+    ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
     "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],
     "rollout_temperature": [
@@ -322,7 +324,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "eval_config": folder / "eval.toml",
             "eval_function_path": "hooks.py:evaluate",
             "eval_samples_in_flight": 23,
-            "eval_timeout_seconds": 613.0,
         },
         "services": {
             "buffer_address": "127.0.0.1:7001",

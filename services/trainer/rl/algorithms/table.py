@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.job.schema.training import Estimator, TrainSection
+from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.algorithm import Algorithm
 from services.trainer.rl.algorithms.cispo import Cispo
 from services.trainer.rl.algorithms.grpo import Grpo
@@ -13,7 +13,7 @@ from services.trainer.rl.algorithms.ppo import Ppo
 from services.trainer.rl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from services.trainer.rl.algorithms.rloo import Rloo
 
-ALGORITHMS: Mapping[Estimator, type[Algorithm]] = {
+ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "grpo": Grpo,
     "gspo": Gspo,
     "cispo": Cispo,

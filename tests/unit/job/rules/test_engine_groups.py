@@ -71,7 +71,7 @@ def load_again(job_file: Path, text: str) -> object:
 
 
 def test_gpus_of_groups_follow_each_other(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.job.rules.group_rules.num_gpus", lambda: 8)
+    monkeypatch.setattr("headrace.job.rules.production.num_gpus", lambda: 8)
     text = '[[placement.engine_groups]]\nname = "wide"\nnum_engines = 2\nnum_gpus_per_engine = 2\n'
     job = load(with_groups(job_file, f"{text}[[placement.engine_groups]]\nnum_engines = 2\n"), (), {})
     assert job.placement.rollout_num_gpus == 6
@@ -143,7 +143,7 @@ def one(**group: object) -> tuple[str, ...]:
         (one(worker_type="other"), "number 1, worker_type: .*'regular', 'prefill', 'decode'"),
         (one(overrides={"disaggregation_mode": "decode"}), "disaggregation-mode decode cannot be given: leave it out"),
         (one(overrides={"model_path": "m"}), "engine group group-1: --sglang-model-path cannot be given: set hf_che"),
-        (one(overrides={"api_key": "x"}), "engine group group-1: sglang api_key: engines listen on 127.0.0.1"),
+        (one(overrides={"api_key": "x"}), "engine group group-1: --sglang-api-key"),
         (one(overrides={"dtype": "float16"}), "dtype cannot be of a group, because all engines are given the same"),
         (one(overrides={"mem_fraction_static": 1.5}), "engine group group-1: --sglang-mem-fraction-static 1.5: should"),
         (one(overrides={"contxt_length": 5}), "group-1: overrides: SGLang has no argument contxt_length: did you mean"),
@@ -153,7 +153,7 @@ def one(**group: object) -> tuple[str, ...]:
             (*one(num_gpus_per_engine=1), "--engine-groups", '{"num_engines": 1, "num_gpus_per_engine": 2}'),
             "engine groups of 1 and 2 GPUs per engine need GPUs, and this machine has none",
         ),
-        ((*one(), "--rollout-external-engine-addrs", "10.0.0.7:1"), "started elsewhere have their arguments there"),
+        ((*one(), "--rollout-external-engine-addrs", "10.0.0.7:1"), "engine_groups with rollout_external_engine_addrs"),
         ((*one(), "--sglang-config", "x.yaml"), "sglang_config and engine_groups both say what engines there are"),
         (("--engine-groups", "two"), "number|valid dictionary"),
     ],

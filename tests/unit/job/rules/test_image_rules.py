@@ -10,7 +10,8 @@ import pytest
 
 from headrace.cli.view.plan import plan
 from headrace.errors import ConfigError
-from headrace.job.rules.image_rules import check_images
+from headrace.job.rules.combinations import check_combinations
+from headrace.job.rules.production import check_images
 from headrace.job.schema.job import Job
 from headrace.models.families.qwen2 import FAMILY as TEXT
 from headrace.models.families.qwen2_5_vl import FAMILY
@@ -29,18 +30,17 @@ def test_images_need_a_model_that_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    "sections",
     [
-        ({"train": {"loss_type": "sft_loss", "loss_mask_type": "qwen"}}, "with loss_mask_type: conversations"),
-        ({"rollout": {"agent_function_path": "a.py:f"}}, "with agent_function_path: its OpenAI-compatible endpoint"),
-        ({"distillation": {"use_opd": True, "opd_type": "sglang"}}, "with opd_type: a teacher at a URL"),
+        {"train": {"loss_type": "sft_loss", "loss_mask_type": "qwen"}},
+        {"rollout": {"agent_function_path": "a.py:f"}},
+        {"distillation": {"use_opd": True, "opd_teacher_url": "http://t:1"}},
     ],
 )
-def test_ways_of_making_samples_that_are_of_text_refuse_images(
-    tmp_path: Path, sections: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_images(_job(tmp_path, IMAGES | sections), architecture(VISION))
+def test_ways_of_making_samples_that_are_of_text_refuse_images(tmp_path: Path, sections: dict[str, Any]) -> None:
+    job = _job(tmp_path, IMAGES | sections)
+    with pytest.raises(ConfigError, match="multimodal_keys"):
+        _check(job)
 
 
 def test_the_plan_says_what_is_trained_and_what_is_frozen(tmp_path: Path) -> None:
@@ -70,6 +70,11 @@ def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None
 def test_other_media_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="media of type 'video' are not supported, only images"):
         _job(tmp_path, {"data": {"multimodal_keys": {"video": "videos"}}})
+
+
+def _check(job: Job) -> None:
+    check_combinations(job)
+    check_images(job, architecture(VISION))
 
 
 def _job(folder: Path, sections: dict[str, Any]) -> Job:

@@ -10,8 +10,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.job.model import lora_targets
 from headrace.models.registry import architecture
-from headrace.preflight.process import CheckOptions
-from headrace.preflight.report import Prompts
+from headrace.preflight import CheckOptions, Prompts
 from services.trainer.check import check as check_trainer
 from tests.support.models.tiny_families import tiny_config
 
@@ -25,38 +24,6 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
     assert (lora.lora_alpha, lora.lora_dropout, lora.lora_init, lora.lora_load) == (8.0, 0.0, "kaiming", None)
     assert lora.lora_target_modules == ("all-linear",)
     assert load_with().lora.lora_rank is None
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--lora-alpha", "16"),
-        ("--lora-dropout", "0.1"),
-        ("--lora-target-modules", "q_proj"),
-        ("--lora-init", "gaussian"),
-        ("--lora-load", "adapters"),
-    ],
-)
-def test_an_option_without_lora_rank_is_refused(load_with, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="has no effect without lora_rank: add --lora-rank"):
-        load_with(*words)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--freeze-params-name-list", "mlp"), "freeze_params_name_list with lora_rank: adapters alone are trained"),
-        (("--only-train-params-name-list", "mlp"), "only_train_params_name_list with lora_rank"),
-        (("--lora-load", "adapters", "--lora-init", "gaussian"), "lora_init gaussian has no effect with lora_load"),
-        (("--lora-target-modules", "all-linear", "q_proj"), "name layers, or all-linear alone"),
-        (("--lora-init", "pissa"), "'kaiming' or 'gaussian'"),
-        (("--lora-dropout", "1"), "--lora-dropout: should be less than 1"),
-        (("--lora-dropout", "0.1", "--true-on-policy-mode"), "true_on_policy_mode with lora_dropout 0.1"),
-    ],
-)
-def test_what_contradicts_lora_is_refused(load_with, words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_with("--lora-rank", "4", *words)
 
 
 @pytest.mark.parametrize(

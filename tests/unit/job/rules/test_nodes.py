@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.rules.machines.nodes import check_meeting, check_nodes, meeting_of
+from headrace.job.rules.machines import check_meeting, check_nodes, meeting_of
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import folder_here, spec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.rules.routing_rules import check_routing_replay, replays_routing
+from headrace.job.rules.training import check_routing_replay, replays_routing
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture

@@ -117,7 +117,7 @@ ALL: Readers = {
     "rollout_num_gpus_per_engine": [lambda p: p.build.knows_checksums(ON_A_GPU) or 2],
     "eval_prompt_data": [lambda p: ((p.dataset.name, Path(p.dataset.path)),)],
     "eval_config": [lambda p: Path(p.evaluations._evaluate._datasets[1].path).parent / "eval.toml"],
-    "eval_timeout_seconds": [lambda p: p.evaluations._evaluate._seconds],
+    "rollout_timeout_seconds": [lambda p: p.evaluations._evaluate._seconds],
     "eval_exact_version": [lambda p: p.evaluations._exact],
     "custom_eval_rollout_log_function_path": [lambda p: p.evaluations._evaluate._users_log._hook.path],
     "n_samples_per_eval_prompt": [lambda p: p.dataset.n_samples_per_prompt],
@@ -229,7 +229,6 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "eval_tool_key": "eval_tools",
             "eval_reward_key": "correct",
             "eval_exact_version": True,
-            "eval_timeout_seconds": 613.0,
         },
         "publish": {
             "update_weight_pause_mode": "retract",

@@ -206,16 +206,16 @@ async def test_with_eval_exact_version_training_waits_for_each_evaluation(tmp_pa
     assert run.evaluated() == [(0, 0.0), (1, 0.0), (2, 0.0)]
 
 
-async def test_an_evaluation_that_hangs_ends_at_eval_timeout_seconds_and_its_row_says_so(
+async def test_an_evaluation_that_hangs_ends_at_rollout_timeout_seconds_and_its_row_says_so(
     tmp_path: Path, load_with
 ) -> None:
     rollout = Rollout([RESULT])
     rollout.held.clear()
-    run = run_of(tmp_path, load_with, rollout, "--eval-timeout-seconds", "0.05", "--eval-exact-version")
+    run = run_of(tmp_path, load_with, rollout, "--rollout-timeout-seconds", "0.05", "--eval-exact-version")
     async with asyncio.timeout(60):
         await run.train()
     assert run.evaluated() == [(0, 1.0), (1, 1.0), (2, 1.0)]
-    assert "DEADLINE_EXCEEDED: it took longer than eval_timeout_seconds 0.05" in run.rows()[0]["warnings"][0]
+    assert "DEADLINE_EXCEEDED: it took longer than rollout_timeout_seconds 0.05" in run.rows()[0]["warnings"][0]
 
 
 @pytest.mark.parametrize("flags", [(), ("--eval-exact-version",)])

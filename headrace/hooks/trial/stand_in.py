@@ -1,7 +1,11 @@
-"""An address that answers as a run's do, for trying functions: SGLang's `/generate`, and OpenAI's protocol for agents.
+"""Stand-ins for a run's engine and model, for trying functions.
 
-Every request gets the same short response. Where tools are offered it calls one first, with arguments that fit the
-tool's schema, and answers when it is given the result; `tool_choice` is followed. OpenAI's answers may be streamed.
+The engine answers as a run's addresses do: SGLang's `/generate`, and OpenAI's protocol for agents. Every request gets
+the same short response. Where tools are offered it calls one first, with arguments that fit the tool's schema, and
+answers when it is given the result; `tool_choice` is followed. OpenAI's answers may be streamed.
+
+The model is a folder without weights: a tokenizer whose tokens are bytes, with a chat template that knows tools.
+Functions that load the tokenizer of `args.hf_checkpoint` are tried with it where the job names no model that is here.
 """
 
 from __future__ import annotations
@@ -12,10 +16,8 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from headrace.hooks.trial.example_arguments import example_of
-from headrace.hooks.trial.stand_in_model import TOOLS_END, TOOLS_START, stand_in_text, stand_in_tokens
 
 ANSWER = "7"
 LOG_PROB = -0.5
@@ -84,7 +86,7 @@ class _Engine:
         params = asked.get("sampling_params") or {}
         first = params[0] if isinstance(params, list) and params else params
         num_choices = first.get("n", 1) if isinstance(first, dict) else 1
-        prompts = _prompts(asked)
+        prompts = _asked_prompts(asked)
         made = [self._generated(asked, prompt) for prompt in prompts for _ in range(max(1, num_choices))]
         is_batch = len(made) > 1 or isinstance(asked.get("text"), list) or _is_nested(asked.get("input_ids"))
         if asked.get("stream"):
@@ -108,7 +110,7 @@ class _Engine:
         return {"text": text, "output_ids": tokens, "meta_info": meta_info}
 
 
-def _prompts(asked: Mapping[str, Any]) -> list[Any]:
+def _asked_prompts(asked: Mapping[str, Any]) -> list[Any]:
     text, tokens = asked.get("text"), asked.get("input_ids")
     if isinstance(text, list):
         return text
@@ -241,3 +243,177 @@ def _written(reply: Reply) -> bytes:
         return (f"{head}Content-Type: text/event-stream\r\n\r\n" + "".join(lines) + "data: [DONE]\n\n").encode()
     body = json.dumps(reply.body).encode()
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+TURN_END_ID = 257
+TOOLS_START, TOOLS_END = "<tools>", "</tools>"
+_SPECIAL = {TURN_START: 256, TURN_END: TURN_END_ID}
+_MAX_TOKENS = 32_768
+_CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "<|im_start|>system\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools><|im_end|>\n"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_stand_in_model(folder: Path) -> None:
+    """Writes the files that transformers' AutoTokenizer and AutoConfig read."""
+    tokens = [{"id": number, "content": text} | _PLAIN_TOKEN for text, number in _SPECIAL.items()]
+    spaces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": tokens,
+        "normalizer": None,
+        "pre_tokenizer": spaces,
+        "post_processor": None,
+        "decoder": spaces,
+        "model": {"type": "BPE", "vocab": {char: byte for byte, char in _characters().items()}, "merges": []},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": TURN_END,
+        "model_max_length": _MAX_TOKENS,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    for name, content in (
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", config),
+        ("config.json", {"model_type": "qwen2", "vocab_size": TURN_END_ID + 1, "eos_token_id": TURN_END_ID}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+
+
+def stand_in_tokens(text: str) -> list[int]:
+    """The tokens of a response, with the one that ends its turn."""
+    return [*text.encode(), TURN_END_ID]
+
+
+def stand_in_text(tokens: Sequence[int]) -> str:
+    """The text of tokens, without special ones."""
+    return bytes(token for token in tokens if 0 <= token < 256).decode(errors="replace")
+
+
+_PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def _characters() -> dict[int, str]:
+    """The printable character that stands for each byte in files of byte-level tokenizers."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+_MAX_DEPTH = 8
+_ABSENT = object()
+_FORMATS = {
+    "date": "2024-01-02",
+    "date-time": "2024-01-02T03:04:05Z",
+    "time": "03:04:05Z",
+    "duration": "PT1S",
+    "email": "someone@example.org",
+    "uri": "https://example.org/",
+    "uuid": "00000000-0000-4000-8000-000000000007",
+    "ipv4": "127.0.0.1",
+}
+
+
+def example_of(schema: Any, root: Any = None, depth: int = 0) -> Any:
+    """A small value that the schema allows: required properties alone. A `pattern` of text is not followed."""
+    root = schema if root is None else root
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return {} if depth == 0 else None
+    if isinstance(reference := schema.get("$ref"), str):
+        return example_of(_referred(root, reference), root, depth + 1)
+    if named := [schema[key] for key in ("const", "default") if schema.get(key) is not None]:
+        return named[0]
+    for key in ("enum", "examples"):
+        if isinstance(values := schema.get(key), Sequence) and values:
+            return values[0]
+    if (combined := _of_parts(schema, root, depth)) is not _ABSENT:
+        return combined
+    return _of_type(_type(schema, depth), schema, root, depth)
+
+
+def _of_parts(schema: Mapping[str, Any], root: Any, depth: int) -> Any:
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), Sequence) and options:
+            first = next((each for each in options if not _is_null(each)), options[0])
+            return example_of(first, root, depth + 1)
+    parts = schema.get("allOf")
+    if not isinstance(parts, Sequence) or not parts:
+        return _ABSENT
+    values = [example_of(part, root, depth + 1) for part in parts]
+    if not all(isinstance(value, dict) for value in values):
+        return values[0]
+    return {key: item for value in values for key, item in value.items()} | _object(schema, root, depth)
+
+
+def _of_type(kind: str, schema: Mapping[str, Any], root: Any, depth: int) -> Any:
+    match kind:
+        case "object":
+            return _object(schema, root, depth)
+        case "array":
+            count = schema.get("minItems") or 1
+            return [example_of(schema.get("items", {}), root, depth + 1) for _ in range(min(count, 8))]
+        case "integer" | "number":
+            return _number(schema, is_integer=kind == "integer")
+        case "boolean":
+            return True
+        case "null":
+            return None
+    text = _FORMATS.get(str(schema.get("format")), "7")
+    return text.ljust(int(schema.get("minLength") or 0), "7")
+
+
+def _object(schema: Mapping[str, Any], root: Any, depth: int) -> dict[str, Any]:
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    names = required if isinstance(required, Sequence) else ()
+    return {name: example_of(known.get(name, {"type": "string"}), root, depth + 1) for name in names}
+
+
+def _number(schema: Mapping[str, Any], *, is_integer: bool) -> int | float:
+    step = schema.get("multipleOf") or 1
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    most = schema.get("maximum", schema.get("exclusiveMaximum"))
+    value = 7.0
+    if least is not None and value <= least:
+        value = least if "minimum" in schema else least + step
+    if most is not None and value >= most:
+        value = most if "maximum" in schema else max(most - step, (most + (least or most - 2)) / 2)
+    if value % step:
+        value += step - value % step
+    return int(value) if is_integer or value == int(value) else value
+
+
+def _type(schema: Mapping[str, Any], depth: int) -> str:
+    kind = schema.get("type")
+    if isinstance(kind, Sequence) and not isinstance(kind, str):
+        kind = next((each for each in kind if each != "null"), "null")
+    if isinstance(kind, str):
+        return kind
+    if "properties" in schema or depth == 0:
+        return "object"
+    return "array" if "items" in schema else "string"
+
+
+def _is_null(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "null"
+
+
+def _referred(root: Any, reference: str) -> Any:
+    found = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(found, Mapping) else {}
+    return found

@@ -1,4 +1,7 @@
-"""Lists functions of a user's file without importing it, to find the one that `--custom-rm-path f.py` means."""
+"""The forms of user functions by the flag that names them, and what a file has of them, without importing it.
+
+`--custom-rm-path f.py` means the only function of the file that fits.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,80 @@ class HookForm:
     method: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerForm:
+    """How the trainer calls the hook that `option` names.
+
+    `positional` arguments come in this order, `keywords` by name, and more keywords may come with them. `if_named` come
+    by name to functions that have an argument of that name.
+    """
+
+    option: str
+    positional: tuple[str, ...]
+    returns: str
+    keywords: tuple[str, ...] = ()
+    if_named: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> str:
+        """The signature as a user would write it."""
+        named = ", *, " + ", ".join(self.keywords) + ", **kwargs" if self.keywords else ""
+        named += "".join(f"[, {name}]" for name in self.if_named)
+        return f"def f({', '.join(self.positional)}{named}) -> {self.returns}"
+
+
+TRAINER_FORMS: Mapping[str, TrainerForm] = {
+    "sample_filter": TrainerForm("rollout_sample_filter_path", ("args", "samples"), "None"),
+    "reward_post_process": TrainerForm(
+        "custom_reward_post_process_path", ("args", "samples"), "tuple[list[float], list[float]]"
+    ),
+    "train_data": TrainerForm("custom_convert_samples_to_train_data_path", ("args", "samples"), "dict[str, list]"),
+    "rollout_log": TrainerForm(
+        "custom_rollout_log_function_path",
+        ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        "bool",
+    ),
+    "eval_log": TrainerForm(
+        "custom_eval_rollout_log_function_path", ("rollout_id", "args", "data", "extra_metrics"), "bool"
+    ),
+    "advantage": TrainerForm("custom_advantage_function_path", ("args", "rollout_data"), "None"),
+    "rollout_data": TrainerForm("rollout_data_postprocess_path", ("args", "rollout_id", "rollout_data"), "None"),
+    "loss": TrainerForm(
+        "custom_loss_function_path",
+        ("args", "batch", "logits", "sum_of_sample_mean"),
+        "tuple[Tensor, dict[str, Tensor]]",
+    ),
+    "tis": TrainerForm(
+        "custom_tis_function_path",
+        ("args",),
+        "tuple[Tensor, list[Tensor], dict[str, Tensor]]",
+        ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"),
+    ),
+    "reducer": TrainerForm(
+        "custom_pg_loss_reducer_function_path",
+        ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+        "Callable[[Tensor], Tensor]",
+    ),
+    "megatron_init": TrainerForm("custom_megatron_init_path", ("args",), "None"),
+    "model_provider": TrainerForm(
+        "custom_model_provider_path",
+        ("pre_process", "post_process", "vp_stage"),
+        "GPTModel",
+        if_named=("build_default",),
+    ),
+    "before_log_prob": TrainerForm(
+        "custom_megatron_before_log_prob_hook_path", ("args", "model", "store_prefix"), "None"
+    ),
+    "before_train_step": TrainerForm(
+        "custom_megatron_before_train_step_hook_path",
+        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+        "None",
+    ),
+}
+"""The hooks inside the trainer, by kind."""
+
 _GENERATE = HookForm((("args", "samples"), ("args", "sample", "sampling_params")))
 _ROLLOUT = HookForm((("args", "rollout_id", "data_source"),))
-_REWARD = HookForm((("args", "sample"),), "compute_reward")
 _GROUP_REWARD = HookForm((("args", "samples"),), "compute_reward")
 _FORMS: Mapping[str, HookForm] = {
     "custom_generate_function_path": _GENERATE,
@@ -63,33 +137,14 @@ _FORMS: Mapping[str, HookForm] = {
     "eval_function_path": _ROLLOUT,
     "rollout_all_samples_process_path": HookForm((("args", "all_samples", "data_source"),)),
     "agent_function_path": HookForm((("args", "task", "base_url"),)),
-    "custom_rm_path": _REWARD,
+    "custom_rm_path": HookForm((("args", "sample"),), "compute_reward"),
     "rollout_sample_hook_path": HookForm((("args", "sample"),)),
     "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),
     "buffer_filter_path": HookForm(
         (("args", "buffer", "num_samples"), ("args", "rollout_id", "buffer", "num_samples"))
     ),
     "data_source_path": HookForm(method="get_samples"),
-    "custom_reward_post_process_path": HookForm((("args", "samples"),)),
-    "rollout_sample_filter_path": HookForm((("args", "samples"),)),
-    "custom_convert_samples_to_train_data_path": HookForm((("args", "samples"),)),
-    "custom_rollout_log_function_path": HookForm(
-        (("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),)
-    ),
-    "custom_eval_rollout_log_function_path": HookForm((("rollout_id", "args", "data", "extra_metrics"),)),
-    "custom_advantage_function_path": HookForm((("args", "rollout_data"),)),
-    "rollout_data_postprocess_path": HookForm((("args", "rollout_id", "rollout_data"),)),
-    "custom_loss_function_path": HookForm((("args", "batch", "logits", "sum_of_sample_mean"),)),
-    "custom_tis_function_path": HookForm((("args",),)),
-    "custom_pg_loss_reducer_function_path": HookForm(
-        (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),)
-    ),
-    "custom_megatron_init_path": HookForm((("args",),)),
-    "custom_model_provider_path": HookForm((("pre_process", "post_process", "vp_stage"),)),
-    "custom_megatron_before_log_prob_hook_path": HookForm((("args", "model", "store_prefix"),)),
-    "custom_megatron_before_train_step_hook_path": HookForm(
-        (("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),)
-    ),
+    **{form.option: HookForm((form.positional,)) for form in TRAINER_FORMS.values()},
 }
 HOOK_LEAVES: Sequence[str] = tuple(_FORMS)
 """Options that name a user's function or class."""

@@ -1,0 +1,330 @@
+"""Checks the files and folders that a job names, before anything starts. Each service checks more of its own part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.job.eval_sets import eval_sets
+from headrace.job.hook_files import HOOK_LEAVES, definitions, refuse_slimes
+from headrace.job.option import options
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.job.schema.run import passwords
+from headrace.job.schema.section import PromptPath
+from headrace.models.folders import NAMES_OF_WEIGHTS, damage_of, is_torn
+from headrace.models.registry import read_architecture
+from headrace.models.tokenizer.tokenizer import RemoteCode
+from headrace.models.torch_dist import TRACKER, is_torch_dist, matched
+from headrace.prompts import parse_row, rows_of, value_at
+
+_LINES_LOOKED_AT = 1000
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+
+
+def check_files(job: Job, scope: Scope) -> None:
+    """Raises ConfigError that names the option and the path."""
+    for service in scope.services:
+        _python(job, service, scope)
+    if "trainer" in scope.services or "rollout" in scope.services:
+        _model("hf_checkpoint", job.model.hf_checkpoint, scope)
+    for option, path in hooks_of(job):
+        if service_of(option) in scope.services:
+            _hook(option, path, scope)
+    if "buffer" in scope.services:
+        for text in job.data.prompt_data:
+            _prompts("prompt_data", PromptPath.parse(text), job, scope)
+    if "rollout" in scope.services:
+        _of_evaluations(job, scope)
+    if "reward" in scope.services:
+        _of_reward(job, scope)
+    if "trainer" in scope.services:
+        _of_trainer(job, scope)
+
+
+def _python(job: Job, service: str, scope: Scope) -> None:
+    option = f"{service}_python"
+    try:
+        words = job.services.python_of(service)
+    except ValueError as error:  # shlex's
+        raise ConfigError(f"{option}: {error}: close its quotes", field=option) from error
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else "an empty text"
+        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter", field=option))
+
+
+def _of_evaluations(job: Job, scope: Scope) -> None:
+    config = job.eval.eval_config
+    if config is not None and not config.is_file():
+        scope.missing(ConfigError(f"eval_config {config} does not exist", field="eval_config"), config)
+        return
+    for each in eval_sets(job.eval):
+        label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
+        input_key = each.input_key or job.eval.eval_input_key or job.data.input_key
+        keys = job.model_copy(
+            update={"data": job.data.model_copy(update={"input_key": input_key, "label_key": label_key})}
+        )
+        _prompts(f"eval_prompt_data {each.name}", each.prompts, keys, scope)
+        if each.custom_generate_function_path is not None:
+            _hook("custom_generate_function_path", each.custom_generate_function_path, scope)
+
+
+def _of_reward(job: Job, scope: Scope) -> None:
+    prompt = job.reward.judge_prompt
+    if prompt is not None and not prompt.is_file():
+        scope.missing(
+            ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out", field="judge_prompt")
+        )
+    folder = job.reward.reward_model_path
+    if folder is not None and not folder.is_dir():
+        scope.missing(
+            ConfigError(
+                f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
+                "constructed with",
+                field="reward_model_path",
+            )
+        )
+
+
+def _of_trainer(job: Job, scope: Scope) -> None:
+    for name, folder in (
+        ("ref_load", job.model.ref_load),
+        ("critic_load", job.critic.critic_load),
+        ("opd_teacher_load", job.distillation.opd_teacher_load),
+    ):
+        if folder is not None:
+            _weights(name, folder, job, scope)
+    _starting_weights(job, scope)
+    folder = job.checkpoint.save_hf
+    if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it", field="save_hf")
+
+
+def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
+    path = part.path
+    if not path.is_file():
+        scope.missing(ConfigError(f"{option} {path} does not exist", field=option), path)
+        return
+    if path.suffix == ".parquet":
+        return  # the buffer, which has a reader for it, looks into it at its start
+    empty = True
+    last = part.first_row + _LINES_LOOKED_AT
+    last = last if part.end_row is None else min(last, part.end_row)
+    with path.open("rb") as file:
+        for number, line in _rows(option, file, path):
+            if number > last:
+                break
+            if number > part.first_row:
+                empty = False
+                if not job.data.skip_bad_lines:
+                    _line(option, path, number, line, job)
+    if empty:
+        raise ConfigError(f"{option} {path} has no lines", field=option)
+
+
+def _rows(option: str, file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from rows_of(file, path)
+    except InvalidArgument as error:
+        raise ConfigError(f"{option} {error.message}", field=option) from error
+
+
+def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
+    where = f"{option} {path}, line {number}"
+    try:
+        row = parse_row(line)
+    except InvalidArgument as error:
+        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines", field=option) from error
+    for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
+        if key is not None and key not in row and value_at(row, key) is None:
+            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)
+
+
+def hooks_of(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields (option, path) of each user function that the job names; of agents those that are played here."""
+    for option in HOOK_LEAVES:
+        found = getattr(getattr(job, options()[option].section), option)
+        if option != "agent_function_path" or not job.rollout.agent_hosts:
+            yield from ((option, path) for path in (found if isinstance(found, tuple) else (found,)) if path)
+
+
+def service_of(option: str) -> str:
+    """The service that calls a user's function."""
+    return {"hooks": "trainer", "reward": "reward", "buffer": "buffer", "data": "buffer"}.get(
+        options()[option].section, "rollout"
+    )
+
+
+def _hook(option: str, hook: str, scope: Scope) -> None:
+    """Looks into `file.py:fn`; the service that imports `pkg.mod.fn` checks it."""
+    refuse_slimes(option, hook)
+    file, _, function = hook.rpartition(":") if ".py:" in hook else (hook, "", "")
+    if not file.endswith(".py"):
+        return
+    if not Path(file).is_file():
+        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist", field=option), Path(file))
+        return
+    if function not in (defined := [node.name for node in definitions(option, Path(file))]):
+        there = f": it defines {', '.join(defined)}" if defined else ""
+        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}", field=option)
+
+
+def _starting_weights(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for a folder to start or resume from that holds no checkpoint, or another model's."""
+    load, initial = job.checkpoint.load, job.checkpoint.initial_megatron_checkpoint
+    if load and load.exists() and not load.is_dir():
+        raise ConfigError(f"load {load} is not a folder: name the folder of checkpoints", field="load")
+    if load and is_torch_dist(load):
+        if initial is not None:
+            raise ConfigError(
+                f"load {load} is Megatron's, so its weights are those to start with, and initial_megatron_checkpoint "
+                f"{initial} names others: give only one",
+                field="load",
+            )
+        _torch_dist("load", load, job)
+    if initial and is_torch_dist(initial):
+        _torch_dist("initial_megatron_checkpoint", initial, job)
+    elif initial and not (initial / "manifest.json").is_file():
+        scope.missing(
+            ConfigError(
+                f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
+                "name a step-… folder of a headrace run, or a torch_dist folder of Megatron",
+                field="initial_megatron_checkpoint",
+            )
+        )
+
+
+def _weights(option: str, folder: Path, job: Job, scope: Scope) -> None:
+    """Raises ConfigError unless the folder holds a model's weights."""
+    if is_torch_dist(folder):
+        _torch_dist(option, folder, job)
+    else:
+        _model(option, folder, scope)
+
+
+def _torch_dist(option: str, folder: Path, job: Job) -> None:
+    """Raises ConfigError unless Megatron's checkpoint is whole and of this job's model. Reads no weights."""
+    if not (job.model.hf_checkpoint / "config.json").is_file():
+        return  # on another machine
+    try:
+        matched(folder, read_architecture(job.model.hf_checkpoint))
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error.message}", field=option) from error
+
+
+def _model(option: str, folder: Path, scope: Scope) -> None:
+    """Raises ConfigError unless it is a Hugging Face folder with weights and a tokenizer."""
+    if not folder.is_dir():
+        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder", field=option))
+        return
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        missing.append(f"tokenizer ({' or '.join(_TOKENIZERS)})")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("weights (*.safetensors)")
+    if missing:
+        scope.missing(
+            ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
+        )
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
+    closed = sorted(path.name for path in files if not os.access(path, os.R_OK))
+    if closed:
+        scope.missing(
+            ConfigError(
+                f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
+                "bring what it leads to",
+                field=option,
+            )
+        )
+    elif not missing and any((folder / name).is_file() for name in NAMES_OF_WEIGHTS) and (damage := damage_of(folder)):
+        raise ConfigError(f"{option} {folder}: {damage}: copy or download it again", field=option)
+
+
+def check_folders(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for a folder that cannot be made or written, with the reason that the system gives."""
+    checkpoint = job.checkpoint
+    folders = {"run_dir": job.run.folder}
+    if "trainer" in scope.services:
+        folders |= {
+            name: folder
+            for name, folder in (
+                ("save", checkpoint.save),
+                ("save_hf", checkpoint.save_hf),
+                ("export_root", checkpoint.export_root),
+                ("update_weight_disk_path", job.publish.update_weight_disk_path),
+            )
+            if folder is not None
+        }
+    for name, folder in folders.items():
+        try:
+            _try(folder)
+        except OSError as error:
+            flag = f"--{name.replace('_', '-')}"
+            refusal = ConfigError(
+                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}", field=name
+            )
+            scope.missing(refusal)
+
+
+def _try(folder: Path) -> None:
+    """Creates and removes a folder beside the first ancestor that is missing, to see whether the system allows it."""
+    there = folder
+    while not os.path.lexists(there):
+        there = there.parent
+    os.rmdir(tempfile.mkdtemp(prefix=".headrace-", dir=there))
+
+
+def check_passwords(job: Job) -> None:
+    """Raises ConfigError for a URL with a password."""
+    if found := passwords(job.model_dump(mode="json")):
+        raise ConfigError(
+            f"{found[0]} holds a URL with a password, and a run's folder stores its job as plain text: remove the "
+            f"password "
+            "and let the service read it from its environment or from another file",
+            field=found[0],
+        )
+
+
+def check_remote_code(job: Job, scope: Scope) -> None:
+    """Raises ConfigError where the tokenizer needs code that the job does not trust in each process that loads it."""
+    if "rollout" not in scope.services:
+        return
+    code = RemoteCode.of(job.model.hf_checkpoint)
+    code.require(trusted=job.model.trust_remote_code)
+    if code.is_needed and _starts_engines(job) and not _engines_trust(job):
+        raise ConfigError(
+            f"{code.folder}: engines load the tokenizer too, which is code of the folder "
+            f"({', '.join(code.tokenizer)}): pass --sglang-trust-remote-code as well",
+            field="sglang.trust_remote_code",
+        )
+
+
+def where_code_runs(job: Job) -> str | None:
+    """A sentence with the files and the processes; None for a folder without code."""
+    code = RemoteCode.of(job.model.hf_checkpoint)
+    files = list(dict.fromkeys((*code.tokenizer, *code.config)))
+    if not files:
+        return None
+    named = f"{', '.join(files)} of {code.folder}"
+    processes = [
+        *(["the rollout service, hooks that use headrace.hooks.kit"] if job.model.trust_remote_code else []),
+        *(["the engines"] if _starts_engines(job) and _engines_trust(job) else []),
+    ]
+    if not processes:
+        return f"none: {named} are not run"
+    return f"{named} may run in {' and in '.join(processes)}; in no buffer, reward service or trainer rank"
+
+
+def _engines_trust(job: Job) -> bool:
+    return bool(job.sglang.get("trust_remote_code") or job.sglang.get("skip_tokenizer_init"))
+
+
+def _starts_engines(job: Job) -> bool:
+    return not job.placement.rollout_external_engine_addrs and job.train.loss_mask_type is None

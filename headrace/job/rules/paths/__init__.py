@@ -1,1 +1,0 @@
-"""Rules of the files and folders that a job names: they exist, and hold what they should."""

@@ -1,0 +1,189 @@
+"""Rules of training beside the tables of `combinations`: ranks, teachers, true on-policy mode, experts, GPUs."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headrace.devices import num_gpus
+from headrace.errors import ConfigError
+from headrace.job.algorithms import ALGORITHMS
+from headrace.job.megatron.arguments import OTHER_STATES, megatron
+from headrace.job.megatron.fields import ONLY_IN
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.job.schema.training import trains_on_old_log_probs
+from headrace.models.architecture import Architecture
+
+
+def uses_reference(job: Job) -> bool:
+    """True when a reference policy is part of the loss or of the rewards."""
+    if job.train.loss_type == "sft_loss":
+        return False
+    return (job.train.use_kl_loss and job.train.kl_loss_coef > 0) or job.train.kl_coef > 0
+
+
+def uses_critic(job: Job) -> bool:
+    """True when a critic is trained beside the policy."""
+    return ALGORITHMS[job.train.advantage_estimator].has_critic and job.train.loss_type != "sft_loss"
+
+
+def replays_routing(job: Job) -> bool:
+    """True when experts are chosen only once: by the engines, or when old log-probs are computed."""
+    return job.train.use_routing_replay or job.train.use_rollout_routing_replay
+
+
+def check_training(job: Job) -> None:
+    """Raises ConfigError for the first rule that a job breaks."""
+    _ranks(job)
+    _megatron(job)
+    _teacher(job)
+    _true_on_policy(job)
+    if job.train.loss_mask_type is not None and job.rollout.n_samples_per_prompt != 1:
+        raise ConfigError(
+            f"loss_mask_type trains each conversation once, and n_samples_per_prompt is "
+            f"{job.rollout.n_samples_per_prompt}: set it to 1",
+            field="n_samples_per_prompt",
+        )
+
+
+def _ranks(job: Job) -> None:
+    args, world = megatron(job.megatron), job.placement.num_ranks
+    product = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world % product:
+        raise ConfigError(
+            f"{world} ranks (actor_num_nodes {job.placement.actor_num_nodes} x actor_num_gpus_per_node "
+            f"{job.placement.actor_num_gpus_per_node}) cannot be divided by tensor_model_parallel_size "
+            f"{args.tensor_model_parallel_size} x pipeline_model_parallel_size {args.pipeline_model_parallel_size} x "
+            f"context_parallel_size {args.context_parallel_size} = {product}: change one of them",
+            field="actor_num_gpus_per_node",
+        )
+    size = world // product
+    if job.train.global_batch_size is not None and job.train.global_batch_size < size:
+        raise ConfigError(
+            f"global_batch_size {job.train.global_batch_size} is smaller than the {size} data-parallel ranks: "
+            "some would have nothing to train on",
+            field="global_batch_size",
+        )
+
+
+def _megatron(job: Job) -> None:
+    args = megatron(job.megatron)
+    if args.context_parallel_size > 1 and job.train.packing == "padded":
+        raise ConfigError(
+            f"context_parallel_size {args.context_parallel_size} divides packed rows, and packing is padded: "
+            "leave one of them out",
+            field="packing",
+        )
+    try:
+        installed = ".".join(version("megatron-core").split(".")[:2])
+    except PackageNotFoundError:
+        return  # the trainer's machine will check
+    for name in args.given(frozenset(ONLY_IN)):
+        if installed not in ONLY_IN[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "
+                f"{installed} is installed: leave it out, or install the other version",
+                field=name,
+            )
+
+
+def _teacher(job: Job) -> None:
+    if job.distillation.opd_teacher_url is not None and job.rollout.rollout_temperature != 1.0:
+        raise ConfigError(
+            f"a served teacher returns log-probs at temperature 1, and rollout_temperature is "
+            f"{job.rollout.rollout_temperature:g}: set it to 1, or hold the teacher with --opd-type megatron",
+            field="rollout_temperature",
+        )
+
+
+def _true_on_policy(job: Job) -> None:
+    if not job.train.true_on_policy_mode:
+        return
+    for name, value, wanted in (
+        ("max_staleness", job.buffer.max_staleness, 0),
+        ("num_steps_per_rollout", job.train.num_steps_per_rollout, 1),
+        ("update_weights_interval", job.publish.update_weights_interval, 1),
+        ("use_rollout_logprobs", job.train.use_rollout_logprobs, False),
+        ("use_tis", job.train.use_tis, False),
+        ("use_opsm", job.train.use_opsm, False),
+        ("use_rs", job.train.use_rs, False),
+        ("rollout_top_p", job.rollout.rollout_top_p, 1.0),
+        ("rollout_top_k", job.rollout.rollout_top_k, None),
+    ):
+        if value != wanted:
+            raise ConfigError(
+                f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
+                "--true-on-policy-mode out",
+                field=name,
+            )
+
+
+def check_routing_replay(job: Job, architecture: Architecture) -> None:
+    """Raises ConfigError for the first rule that is broken."""
+    if not replays_routing(job):
+        return
+    flag = "use_rollout_routing_replay" if job.train.use_rollout_routing_replay else "use_routing_replay"
+    if architecture.experts is None:
+        raise ConfigError(
+            f"{flag}: this {architecture.family} model has no experts to choose: leave it out", field=flag
+        )
+    _router(job, flag)
+    if not job.train.use_rollout_routing_replay:
+        _old_log_probs(job)
+
+
+def _router(job: Job, flag: str) -> None:
+    args = megatron(job.megatron)
+    if args.moe_router_fusion:
+        raise ConfigError(
+            f"{flag} with moe_router_fusion: the fused router does not take experts from outside: leave one out",
+            field="moe_router_fusion",
+        )
+    if args.moe_router_load_balancing_type in ("sinkhorn", ("sinkhorn",)):
+        raise ConfigError(
+            f"{flag} with moe_router_load_balancing_type sinkhorn: sinkhorn chooses other experts than the best "
+            f"scores: leave one out",
+            field="moe_router_load_balancing_type",
+        )
+
+
+def _old_log_probs(job: Job) -> None:
+    train = job.train
+    if train.keep_old_actor:
+        raise ConfigError(
+            "use_routing_replay with keep_old_actor: old log-probs would be of several policies: pass "
+            "--use-rollout-routing-replay, which replays the experts that each sample was generated with",
+            field="use_routing_replay",
+        )
+    if not trains_on_old_log_probs(train) or train.num_steps_per_rollout == 1:
+        raise ConfigError(
+            "use_routing_replay has no effect: this job computes no old log-probs, because it takes one optimizer "
+            "step per rollout or uses the engines' log-probs: leave it out, or pass --use-rollout-routing-replay",
+            field="use_routing_replay",
+        )
+
+
+def require_gpus(job: Job, scope: Scope) -> None:
+    """Refuses flags that need a GPU when the trainer's machine has none."""
+    flags = megatron(job.megatron).needs_gpu()
+    if flags and not num_gpus():
+        scope.missing(
+            ConfigError(
+                f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+            )
+        )
+
+
+def require_states_that_are_saved(job: Job, scope: Scope) -> None:
+    """Refuses an optimizer on a GPU whose states no checkpoint holds."""
+    given = megatron(job.megatron).given(frozenset(OTHER_STATES))
+    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
+        return
+    scope.missing(
+        ConfigError(
+            f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
+            "hold yet, and every run ends with a checkpoint: leave it out",
+            field=next(iter(given)),
+        )
+    )
