@@ -218,7 +218,7 @@ async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_
 @whole_run
 async def test_two_buffer_shards_behind_one_run(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    flags = ("--num-rollout", "5", "--buffer-addresses", *addresses)
+    flags = ("--num-rollout", "5", "--buffer-address", ",".join(addresses))
     async with shards(tmp_path, addresses), started(tmp_path, *flags) as run:
         await rows_of(run, 5)
         for address in addresses:
@@ -232,11 +232,11 @@ async def shards(folder: Path, addresses: Sequence[str]) -> AsyncIterator[None]:
     """`headrace up buffer` for each of them, as on a machine of its own."""
     (folder / "shards").mkdir()
     checkpoint = make_tiny_qwen3(folder / "model")
-    flags = (*SMALL, "--num-rollout", "5", "--custom-rm-path", f"{folder}/vowels.py:vowels", "--buffer-addresses")
+    flags = (*SMALL, "--num-rollout", "5", "--custom-rm-path", f"{folder}/vowels.py:vowels", "--buffer-address")
     async with AsyncExitStack() as stack:
         for number in range(len(addresses)):
             shard = TrainingRun(
-                folder / "shards", checkpoint, *flags, *addresses, "--buffer-shard", str(number),
+                folder / "shards", checkpoint, *flags, ",".join(addresses), "--buffer-shard", str(number),
                 program=("up", "buffer"), name=f"shard-{number}",
             )  # fmt: skip
             await stack.enter_async_context(shard.started())

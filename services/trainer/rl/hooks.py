@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
-from headrace.hooks.trainer import TrainerKind, trainer_hook
+from headrace.hooks.trainer import trainer_hook
 from headrace.trajectory import Sample, Status
 from services.trainer.rl.inputs import MicroInputs
 
@@ -84,7 +84,7 @@ def put_back(
     return found
 
 
-def bound(path: str | None, kind: TrainerKind, args: HookArgs) -> Callable[..., Any] | None:
+def bound(path: str | None, kind: str, args: HookArgs) -> Callable[..., Any] | None:
     """A user's function with its first argument, `args`; None without one."""
     return None if path is None else partial(trainer_hook(path, kind).target, args)
 

@@ -67,9 +67,8 @@ def test_a_shard_by_hand_is_one_process_at_its_own_address(load_with, tmp_path: 
     flags = (
         "--run-dir",
         str(tmp_path),
-        "--buffer-addresses",
-        "127.0.0.1:7001",
-        "127.0.0.1:7002",
+        "--buffer-address",
+        "127.0.0.1:7001,127.0.0.1:7002",
         "--buffer-shard",
         "1",
     )

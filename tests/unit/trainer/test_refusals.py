@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron.arguments import megatron
 from headrace.job.model import contradictions
 from headrace.models.registry import read_architecture
 from tests.support.models.tiny_families import make_tiny
@@ -104,7 +104,9 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path, changed: d
 def test_flags_that_agree_with_the_checkpoint_are_taken(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", "qwen3", tied=False)
     architecture = read_architecture(tmp_path / "model")
-    agreeing = MegatronArgs(num_layers=2, hidden_size=64, num_query_groups=2, swiglu=True, rotary_base=10000)
+    agreeing = megatron(
+        {"num_layers": 2, "hidden_size": 64, "num_query_groups": 2, "swiglu": True, "rotary_base": 10000}
+    )
     assert contradictions(architecture, agreeing) == []
 
 
