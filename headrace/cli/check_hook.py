@@ -11,7 +11,7 @@ from headrace.cli.arg_types import PATH
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.hooks.slime_names import SLIME_IMPORTS
-from headrace.hooks.trial.check import KINDS, Kind
+from headrace.hooks.trial.check import KINDS
 from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.hook_files import hooks_of
 from headrace.job.load.load import read
@@ -24,7 +24,7 @@ from headrace.rpc.log import drop_logs
 @click.option("--kind", type=click.Choice(KINDS), help="Kind of the hook (default: recognized by its arguments).")
 @click.option("--job", type=PATH, help="Job whose values the hook gets (default: a job with every default).")
 @click.option("--reward-model-path", help="Folder for a reward class (default: the job's).")
-def check_hook(path: str, kind: Kind | None, job: Path | None, reward_model_path: str | None) -> int:
+def check_hook(path: str, kind: str | None, job: Path | None, reward_model_path: str | None) -> int:
     """Loads a hook and tries it on samples.
 
     PATH is pkg.mod.fn or file.py:fn. Of file.py every function is tried that is a hook. The exit code is 1 when

@@ -61,8 +61,8 @@ def note(line: str) -> None:
 class JobCommand(click.Command):
     """Gives its function `words`: [JOB.toml] and the flags of a job, which are none of its own."""
 
-    def __init__(self, *args: Any, **attrs: Any) -> None:
-        super().__init__(*args, context_settings={"ignore_unknown_options": True}, **attrs)
+    def __init__(self, name: str | None, **attrs: Any) -> None:
+        super().__init__(name, context_settings={"ignore_unknown_options": True}, **attrs)
         self.params += [
             click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[JOB.toml] [flags]"),
             click.Option(
