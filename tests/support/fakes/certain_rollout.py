@@ -62,7 +62,7 @@ class CertainRollout:
 class _Parts:
     fleet: Fleet
     receiver: Receiver
-    turn: EngineMemory | None
+    engine_memory: EngineMemory | None
     metrics: RolloutMetrics
 
     def require_engines(self) -> None:
@@ -75,7 +75,7 @@ class _Servicer(RolloutServicer):
         return pb.GetFleetResponse(
             engines=[engine_to_proto(engine) for engine in fleet.engines],
             policy_version=fleet.policy_version,
-            memory_released=self._parts.turn is not None and self._parts.turn.is_trainers,
+            memory_released=self._parts.engine_memory is not None and self._parts.engine_memory.is_trainers,
         )
 
 
