@@ -10,8 +10,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.plain import plain
 from headrace.hooks.reward import checked_reward
@@ -83,7 +82,7 @@ def _samples(path: str, made: Any, call: Call) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return [sendable(path, adopted(one, call)) for one in flat]
+    return [sendable(path, attach_tokens(one, call)) for one in flat]
 
 
 def sendable(path: str, sample: Sample) -> Sample:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.hooks.kit.argument import argument_of, json_at
-from headrace.hooks.kit.completion import Completion
 from headrace.hooks.kit.sglang_parser import read_by
+from headrace.session import Completion
 
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _SECTIONS = ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")

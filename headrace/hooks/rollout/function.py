@@ -12,8 +12,7 @@ from typing import Any
 from headrace.errors import Unavailable
 from headrace.hooks.args import HookArgs
 from headrace.hooks.generate import sendable
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
 from headrace.hooks.rollout.evaluation import EvalData, eval_data
@@ -87,7 +86,7 @@ async def roll_out(
     hook = rollout_hook(path)
     options = {"evaluation": False} if takes_evaluation(hook) else {}
     with calling(Call(args, (), sampling_params)) as call:
-        source = LedgerDataSource(args, ask, lambda sample: sendable(path, adopted(sample, call)))
+        source = LedgerDataSource(args, ask, lambda sample: sendable(path, attach_tokens(sample, call)))
         returned = hook.target(args, rollout_id, source, **options)
         output = train_output(path, await returned if inspect.isawaitable(returned) else returned)
         groups = whole_groups(output.samples)

@@ -17,12 +17,10 @@ from headrace.limits import MAX_ID_CHARACTERS
 from headrace.process.workers import WorkerError
 from headrace.prompts import label_for_hooks
 from headrace.rpc.log import log
+from headrace.session import Branch
 from headrace.trajectory import TURNS, Failure, Sample, Status, bounded_turns
-from services.rollout.agents.messages import Message
 from services.rollout.agents.players import Played, Player
-from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
-from services.rollout.engine.answers.response import Finish
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 
@@ -124,7 +122,7 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
 
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
     """Returns a sample; samples of a fan-out have a `number`, and share the request's id as their rollout."""
-    was_cut = is_cut or branch.finish is Finish.LENGTH
+    was_cut = is_cut or branch.last.status is Status.TRUNCATED
     return Sample(
         sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",
         group_id=request.group_id,
@@ -148,11 +146,4 @@ def _turns(branch: Branch) -> dict[str, object]:
     """The conversation, for people; a response to a plain text has none."""
     if not branch.said:
         return {}
-    return {TURNS: bounded_turns(_for_people(message) for message in branch.said)}
-
-
-def _for_people(message: Message) -> dict[str, object]:
-    content = message.content
-    parts = [{"type": part.type, "text": part.text} for part in content] if isinstance(content, list) else content
-    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
-    return {"role": message.role, "content": parts, "tool_calls": calls}
+    return {TURNS: bounded_turns(branch.said)}

@@ -127,7 +127,7 @@ def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-_STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
+STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
 
 
 class Sampler(Protocol):
@@ -212,7 +212,7 @@ class EngineSampler:
             tokens=np.asarray([*request.prompt.tokens, *generation.tokens], dtype=np.int32),
             loss_mask=np.ones(len(generation.tokens), dtype=np.uint8),
             rollout_log_probs=np.asarray(generation.log_probs, dtype=np.float32),
-            status=_STATUS[generation.finish or Finish.ABORT],
+            status=STATUS[generation.finish or Finish.ABORT],
             label=request.label,
             metadata=request.metadata,
             sampling_params=asdict(request.params),
