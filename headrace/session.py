@@ -210,7 +210,7 @@ class SessionRecord:
         """Returns the tokens of the newest response that the messages hold as it was given, and of what was said since.
 
         A mark stands in for the response, so that it is neither rendered nor tokenized again. None where there is no
-        such response. Raises InvalidArgument where the template refuses what was said since, or leaves the response out.
+        such response. Raises InvalidArgument where the template refuses what was said since, or leaves it out.
         """
         found = self._newest(messages)
         if found is None:

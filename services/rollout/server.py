@@ -53,7 +53,7 @@ from services.rollout.devices import require_turn
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation
 from services.rollout.engine.fleet import Engine
-from services.rollout.production.prompts import EncodedPrompt, PromptEncoder, TextPieces
+from services.rollout.production.prompts import EncodedPrompt, IncrementalDetokenizer, PromptEncoder
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
 
@@ -255,7 +255,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sampling.CopyFrom(request.sampling)
         if index and sampling.HasField("seed"):
             sampling.seed += index
-        sent_tokens, pieces = len(begun.tokens), TextPieces(self._parts.encoder.decode)
+        sent_tokens, pieces = len(begun.tokens), IncrementalDetokenizer(self._parts.encoder.decode)
         pieces.next(begun.tokens, is_last=True)
         async with contextlib.aclosing(self._parts.ask(prompt, sampling, begun)) as answers:
             async for so_far in answers:

@@ -6,7 +6,7 @@ with tokens, masks and log-probs. Beside it a reward model, for those who need n
 
 from headrace.hooks.kit.conversation import AssistantMessage, build_loss_mask, chat, generate_single
 from headrace.hooks.kit.reward_model import SequenceClassifier
-from headrace.hooks.kit.sandbox import Ran, run_python, sandbox_of
+from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
 from headrace.session import Completion
@@ -14,7 +14,7 @@ from headrace.session import Completion
 __all__ = [
     "AssistantMessage",
     "Completion",
-    "Ran",
+    "SandboxResult",
     "SequenceClassifier",
     "ToolCall",
     "Tools",

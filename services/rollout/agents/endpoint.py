@@ -45,7 +45,7 @@ from services.rollout.agents.protocol import (
     parsed,
 )
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
-from services.rollout.production.prompts import PromptEncoder, TextPieces
+from services.rollout.production.prompts import IncrementalDetokenizer, PromptEncoder
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ class Endpoint:
     async def _events(
         self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]
     ) -> AsyncGenerator[bytes, None]:
-        chunks, pieces, sent = Chunks(asked, self._model), TextPieces(self._encoder.decode), ""
+        chunks, pieces, sent = Chunks(asked, self._model), IncrementalDetokenizer(self._encoder.decode), ""
         has_tools = isinstance(asked, ChatRequest) and bool(asked.offered_tools)
         held_back = has_tools or bool(asked.stops or session.params.stop)
         with _counted(session, task):

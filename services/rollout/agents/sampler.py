@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-
-import numpy as np
+from dataclasses import replace
 
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs
@@ -123,20 +121,15 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
     """Returns a sample; samples of a fan-out have a `number`, and share the request's id as their rollout."""
     was_cut = is_cut or branch.last.status is Status.TRUNCATED
-    return Sample(
+    return request.sample(
+        branch.loss_mask,
+        branch.log_probs,
+        Status.TRUNCATED if was_cut else Status.COMPLETED,
         sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",
-        group_id=request.group_id,
-        index=request.index,
         rollout_id=request.sample_id,
         prompt=branch.prompt_text,
         response=branch.last.content + branch.last.rest,
-        tokens=np.asarray([*branch.prompt, *branch.response], dtype=np.int32),
-        loss_mask=np.asarray(branch.loss_mask, dtype=np.uint8),
-        rollout_log_probs=np.asarray(branch.log_probs, dtype=np.float32),
-        status=Status.TRUNCATED if was_cut else Status.COMPLETED,
-        label=request.label,
-        metadata=request.metadata,
-        sampling_params=asdict(request.params),
+        tokens=[*branch.prompt, *branch.response],
         policy_ranges=branch.policy_ranges,
         hook_fields={**request.hook_fields, **_turns(branch)},
     )

@@ -92,7 +92,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class ResumePoint:
     """A request's first token is at `start` of the response, whose first `examined` tokens do not end it."""
 
     start: int
@@ -115,7 +115,7 @@ class ResponseEnd:
         """Reads the checkpoint at the first seam."""
         return cls(cache(lambda: texts_of(encoder.tokenizer, hf_checkpoint)), encoder.off_loop)
 
-    async def length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+    async def length(self, response: Generation, params: SamplingParams, seam: ResumePoint) -> int | None:
         """Returns the length at which an unbroken response ends, or None if it goes on, or ended as it says."""
         if response.finish is Finish.ABORT or seam.is_near(params.stop):
             length: int | None = await self._off_loop(self._length, response, params, seam)
@@ -133,7 +133,7 @@ class ResponseEnd:
         most = await self._off_loop(self._begun_stop, tokens, params)
         return rest.at_most(most) if most else rest
 
-    def _length(self, response: Generation, params: SamplingParams, seam: Seam) -> int | None:
+    def _length(self, response: Generation, params: SamplingParams, seam: ResumePoint) -> int | None:
         tokens, texts = response.tokens, self._texts() if self._texts else None
         window = _window(texts, params) if texts else 0
         end_tokens = {*params.stop_token_ids, *(texts.end_tokens if texts else ())}
@@ -308,7 +308,7 @@ class Generator:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
         last = len(begun.tokens) - 1
-        done = _within(await self._ended(begun, params, Seam(last, last), len(prompt)), params)
+        done = _within(await self._ended(begun, params, ResumePoint(last, last), len(prompt)), params)
         backoff = Backoff()
         number = 0
         while done.finish is Finish.ABORT and (left := end - time.monotonic()) > 0 and not _is_set(return_partial):
@@ -359,7 +359,7 @@ class Generator:
                         raise Unavailable(
                             "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
                         )
-                    seam = Seam(len(before.tokens), len(attempt.so_far.tokens))
+                    seam = ResumePoint(len(before.tokens), len(attempt.so_far.tokens))
                     attempt.so_far = before.then(piece)
                     if attempt.so_far.finish is Finish.LENGTH and attempt.is_answered_in_full:
                         attempt.so_far = _within(replace(attempt.so_far, finish=Finish.ABORT), params)
@@ -378,7 +378,7 @@ class Generator:
             attempt.failure = error
 
     async def _ended(
-        self, response: Generation, params: SamplingParams, seam: Seam, num_prompt_tokens: int
+        self, response: Generation, params: SamplingParams, seam: ResumePoint, num_prompt_tokens: int
     ) -> Generation:
         if not response.tokens or params.is_constrained:
             return response

@@ -219,7 +219,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 _UNFINISHED = "\ufffd"
 
 
-class TextPieces:
+class IncrementalDetokenizer:
     """The pieces put together are the text of all tokens.
 
     A token's text may depend on the token before it (a space, a character of several tokens), so each piece is what the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.rollout.production.prompts import TextPieces
+from services.rollout.production.prompts import IncrementalDetokenizer
 from tests.support.models.chat_templates import make_chat_tokenizer
 
 TEXT = "Größe: 3 €, 漢字 and 🙂🙃 in a row. " * 20
@@ -23,7 +23,7 @@ def test_the_pieces_are_the_whole_text_and_cost_as_much_as_it_and_not_its_square
         num_decoded += len(some)
         return str(tokenizer.decode(list(some), skip_special_tokens=True))
 
-    pieces = TextPieces(decode)
+    pieces = IncrementalDetokenizer(decode)
     ends = [*range(step, len(tokens), step), len(tokens)]
     found = [pieces.next(tokens[:end], is_last=end == len(tokens)) for end in ends]
     assert "".join(piece for piece in found if piece is not None) == TEXT
