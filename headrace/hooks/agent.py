@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook
 from headrace.hooks.reward import checked_reward
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import Signature, awaited, load_function
 from headrace.rpc.proxies import direct_to
 
 ACCEPTED = ("async def run(args, task, base_url) -> reward | None",)
@@ -53,8 +53,7 @@ async def run_agent(path: str, args: HookArgs, task: Task, session_url: str) -> 
     base_url = f"{session_url}.{secrets.token_hex(4)}/v1"
     agent = _agent(path).target
     try:
-        made = agent(args, task, base_url)
-        reward = await made if inspect.isawaitable(made) else made
+        reward = await awaited(agent(args, task, base_url))
     except Exception as error:
         if await asyncio.to_thread(_listens, session_url):
             raise
@@ -88,12 +87,4 @@ def is_agent(hook: Hook) -> bool:
 
 
 def _agent(path: str) -> Hook:
-    hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    if (
-        inspect.isclass(hook.target)
-        or len(signature.required) != len(("args", "task", "base_url"))
-        or signature.required_keywords
-    ):
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook
+    return load_function(path, ACCEPTED, (len(("args", "task", "base_url")),))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook
 from headrace.hooks.rollout.data_source import LedgerDataSource
 from headrace.hooks.rollout.messages import Order, OrderRefused, Reply
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import Signature, awaited, load_function
 
 ACCEPTED = ("def f(args, all_samples, data_source) -> None",)
-_POSITIONAL = 3
+_POSITIONAL = (3,)
 
 
 def load_all_samples(path: str) -> None:
     """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
-    _hook(path)
+    load_function(path, ACCEPTED, _POSITIONAL)
 
 
 def is_all_samples(hook: Hook) -> bool:
@@ -28,18 +27,9 @@ def is_all_samples(hook: Hook) -> bool:
 
 async def run_all_samples(path: str, args: HookArgs, groups: Sequence[Sequence[Sample]]) -> None:
     """Runs in a worker. What the function changes in the samples is not read."""
-    done = _hook(path).target(args, [list(group) for group in groups], LedgerDataSource(args, _too_late))
-    if inspect.isawaitable(done):
-        await done
+    hook = load_function(path, ACCEPTED, _POSITIONAL)
+    await awaited(hook.target(args, [list(group) for group in groups], LedgerDataSource(args, _too_late)))
 
 
 def _too_late(order: Order) -> Reply:
     return OrderRefused("the groups are in the ledger already, which alone gives and takes them")
-
-
-def _hook(path: str) -> Hook:
-    hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    if inspect.isclass(hook.target) or len(signature.required) != _POSITIONAL or signature.required_keywords:
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.convert import to_hook
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import Signature, awaited, load_function
 from headrace.trajectory import Sample as WireSample
 
 ACCEPTED = (
@@ -70,9 +69,7 @@ async def run_buffer_filter(
     ]
     buffer: list[Any] = list(known) if takes_groups else [sample for group in known for sample in group]
     most = num_groups if takes_groups else num_groups * min(map(len, known), default=1)
-    chosen = hook.target(*((args, step) if takes_groups else (args,)), buffer, most)
-    if inspect.isawaitable(chosen):
-        chosen = await chosen
+    chosen = await awaited(hook.target(*((args, step) if takes_groups else (args,)), buffer, most))
     if not isinstance(chosen, list) or len(chosen) > most:
         found = f"{len(chosen)} {_WHAT[takes_groups]}" if isinstance(chosen, list) else type(chosen).__name__
         raise InvalidArgument(
@@ -95,8 +92,4 @@ def _place(path: str, each: object, num_groups: int) -> int:
 
 
 def _filter(path: str) -> Hook:
-    hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    if len(signature.required) not in (3, 4) or signature.required_keywords or inspect.isclass(hook.target):
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook
+    return load_function(path, ACCEPTED, (3, 4))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import awaited, load_function
 
 ALL_REWARDS_ARE = "all rewards are "
 """Begins the reason of `check_reward_nonzero_std`, and of a filter that gives none and drops equal rewards."""
@@ -35,14 +33,12 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
 
 def load_filter(path: str) -> None:
     """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
-    _filter(path)
+    load_function(path, ACCEPTED, (2,))
 
 
 async def run_filter(path: str, args: HookArgs, samples: Sequence[Sample]) -> tuple[bool, str]:
     """(keep, reason). Runs in a worker. Raises InvalidArgument for any other return."""
-    answer = _filter(path).target(args, list(samples))
-    if inspect.isawaitable(answer):
-        answer = await answer
+    answer = await awaited(load_function(path, ACCEPTED, (2,)).target(args, list(samples)))
     if isinstance(answer, bool):
         return answer, ""
     if not isinstance(answer, DynamicFilterOutput):
@@ -50,11 +46,3 @@ async def run_filter(path: str, args: HookArgs, samples: Sequence[Sample]) -> tu
             f"hook {path} returned {type(answer).__name__}; it must return a bool or a DynamicFilterOutput"
         )
     return answer.keep, answer.reason or ""
-
-
-def _filter(path: str) -> Hook:
-    hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    if len(signature.required) != 2 or signature.required_keywords:
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook

@@ -10,13 +10,12 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.plain import plain
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import Signature, awaited, takes, wrong_signature
 from headrace.images import open_image
 
 ACCEPTED = (
@@ -47,17 +46,16 @@ async def run_generate(
     A group form may fan out; what it returns is then given as one list under the first sample.
     """
     hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    options = {"evaluation": evaluation} if _takes(signature, "evaluation") else {}
+    options = {"evaluation": evaluation} if takes(hook, "evaluation") else {}
     if takes_group(hook):
         with calling(Call(args, samples, sampling_params)) as call:
-            made = await _awaited(hook.target(args, [_opened(sample) for sample in samples], **options))
+            made = await awaited(hook.target(args, [_opened(sample) for sample in samples], **options))
         flat = _samples(path, made, call)
         return [[one] for one in flat] if len(flat) == len(samples) else [flat, *([] for _ in samples[1:])]
     results = []
     for sample in samples:
         with calling(Call(args, [sample], sampling_params)) as call:
-            made = await _awaited(hook.target(args, _opened(sample), copy.deepcopy(dict(sampling_params)), **options))
+            made = await awaited(hook.target(args, _opened(sample), copy.deepcopy(dict(sampling_params)), **options))
         results.append(_samples(path, made if isinstance(made, list) else [made], call))
     return results
 
@@ -70,10 +68,6 @@ def _opened(sample: Sample) -> Sample:
     return replace(sample, multimodal_inputs=opened)
 
 
-def _takes(signature: Signature, name: str) -> bool:
-    return name in signature.required or name in signature.optional or signature.takes_keywords
-
-
 def _samples(path: str, made: Any, call: Call) -> list[Sample]:
     if not isinstance(made, list):
         raise InvalidArgument(f"hook {path} returned {type(made).__name__}; it must return Sample or list[Sample]")
@@ -83,7 +77,7 @@ def _samples(path: str, made: Any, call: Call) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return [sendable(path, adopted(one, call)) for one in flat]
+    return [sendable(path, attach_tokens(one, call)) for one in flat]
 
 
 def sendable(path: str, sample: Sample) -> Sample:
@@ -94,7 +88,3 @@ def sendable(path: str, sample: Sample) -> Sample:
             raise InvalidArgument(f"sample.reward: {reward}")
         sample = replace(sample, reward=reward)
     return plain(sample)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import Signature, awaited, wrong_signature
 from headrace.limits import MAX_TAGS, require_at_most, require_name
 from headrace.trajectory import MAX_REWARD, check_text
 
@@ -75,14 +75,14 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
     """One reward a sample, or why it has none. Runs in a worker. Raises InvalidArgument for any other return."""
     target = load_hook(path).target
     if form is RewardForm.SAMPLE:
-        return [checked_reward(path, await _awaited(target(args, sample))) for sample in samples]
+        return [checked_reward(path, await awaited(target(args, sample))) for sample in samples]
     if form is RewardForm.GROUP:
-        rewards = await _awaited(target(args, list(samples)))
+        rewards = await awaited(target(args, list(samples)))
     elif form is RewardForm.COMPLETIONS:
-        rewards = await _awaited(target(**_columns(path, target, args, samples)))
+        rewards = await awaited(target(**_columns(path, target, args, samples)))
     else:
         model = _model(path, args.reward_model_path)
-        rewards = await _awaited(model.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
+        rewards = await awaited(model.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
     if hasattr(rewards, "tolist"):  # an array, or a tensor
         rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
@@ -205,7 +205,3 @@ def _name(name: Any) -> str:
 
 def _shown(value: Any) -> str:
     return repr(value)[:80] if value is None or type(value) in (str, bytes, bool, int) else f"a {type(value).__name__}"
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import awaited, load_function, takes
 
 ACCEPTED = ("def f(args, sample, *, evaluation=False, **kwargs) -> Sample | None",)
 _EVALUATION = "evaluation"
@@ -27,11 +26,8 @@ async def run_sample_hooks(paths: Sequence[str], args: HookArgs, sample: Sample,
     """
     for path in paths:
         hook = _hook(path)
-        taken = inspect.signature(hook.target).parameters
-        takes_all = Signature.of(hook.target).takes_keywords
-        made = hook.target(args, sample, **({_EVALUATION: evaluation} if takes_all or _EVALUATION in taken else {}))
-        if inspect.isawaitable(made):
-            made = await made
+        options = {_EVALUATION: evaluation} if takes(hook, _EVALUATION) else {}
+        made = await awaited(hook.target(args, sample, **options))
         if made is None:
             continue
         if not isinstance(made, Sample):
@@ -41,10 +37,4 @@ async def run_sample_hooks(paths: Sequence[str], args: HookArgs, sample: Sample,
 
 
 def _hook(path: str) -> Hook:
-    hook = load_hook(path)
-    if inspect.isclass(hook.target):
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    signature = Signature.of(hook.target)
-    if len(signature.required) != 2 or set(signature.required_keywords) - {_EVALUATION}:
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook
+    return load_function(path, ACCEPTED, (2,), (_EVALUATION,))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.hooks.load import Hook, load_hook
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -32,6 +33,31 @@ class Signature:
             required_keywords=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty),
             takes_keywords=any(p.kind is p.VAR_KEYWORD for p in parameters),
         )
+
+
+def load_function(
+    path: str, accepted: tuple[str, ...], positional: Collection[int], also: Collection[str] = ()
+) -> Hook:
+    """Loads a function that requires so many arguments; `also` names those that it may require beside them.
+
+    Raises ConfigError, with the signatures that are accepted, for a class and for other arguments.
+    """
+    hook = load_hook(path)
+    signature = Signature.of(hook.target)
+    num_required = sum(name not in also for name in signature.required)
+    if inspect.isclass(hook.target) or num_required not in positional or set(signature.required_keywords) - {*also}:
+        raise wrong_signature(hook.path, hook.target, accepted)
+    return hook
+
+
+def takes(hook: Hook, name: str) -> bool:
+    """True where the argument can be given by its name."""
+    return name in inspect.signature(hook.target).parameters or Signature.of(hook.target).takes_keywords
+
+
+async def awaited(value: Any) -> Any:
+    """What a function returned, or what its coroutine did."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def wrong_signature(path: str, target: Callable[..., Any], accepted: tuple[str, ...]) -> ConfigError:

@@ -43,11 +43,11 @@ from services.rollout.production.generator import StopStrings
 from services.rollout.production.groups import FailedSamples, GroupSampler, Teacher
 from services.rollout.production.hooks import (
     AllSamples,
+    CustomGenerateSampler,
     GroupFilter,
-    HookedSampler,
-    HookSampler,
     OwnFunctions,
-    SampleHooks,
+    PreScoreHooks,
+    WithPreScoreHooks,
     custom_args,
 )
 from services.rollout.production.partial import PartialRollout
@@ -56,9 +56,9 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.publication.receiver import Receiver
-from services.rollout.rollout_function import LeasedGroups, StepSampler, ToldLedger
+from services.rollout.rollout_function import LeasedGroups, ObservedLedger, StepSampler
 from services.rollout.scoring import SampleScorer
-from services.rollout.service import RolloutParts, RolloutService, StartedFunctions
+from services.rollout.service import RolloutParts, RolloutService, Startable
 
 _SHARES_OF_AN_ENGINE = 4
 """The least number of parts of a step at an engine, where there are enough samples: one more or less matters less."""
@@ -128,7 +128,7 @@ class StepFunction:
     """The sampler of a producer, and the ledger that it leases from."""
 
     sampler: StepSampler
-    ledger: ToldLedger
+    ledger: ObservedLedger
 
 
 def step_function(
@@ -164,7 +164,7 @@ def step_function(
         ended=metrics.background_work_ended,
     )
     ledger = BufferLedger(buffer, STREAM, wait_seconds=_ANSWER_SECONDS)
-    return StepFunction(sampler, ToldLedger(ledger, groups))
+    return StepFunction(sampler, ObservedLedger(ledger, groups))
 
 
 def eval_function(job: Job, args: HookArgs, weights: ServedWeights) -> EvalFunction | None:
@@ -261,18 +261,18 @@ class _Build:
         return self.hooked(of_job)
 
     @cached_property
-    def custom(self) -> HookSampler | None:
+    def custom(self) -> CustomGenerateSampler | None:
         path = self.job.rollout.custom_generate_function_path
         return self.hook_sampler(path) if path else None
 
     @cached_property
-    def of_data_sets(self) -> Mapping[str, HookSampler]:
+    def of_data_sets(self) -> Mapping[str, CustomGenerateSampler]:
         """Evaluation functions of data sets, by path."""
         functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
         return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
 
-    def hook_sampler(self, path: str) -> HookSampler:
-        return HookSampler(
+    def hook_sampler(self, path: str) -> CustomGenerateSampler:
+        return CustomGenerateSampler(
             path,
             self._custom_args,
             self.fleet.weights,
@@ -305,11 +305,11 @@ class _Build:
         return self.openai.sampler if self.openai else None
 
     @cached_property
-    def sample_hooks(self) -> SampleHooks | None:
-        return SampleHooks.of(self.job.rollout, self.args)
+    def sample_hooks(self) -> PreScoreHooks | None:
+        return PreScoreHooks.of(self.job.rollout, self.args)
 
     def hooked(self, sampler: Sampler) -> Sampler:
-        return HookedSampler(sampler, self.sample_hooks) if self.sample_hooks else sampler
+        return WithPreScoreHooks(sampler, self.sample_hooks) if self.sample_hooks else sampler
 
     @cached_property
     def steps(self) -> StepFunction | None:
@@ -370,7 +370,7 @@ class _Build:
             warnings=self.warnings,
         )
 
-    def started_functions(self) -> list[StartedFunctions]:
+    def started_functions(self) -> list[Startable]:
         """The parts that have processes."""
         some = (
             self.custom,

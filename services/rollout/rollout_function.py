@@ -30,8 +30,8 @@ from headrace.trajectory import Failure, Sample
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.groups import GivenBack, GivenUp
-from services.rollout.production.hooks import HookSamples, WeightsRefused
+from services.rollout.production.groups import GroupFiltered, LeaseReturned
+from services.rollout.production.hooks import SampleCodec, WeightsRefused
 from services.rollout.production.producer import ProducerLedger
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
@@ -157,7 +157,7 @@ class LeasedGroups:
         await self._news.wait()
 
 
-class ToldLedger:
+class ObservedLedger:
     """A producer's ledger whose answers the leased groups are told of."""
 
     def __init__(self, ledger: ProducerLedger, groups: LeasedGroups) -> None:
@@ -194,7 +194,7 @@ class StepCall:
     """States of a group in it: taken → ended."""
 
     def __init__(
-        self, path: str, groups: LeasedGroups, samples: HookSamples, weights: ServedWeights, activity: Activity
+        self, path: str, groups: LeasedGroups, samples: SampleCodec, weights: ServedWeights, activity: Activity
     ) -> None:
         self._path = path
         self._groups = groups
@@ -218,7 +218,7 @@ class StepCall:
                 case messages.AddSamples(made):
                     await self._give_back(self._group(made.lease_number), made.samples)
                 case messages.DropSamples(number, reason, rewards):
-                    self._end(self._group(number), GivenUp(cut_text(reason), rewards))
+                    self._end(self._group(number), GroupFiltered(cut_text(reason), rewards))
                 case messages.FailSamples(number, why):
                     self._fail(self._group(number), Failure("HOOK_INVALID", cut_text(why)))
                 case messages.Hello():
@@ -231,7 +231,7 @@ class StepCall:
         """Ends the groups that are left when the function has returned."""
         if self._held and report.num_ended:
             log.info("rollout_groups_not_returned", hook=self._path, groups=len(self._held))
-            self._end_all(GivenBack(f"hook {self._path} did not return it"))
+            self._end_all(LeaseReturned(f"hook {self._path} did not return it"))
         else:
             why = report.unusable[0] if report.unusable else f"it returned none of {len(self._held)} groups"
             self.fail(Failure("HOOK_INVALID", cut_text(f"hook {self._path}: {why}")))
@@ -244,7 +244,7 @@ class StepCall:
 
     def give_back(self, why: str) -> None:
         """Ends the groups that are left as if they had not been leased."""
-        self._end_all(GivenBack(why))
+        self._end_all(LeaseReturned(why))
 
     def begin(self) -> None:
         """The function begins; or again, where its worker ended: what it had taken waits for it."""
@@ -303,7 +303,7 @@ class StepCall:
                 if made[0].status is HookSample.Status.PENDING:
                     made[0].status = HookSample.Status.ABORTED
                 begun += await self._samples.of_one(request, made, self._oldest)
-        self._end(group, GivenBack(f"hook {self._path} gave it back", begun))
+        self._end(group, LeaseReturned(f"hook {self._path} gave it back", begun))
 
     def _fail(self, group: StepGroup, failure: Failure) -> None:
         log.warning("hook_failed", hook=self._path, group_id=group.requests[0].group_id, message=failure.message)
@@ -330,7 +330,7 @@ class StepCall:
 # thread, and never unpickled; anything but an order ends it.
 
 
-class DataSourceDesk:
+class DataSourceServer:
     """States: built → started → closed."""
 
     def __init__(self) -> None:
@@ -435,8 +435,8 @@ class StepSampler:
         self._seconds = seconds
         self._activity = activity
         self._ended = ended
-        self._samples = HookSamples(path, args, weights, warn)
-        self._desk = DataSourceDesk()
+        self._samples = SampleCodec(path, args, weights, warn)
+        self._desk = DataSourceServer()
         self._pool = WorkerPool(1)
         self.in_flight = 0
         self._calling: asyncio.Task[None] | None = None
@@ -461,7 +461,7 @@ class StepSampler:
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
-        """Waits until a call has ended the group of the requests. Raises GivenBack or GivenUp for one without samples.
+        """Waits until a call has ended the group. Raises LeaseReturned or GroupFiltered for one without samples.
 
         Raises Unavailable when weights were refused meanwhile: none of the samples may be stored.
         """

@@ -347,10 +347,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeProductionResponse()
 
     async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
-        return pb.ReleaseMemoryResponse(engine_ids=await require_shared(self._parts.engine_memory).release(request.epoch))
+        memory = require_shared(self._parts.engine_memory)
+        return pb.ReleaseMemoryResponse(engine_ids=await memory.release(request.epoch))
 
     async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: Context) -> pb.ResumeMemoryResponse:
-        return pb.ResumeMemoryResponse(engine_ids=await require_shared(self._parts.engine_memory).resume(request.epoch))
+        memory = require_shared(self._parts.engine_memory)
+        return pb.ResumeMemoryResponse(engine_ids=await memory.resume(request.epoch))
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
         address, scorer = reward_target_from_proto(request)

@@ -86,7 +86,7 @@ class RolloutParts:
                     yield piece
 
 
-class StartedFunctions(Protocol):
+class Startable(Protocol):
     """A part that runs the user's functions in processes of their own."""
 
     async def start(self) -> None:
@@ -106,7 +106,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[StartedFunctions],
+        custom: Sequence[Startable],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,

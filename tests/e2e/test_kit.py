@@ -15,7 +15,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.hooks import HookSampler, custom_args
+from services.rollout.production.hooks import CustomGenerateSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from tests.long_forms import whole_run
@@ -51,7 +51,7 @@ async def test_each_turns_log_probs_are_those_of_the_model_for_the_whole_convers
     await engine.start(seconds=600)
     args = custom_args(hook_args(job), engine.url)
     path, weights = f"{tmp_path / 'custom_generate.py'}:custom_generate", ServedWeights()
-    sampler = HookSampler(path, args, weights, seconds=240, calls_at_once=4, per_sample=True)
+    sampler = CustomGenerateSampler(path, args, weights, seconds=240, calls_at_once=4, per_sample=True)
     prompt = PromptEncoder(model, apply_chat_template=False).encode_messages([{"role": "user", "content": "7?"}], None)
     try:
         await sampler.start()

@@ -4,23 +4,20 @@ In: messages, and the call that a function serves (its `args` and sampling param
 with tokens, masks and log-probs. Beside it a reward model, for those who need no function of their own.
 """
 
-from headrace.hooks.kit.chat import AssistantMessage, chat
-from headrace.hooks.kit.completion import Completion, build_loss_mask
-from headrace.hooks.kit.generate import generate_single
+from headrace.hooks.kit.conversation import AssistantMessage, build_loss_mask, chat, generate_single
 from headrace.hooks.kit.reward_model import SequenceClassifier
-from headrace.hooks.kit.sandbox import Ran, run_python, sandbox_of
+from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
-from headrace.hooks.kit.trajectory import Trajectory
+from headrace.session import Completion
 
 __all__ = [
     "AssistantMessage",
     "Completion",
-    "Ran",
+    "SandboxResult",
     "SequenceClassifier",
     "ToolCall",
     "Tools",
-    "Trajectory",
     "build_loss_mask",
     "chat",
     "extract_tool_call",

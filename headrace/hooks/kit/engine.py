@@ -36,13 +36,13 @@ async def ask_engine(
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=left)) as http:
                 return await _answer(http, url, body, routed_by(routing_key))
-        except (aiohttp.ClientError, TimeoutError, _EngineUnavailable) as error:
+        except (aiohttp.ClientError, TimeoutError, EngineUnavailable) as error:
             last = error
         await backoff.sleep(at_most=deadline - time.monotonic())
     raise Unavailable(f"{url} gave no response in {seconds:g} s: {last}")
 
 
-class _EngineUnavailable(Exception):
+class EngineUnavailable(Exception):
     """The router, or the engine behind it, cannot answer now."""
 
 
@@ -51,7 +51,7 @@ async def _answer(
 ) -> dict[str, Any]:
     async with http.post(url, json=body, headers=headers) as reply:
         if reply.status >= 500:
-            raise _EngineUnavailable(f"status {reply.status}")
+            raise EngineUnavailable(f"status {reply.status}")
         if reply.status >= 400:
             said = (await reply.content.read(1000)).decode(errors="replace")
             raise InvalidArgument(f"the engine refused the request ({reply.status}): {said}")

@@ -182,7 +182,7 @@ except OSError as error:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SandboxResult:
     """The output, standard errors behind it, and how it ended: `exit_code` is None for what ran out of time.
 
     `started` is False where the sandbox itself failed: the output says why, and nothing of the program has run.
@@ -221,7 +221,7 @@ async def run_python(
     with_errors: bool = True,
     memory_bytes: int = _MEMORY_BYTES,
     max_characters: int = _MAX_CHARACTERS,
-) -> Ran:
+) -> SandboxResult:
     """Runs the code as a program, in a sandbox of its own; nothing of it is left when it returns.
 
     `seconds` bounds the time it takes, `cpu_seconds` the processor time of each of its processes (absent: more), and
@@ -236,10 +236,10 @@ async def run_python(
                 written = await _spoken(program.process, stdin, 4 * max_characters)
                 exit_code = await program.process.wait()
         except TimeoutError:
-            return Ran(f"error: it ran longer than {seconds:g} s", None, program.has_begun())
+            return SandboxResult(f"error: it ran longer than {seconds:g} s", None, program.has_begun())
         if over := program.over_limit():
-            return Ran(f"error: it took more than {over}", -signal.SIGKILL, program.has_begun())
-        return Ran(_cut(written.decode(errors="replace"), max_characters), exit_code, program.has_begun())
+            return SandboxResult(f"error: it took more than {over}", -signal.SIGKILL, program.has_begun())
+        return SandboxResult(_cut(written.decode(errors="replace"), max_characters), exit_code, program.has_begun())
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.hooks.kit.argument import argument_of, json_at
-from headrace.hooks.kit.completion import Completion
 from headrace.hooks.kit.sglang_parser import read_by
+from headrace.session import Completion
 
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _SECTIONS = ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
@@ -55,7 +55,7 @@ class ToolCall(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class SplitResponse:
     """A response's text before its tool calls, the rest, and the calls in it; without calls there is no rest."""
 
     before: str
@@ -86,7 +86,7 @@ def extract_tool_calls(
 
 def divided_response(
     response: str, *, parser: str | None = None, tools: Sequence[Any] | None = None, only_offered: bool = True
-) -> Divided:
+) -> SplitResponse:
     """Divides a text, or a Completion with its special tokens, before its first call."""
     if not isinstance(response, Completion):
         return divided(response, parser=parser, tools=tools, only_offered=only_offered)
@@ -106,7 +106,7 @@ def divided(
     tools: Sequence[Any] | None = None,
     in_thought: bool = False,
     only_offered: bool = True,
-) -> Divided:
+) -> SplitResponse:
     """Divides a response's text with special tokens before its first call.
 
     `in_thought`: the prompt has opened a thought. With `only_offered`, calls of other tools than `tools` are none.
@@ -116,7 +116,7 @@ def divided(
     if parser is not None:
         before, found = read_by(parser, text[spoken:], tools or ())
         return divided_by(text, text[:spoken] + before, found, tools)
-    return Divided(text[:start], text[start:], calls) if calls else Divided(text)
+    return SplitResponse(text[:start], text[start:], calls) if calls else SplitResponse(text)
 
 
 def spoken_from(text: str, *, in_thought: bool) -> int:
@@ -126,11 +126,11 @@ def spoken_from(text: str, *, in_thought: bool) -> int:
 
 def divided_by(
     text: str, before: str, found: Sequence[tuple[str, dict[str, Any]]], tools: Sequence[Any] | None
-) -> Divided:
+) -> SplitResponse:
     """The same of what a parser has found: the text before the calls, their names and arguments."""
     offered = _schemas(tools or ())
     calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found if not tools or name in offered]
-    return Divided(before, text[len(before) :], calls) if calls else Divided(text)
+    return SplitResponse(before, text[len(before) :], calls) if calls else SplitResponse(text)
 
 
 def opens_thought(prompt: str) -> bool:

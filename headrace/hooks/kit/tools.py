@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints, overload
 import msgspec
 
 from headrace.errors import AlreadyExists, InvalidArgument
-from headrace.hooks.kit.chat import AssistantMessage
+from headrace.hooks.kit.conversation import AssistantMessage
 from headrace.hooks.kit.tool_call import ToolCall, divided_response
 from headrace.limits import did_you_mean
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,17 +11,16 @@ from typing import Any
 from headrace.errors import Unavailable
 from headrace.hooks.args import HookArgs
 from headrace.hooks.generate import sendable
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling
+from headrace.hooks.load import Hook
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
 from headrace.hooks.rollout.evaluation import EvalData, eval_data
 from headrace.hooks.rollout.messages import HEADER, Ask, Hello, Order, Reply, frame, read_reply
 from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.signature import awaited, load_function, takes
 
 ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
-_POSITIONAL = 3
+_EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -52,24 +50,12 @@ class EvalReport:
 
 def load_rollout(path: str) -> bool:
     """Runs in a worker: True for a function that evaluates too. Raises ConfigError for another signature."""
-    return takes_evaluation(rollout_hook(path))
+    return takes(rollout_hook(path), _EVALUATION)
 
 
 def rollout_hook(path: str) -> Hook:
     """Loads it. Raises ConfigError unless it can be called as slime calls it."""
-    hook = load_hook(path)
-    signature = Signature.of(hook.target)
-    required = [name for name in signature.required if name != "evaluation"]
-    keywords = [name for name in signature.required_keywords if name != "evaluation"]
-    if inspect.isclass(hook.target) or len(required) != _POSITIONAL or keywords:
-        raise wrong_signature(hook.path, hook.target, ACCEPTED)
-    return hook
-
-
-def takes_evaluation(hook: Hook) -> bool:
-    """True when `evaluation` can be passed."""
-    parameters = inspect.signature(hook.target).parameters
-    return "evaluation" in parameters or Signature.of(hook.target).takes_keywords
+    return load_function(path, ACCEPTED, (3,), (_EVALUATION,))
 
 
 async def run_rollout(
@@ -85,11 +71,10 @@ async def roll_out(
 ) -> RolloutReport:
     """Calls the function with a data source that asks `ask`."""
     hook = rollout_hook(path)
-    options = {"evaluation": False} if takes_evaluation(hook) else {}
+    options = {_EVALUATION: False} if takes(hook, _EVALUATION) else {}
     with calling(Call(args, (), sampling_params)) as call:
-        source = LedgerDataSource(args, ask, lambda sample: sendable(path, adopted(sample, call)))
-        returned = hook.target(args, rollout_id, source, **options)
-        output = train_output(path, await returned if inspect.isawaitable(returned) else returned)
+        source = LedgerDataSource(args, ask, lambda sample: sendable(path, attach_tokens(sample, call)))
+        output = train_output(path, await awaited(hook.target(args, rollout_id, source, **options)))
         groups = whole_groups(output.samples)
         source.drop_finished(groups)
         unusable = [why for group in groups if (why := source.return_group(group)) is not None]
@@ -106,8 +91,9 @@ async def run_eval_rollout(
     """Runs in a worker. Raises InvalidArgument for a return that has no rewards."""
     hook = rollout_hook(path)
     with calling(Call(args, (), sampling_params)):
-        returned = hook.target(args, rollout_id, LedgerDataSource(args, no_data_source), evaluation=True)
-        output: RolloutFnEvalOutput = eval_output(path, await returned if inspect.isawaitable(returned) else returned)
+        source = LedgerDataSource(args, no_data_source)
+        returned = await awaited(hook.target(args, rollout_id, source, evaluation=True))
+        output: RolloutFnEvalOutput = eval_output(path, returned)
     data = {str(name): eval_data(path, str(name), each, reward_keys) for name, each in output.data.items()}
     return EvalReport(data, numbers(output.metrics))
 

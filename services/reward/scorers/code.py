@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.hooks.kit.sandbox import Limits, Program, ProgramEnded, Ran, open_python, run_python
+from headrace.hooks.kit.sandbox import Limits, Program, ProgramEnded, SandboxResult, open_python, run_python
 from headrace.score import ScoreItem
 from services.reward.scorers.code_tests import (
     TESTED,
@@ -494,7 +494,7 @@ async def _is_right(test: Test, tested: _Tested, checker: _Tested | None) -> boo
     raise InvalidArgument("scorer code: a test of standard input calls no function")
 
 
-async def _run(program: str, stdin: str, seconds: float) -> Ran:
+async def _run(program: str, stdin: str, seconds: float) -> SandboxResult:
     ran = await run_python(
         program,
         stdin=stdin,

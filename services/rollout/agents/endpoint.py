@@ -33,6 +33,7 @@ from headrace.errors import (
 )
 from headrace.rpc.interceptor import CallsInProgress
 from headrace.rpc.log import log
+from headrace.session import Ask
 from services.rollout.agents.gate import Gate
 from services.rollout.agents.protocol import (
     ChatRequest,
@@ -43,7 +44,6 @@ from services.rollout.agents.protocol import (
     completion_response,
     parsed,
 )
-from services.rollout.agents.record import Ask
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
 from services.rollout.production.prompts import IncrementalDetokenizer, PromptEncoder
 

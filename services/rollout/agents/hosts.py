@@ -18,7 +18,7 @@ from headrace.hooks.agent import Task
 from headrace.hooks.reward import Reward
 from headrace.limits import MAX_ANSWER_BYTES
 from headrace.rpc.log import kept_running, log
-from services.rollout.agents.lending import Lending, TaskLease, TaskOffer
+from services.rollout.agents.lending import TaskLease, TaskLeases, TaskOffer
 from services.rollout.agents.players import Played
 from services.rollout.agents.session import Session
 
@@ -75,7 +75,7 @@ class AgentHosts:
         self._patience_seconds = patience_seconds
         self._warn: Callable[[str], None] | None = warn
         self._ended = ended
-        self._lending = Lending(lease_seconds)
+        self._lending = TaskLeases(lease_seconds)
         self._heard = time.monotonic()
         self._asking = 0
         self._offered = asyncio.Event()

@@ -39,7 +39,7 @@ class TaskLease:
     began: float
 
 
-class Lending:
+class TaskLeases:
     """Tasks that wait, in order, and leases. `now` is in seconds of any clock that does not go back."""
 
     def __init__(self, lease_seconds: float) -> None:

@@ -1,10 +1,9 @@
-"""Messages of OpenAI's chat protocol: as they come, as they are recognised again, and as a chat template takes them."""
+"""Messages of OpenAI's chat protocol: as they come, and as a chat template takes them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -75,26 +74,12 @@ class Message(msgspec.Struct):
             ]
         return made
 
-    def key(self) -> bytes:
-        """Equal for messages that say the same; ids of tool calls, which some clients renew, do not count."""
-        calls = [(call.function.name, _arguments(call)) for call in self.tool_calls or ()]
-        said = [self.role, self.text, self.name, self.reasoning_content, calls]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-
 
 def require_few(messages: Sequence[Message], tools: Sequence[Any]) -> None:
     """Raises InvalidArgument, which names what a template would take too long to write."""
     require_between(len(messages), 1, MAX_MESSAGES, "messages")
     require_between(sum(len(message.tool_calls or ()) for message in messages), 0, MAX_MESSAGES, "tool_calls")
     require_between(len(tools), 0, MAX_TOOLS, "tools")
-
-
-def prefix_keys(messages: Sequence[Message]) -> Iterator[bytes]:
-    """Yields a key for each message, which stands for it and all before it."""
-    running = hashlib.sha256()
-    for message in messages:
-        running.update(message.key())
-        yield running.digest()
 
 
 def _arguments(call: ToolCallMessage) -> Mapping[str, Any] | str:

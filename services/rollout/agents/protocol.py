@@ -24,10 +24,10 @@ from headrace.limits import (
     require_between,
     require_finite,
 )
+from headrace.session import RecordedAnswer
+from headrace.trajectory import Status
 from services.rollout.agents.messages import Message, require_few
-from services.rollout.agents.record import RecordedAnswer
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.replies import Finish
 from services.rollout.production.constraint import require_regex, require_schema
 from services.rollout.production.sampling import require_one_constraint
 
@@ -362,7 +362,7 @@ class Choice:
     def finish_reason(self) -> str:
         if self.message.tool_calls:
             return "tool_calls"
-        return "length" if self.answer.finish is Finish.LENGTH else "stop"
+        return "length" if self.answer.status is Status.TRUNCATED else "stop"
 
     def log_probs(self) -> dict[str, Any]:
         """Returns the log-probs in the chat API's form."""

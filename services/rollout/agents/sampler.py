@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-
-import numpy as np
+from dataclasses import replace
 
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs
@@ -17,12 +15,10 @@ from headrace.limits import MAX_ID_CHARACTERS
 from headrace.process.workers import WorkerError
 from headrace.prompts import label_for_hooks
 from headrace.rpc.log import log
+from headrace.session import Branch
 from headrace.trajectory import TURNS, Failure, Sample, Status, bounded_turns
-from services.rollout.agents.messages import Message
 from services.rollout.agents.players import Played, Player
-from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
-from services.rollout.engine.replies import Finish
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 
@@ -124,21 +120,16 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
 
 def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
     """Returns a sample; samples of a fan-out have a `number`, and share the request's id as their rollout."""
-    was_cut = is_cut or branch.finish is Finish.LENGTH
-    return Sample(
+    was_cut = is_cut or branch.last.status is Status.TRUNCATED
+    return request.sample(
+        branch.loss_mask,
+        branch.log_probs,
+        Status.TRUNCATED if was_cut else Status.COMPLETED,
         sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",
-        group_id=request.group_id,
-        index=request.index,
         rollout_id=request.sample_id,
         prompt=branch.prompt_text,
         response=branch.last.content + branch.last.rest,
-        tokens=np.asarray([*branch.prompt, *branch.response], dtype=np.int32),
-        loss_mask=np.asarray(branch.loss_mask, dtype=np.uint8),
-        rollout_log_probs=np.asarray(branch.log_probs, dtype=np.float32),
-        status=Status.TRUNCATED if was_cut else Status.COMPLETED,
-        label=request.label,
-        metadata=request.metadata,
-        sampling_params=asdict(request.params),
+        tokens=[*branch.prompt, *branch.response],
         policy_ranges=branch.policy_ranges,
         hook_fields={**request.hook_fields, **_turns(branch)},
     )
@@ -148,11 +139,4 @@ def _turns(branch: Branch) -> dict[str, object]:
     """The conversation, for people; a response to a plain text has none."""
     if not branch.said:
         return {}
-    return {TURNS: bounded_turns(_for_people(message) for message in branch.said)}
-
-
-def _for_people(message: Message) -> dict[str, object]:
-    content = message.content
-    parts = [{"type": part.type, "text": part.text} for part in content] if isinstance(content, list) else content
-    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
-    return {"role": message.role, "content": parts, "tool_calls": calls}
+    return {TURNS: bounded_turns(branch.said)}

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.kit.tool_call import opens_thought
+from headrace.session import Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
-from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.replies import Finish
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import STATUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ class AgentPolicy:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
         record = session.record
         if isinstance(request, ChatRequest):
-            return await self._encoder.off_loop(record.ask, request.messages, request.offered_tools, request.variables)
+            messages = [message.for_template() for message in request.messages]
+            return await self._encoder.off_loop(record.ask, messages, request.offered_tools, request.variables)
         return await self._encoder.off_loop(record.ask_text, request.prompt)
 
     async def choices(self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask) -> list[Choice]:
@@ -234,7 +236,7 @@ class AgentPolicy:
         pieces = [self._encoder.decode_exactly([token]) for token in generation.tokens]
         answer, message = await self._answer(session, request, ask, generation)
         if generation.tokens:
-            session.record.add(ask, answer, message if isinstance(request, ChatRequest) else None)
+            session.record.add(ask, answer, message.for_template() if isinstance(request, ChatRequest) else None)
         return Choice(answer, message, pieces)
 
     async def _answer(
@@ -255,7 +257,7 @@ class AgentPolicy:
             tokens=tokens,
             log_probs=generation.log_probs,
             policy_ranges=generation.policy_ranges,
-            finish=generation.finish or Finish.ABORT,
+            status=STATUS[generation.finish or Finish.ABORT],
             content=content,
             rest=rest,
             end=end,

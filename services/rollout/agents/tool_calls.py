@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.kit.sglang_parser import load_parser, read_by
-from headrace.hooks.kit.tool_call import Divided, ToolCall, divided, divided_by, spoken_from
+from headrace.hooks.kit.tool_call import SplitResponse, ToolCall, divided, divided_by, spoken_from
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from services.rollout.agents.messages import Function, ToolCallMessage
@@ -60,7 +60,7 @@ class ToolCallReader:
         return in_message(divided_by(text, text[:start] + before, found, tools))
 
 
-def in_message(found: Divided) -> InMessage:
+def in_message(found: SplitResponse) -> InMessage:
     """The same in OpenAI's form."""
     return found.before, found.rest, [_message(call) for call in found.calls]
 

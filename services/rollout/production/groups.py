@@ -65,7 +65,7 @@ class FailedSamples:
             log.warning("failed_samples_not_written", samples=len(failed), error=str(error))
 
 
-class GivenBack(Exception):
+class LeaseReturned(Exception):
     """The group is leased again later: with --partial-rollout from the tokens of `samples`."""
 
     def __init__(self, reason: str, samples: Sequence[Sample] = ()) -> None:
@@ -74,7 +74,7 @@ class GivenBack(Exception):
         self.samples = samples
 
 
-class GivenUp(Exception):
+class GroupFiltered(Exception):
     """The group is dropped, and another prompt takes its place in the batch."""
 
     def __init__(self, reason: str, rewards: Sequence[float] = ()) -> None:
@@ -196,10 +196,10 @@ class GroupSampler:
         try:
             with self._slots.training(len(requests)) if self._slots else contextlib.nullcontext():
                 made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
-        except GivenUp as given_up:
+        except GroupFiltered as given_up:
             failure = Failure("FILTERED", given_up.reason)
             return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=failure, rewards=given_up.rewards)
-        except GivenBack as given_back:
+        except LeaseReturned as given_back:
             return self._given_back(lease, given_back)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
@@ -223,7 +223,7 @@ class GroupSampler:
             return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
         return sample
 
-    def _given_back(self, lease: buffer_pb2.GroupLease, given_back: GivenBack) -> buffer_pb2.LeaseRelease:
+    def _given_back(self, lease: buffer_pb2.GroupLease, given_back: LeaseReturned) -> buffer_pb2.LeaseRelease:
         if self._partial and given_back.samples:
             return self._partial.release(lease, [_of_version(s, lease.policy_version) for s in given_back.samples])
         return buffer_pb2.LeaseRelease(lease_id=lease.lease_id, reason=given_back.reason)

@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
@@ -33,16 +34,54 @@ from services.rollout.production.sampling import Sampler, SampleRequest, failed_
 
 _LOAD_SECONDS = 120.0
 _FILTER_SECONDS = 30.0
+T = TypeVar("T")
+
+
+class UserFunction(Generic[T]):
+    """A user's function in worker processes, because it may be slow. `load` is what a worker loads it with."""
+
+    def __init__(
+        self,
+        path: str,
+        load: Callable[[str], T],
+        field: str,
+        seconds: float,
+        *,
+        workers: int = 1,
+        calls_at_once: int = 1,
+    ) -> None:
+        """`field`: the job's, which names it. `seconds`: the limit of a call."""
+        self._path = path
+        self._load = load
+        self._field = field
+        self._seconds = seconds
+        self._pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
+
+    async def start(self) -> T:
+        """Returns what `load` does. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        try:
+            loaded: T = await self._pool.run(
+                self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
+            )
+        except WorkerError as error:
+            raise ConfigError(error.message, field=f"rollout.{self._field}") from error
+        return loaded
+
+    async def call(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Returns what `run(path, *args)` does in a worker. Raises WorkerError."""
+        return await self._pool.run(run, self._path, *args, timeout_seconds=self._seconds, name=f"hook {self._path}")
+
+    async def close(self) -> None:
+        await self._pool.close()
 
 
 class GroupFilter:
-    """Runs the function in a worker process, because it may be slow."""
+    """Asks the job's filter whether a group is kept."""
 
     def __init__(self, path: str, args: HookArgs, *, seconds: float = _FILTER_SECONDS) -> None:
         self._path = path
         self._args = args
-        self._seconds = seconds
-        self._pool = WorkerPool(1)
+        self._function = UserFunction(path, load_filter, "dynamic_sampling_filter_path", seconds)
 
     @classmethod
     def of(cls, config: RolloutSection, args: HookArgs) -> GroupFilter | None:
@@ -52,24 +91,14 @@ class GroupFilter:
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        try:
-            await self._pool.run(load_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}")
-        except WorkerError as error:
-            raise ConfigError(error.message, field="rollout.dynamic_sampling_filter_path") from error
+        await self._function.start()
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._function.close()
 
     async def refusal(self, samples: Sequence[Sample]) -> Failure | None:
         """Returns why the group is dropped, or None when it is stored. Raises WorkerError when the function fails."""
-        keep, reason = await self._pool.run(
-            run_filter,
-            self._path,
-            self._args,
-            [to_hook(sample) for sample in samples],
-            timeout_seconds=self._seconds,
-            name=f"hook {self._path}",
-        )
+        keep, reason = await self._function.call(run_filter, self._args, [to_hook(sample) for sample in samples])
         return None if keep else Failure(FILTERED, reason or self._own_reason(samples))
 
     def _own_reason(self, samples: Sequence[Sample]) -> str:
@@ -95,7 +124,7 @@ class AllSamples:
         self._args = args
         self._metrics = metrics
         self._groups_per_step = groups_per_step
-        self._pool = WorkerPool(1)
+        self._function = UserFunction(path, load_all_samples, "rollout_all_samples_process_path", _ALL_SAMPLES_SECONDS)
         self._groups: list[list[HookSample]] = []
         self._num_kept = 0
         self._is_due = asyncio.Event()
@@ -109,10 +138,7 @@ class AllSamples:
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        try:
-            await self._pool.run(load_all_samples, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}")
-        except WorkerError as error:
-            raise ConfigError(error.message, field="rollout.rollout_all_samples_process_path") from error
+        await self._function.start()
         work = kept_running("show all samples", self._run, self._metrics.background_work_ended)
         self._calling = asyncio.create_task(work)
 
@@ -121,7 +147,7 @@ class AllSamples:
         if self._calling:
             self._calling.cancel()
             await asyncio.gather(self._calling, return_exceptions=True)
-        await self._pool.close()
+        await self._function.close()
 
     def add(self, samples: Sequence[Sample], *, is_kept: bool) -> None:
         """Takes one scored group."""
@@ -140,14 +166,7 @@ class AllSamples:
             groups, self._groups, self._num_kept = self._groups, [], 0
             self._is_due.clear()
             try:
-                await self._pool.run(
-                    run_all_samples,
-                    self._path,
-                    self._args,
-                    groups,
-                    timeout_seconds=_ALL_SAMPLES_SECONDS,
-                    name=f"hook {self._path}",
-                )
+                await self._function.call(run_all_samples, self._args, groups)
             except WorkerError as error:
                 log.warning("hook_failed", hook=self._path, groups=len(groups), message=error.message)
 
@@ -185,7 +204,7 @@ def sample_for_hook(request: SampleRequest, args: HookArgs) -> HookSample:
     )
 
 
-class HookSamples:
+class SampleCodec:
     """Converts the samples of the function at `path`."""
 
     def __init__(
@@ -322,7 +341,7 @@ _SAMPLE_HOOK_SECONDS = 60.0
 _SHOWN = (Status.COMPLETED, Status.TRUNCATED)
 
 
-class SampleHooks:
+class PreScoreHooks:
     """The functions at `paths`, in their order."""
 
     def __init__(self, paths: Sequence[str], args: HookArgs) -> None:
@@ -332,7 +351,7 @@ class SampleHooks:
         self._pool = WorkerPool(_WORKERS)
 
     @classmethod
-    def of(cls, config: RolloutSection, args: HookArgs) -> SampleHooks | None:
+    def of(cls, config: RolloutSection, args: HookArgs) -> PreScoreHooks | None:
         """Returns None when the job names no function."""
         return cls(config.rollout_sample_hook_path, args) if config.rollout_sample_hook_path else None
 
@@ -393,10 +412,10 @@ class SampleHooks:
         return replace(taken, reward=changed.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
 
 
-class HookedSampler:
+class WithPreScoreHooks:
     """A sampler whose samples are those of another one, as the functions leave them."""
 
-    def __init__(self, sampler: Sampler, hooks: SampleHooks) -> None:
+    def __init__(self, sampler: Sampler, hooks: PreScoreHooks) -> None:
         self._sampler = sampler
         self._hooks = hooks
 
@@ -417,7 +436,7 @@ class HookedSampler:
 # weights were refused while it ran, all its samples are generated again.
 
 
-class HookSampler:
+class CustomGenerateSampler:
     """Calls the function with slime's arguments; an exception is its samples' failure.
 
     At most `calls_at_once` calls run: the function is called once for each sample, all of them at the same time, unless
@@ -438,25 +457,27 @@ class HookSampler:
         encoder: PromptEncoder | None = None,
     ) -> None:
         self._path = path
-        self._samples = HookSamples(path, args, weights, warn, encoder)
+        self._samples = SampleCodec(path, args, weights, warn, encoder)
+        self._function = UserFunction(
+            path,
+            hook_takes_group,
+            "custom_generate_function_path",
+            seconds,
+            workers=_WORKERS,
+            calls_at_once=calls_at_once,
+        )
         self._per_sample = per_sample
         self._warn = warn
         self._weights = weights
         self._activity = activity or Activity(0)
         self._places = asyncio.Semaphore(calls_at_once)
         self._args = args
-        self._seconds = seconds
-        self._pool = WorkerPool(_WORKERS, calls_per_worker=-(-calls_at_once // _WORKERS))
         self._takes_group = False
         self.in_flight = 0
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        try:
-            takes_list = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
-        except WorkerError as error:
-            raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
-        self._takes_group = takes_list and not self._per_sample
+        self._takes_group = await self._function.start() and not self._per_sample
         if self._takes_group:
             self._warn(
                 f"hook {self._path} is called with all samples of a group: if it generates one after another, add "
@@ -464,7 +485,7 @@ class HookSampler:
             )
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._function.close()
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
@@ -482,15 +503,12 @@ class HookSampler:
         return [sample for samples in made for sample in samples]
 
     async def _call(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
-        params = requests[0].params.for_engine()
-        work = (self._path, self._args, [self._samples.given(r) for r in requests], params, evaluation)
+        given, params = [self._samples.given(request) for request in requests], requests[0].params.for_engine()
         try:
             async with self._places:
                 oldest, refusals = self._weights.policy_version, self._weights.refusals
                 with self._activity.requests(len(requests)):
-                    results = await self._pool.run(
-                        run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
-                    )
+                    results = await self._function.call(run_generate, self._args, given, params, evaluation)
             await self._weights.wait_for_verdicts()
             self._require_no_refusal(refusals)
             oldest = min(oldest, self._weights.policy_version)
@@ -513,10 +531,10 @@ class OwnFunctions:
     A function is loaded when its first prompt comes; all other prompts go to the job's own sampler.
     """
 
-    def __init__(self, sampler: Sampler, make: Callable[[str], HookSampler]) -> None:
+    def __init__(self, sampler: Sampler, make: Callable[[str], CustomGenerateSampler]) -> None:
         self._sampler = sampler
         self._make = make
-        self._of_paths: dict[str, asyncio.Task[HookSampler]] = {}
+        self._of_paths: dict[str, asyncio.Task[CustomGenerateSampler]] = {}
 
     @property
     def in_flight(self) -> int:
@@ -531,7 +549,7 @@ class OwnFunctions:
             task.cancel()
         loaded = await asyncio.gather(*self._of_paths.values(), return_exceptions=True)
         for each in loaded:
-            if isinstance(each, HookSampler):
+            if isinstance(each, CustomGenerateSampler):
                 await each.close()
 
     async def sample_all(
@@ -549,7 +567,7 @@ class OwnFunctions:
                 return [failed_sample(request, Failure("HOOK_NOT_LOADED", error.message)) for request in requests]
         return await sampler.sample_all(requests, evaluation=evaluation, return_partial=return_partial)
 
-    async def _loaded(self, path: str) -> HookSampler:
+    async def _loaded(self, path: str) -> CustomGenerateSampler:
         sampler = self._make(path)
         await sampler.start()
         return sampler

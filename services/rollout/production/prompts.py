@@ -163,6 +163,7 @@ class PromptEncoder:
         messages: list[dict[str, Any]],
         tools: list[Any] | None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        first: int = 0,
     ) -> str:
         """Returns the conversation's text up to the policy's turn, with a request's own variables of the template.
 
@@ -173,7 +174,7 @@ class PromptEncoder:
                 require_read(self._readable, variables, "chat_template_kwargs")
             except ConfigError as error:
                 raise InvalidArgument(error.message, field="chat_template_kwargs") from error
-        return render_prompt(self.tokenizer, messages, tools, {**self.variables, **variables})
+        return render_prompt(self.tokenizer, messages, tools, {**self.variables, **variables}, first=first)
 
     @cached_property
     def _readable(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import HeadraceError, InvalidArgument
@@ -51,6 +51,28 @@ class SampleRequest:
     """The partial sample of an earlier lease."""
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's hook_json: what users' functions see of it beside its text."""
+
+    def sample(self, loss_mask: ArrayLike, log_probs: ArrayLike, status: Status, **values: Any) -> Sample:
+        """Returns a sample of this request, with the prompt's tokens and no response where `values` say nothing else.
+
+        `loss_mask` and `log_probs`: R entries. `values`: further fields of the sample, or others than the request's.
+        """
+        made: dict[str, Any] = {
+            "sample_id": self.sample_id,
+            "group_id": self.group_id,
+            "index": self.index,
+            "prompt": self.prompt.text,
+            "response": "",
+            "tokens": self.prompt.tokens,
+            "label": self.label,
+            "metadata": self.metadata,
+            "sampling_params": asdict(self.params),
+            "hook_fields": self.hook_fields,
+            **values,
+        }
+        made["tokens"] = np.asarray(made["tokens"], dtype=np.int32)
+        mask, known = np.asarray(loss_mask, dtype=np.uint8), np.asarray(log_probs, dtype=np.float32)
+        return Sample(**made, loss_mask=mask, rollout_log_probs=known, status=status)
 
 
 def job_params(rollout: RolloutSection) -> SamplingParams:
@@ -126,7 +148,7 @@ def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-_STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
+STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
 
 
 class Sampler(Protocol):
@@ -202,19 +224,12 @@ class EngineSampler:
             self.in_flight -= 1
 
     def _sample(self, request: SampleRequest, generation: Generation) -> Sample:
-        return Sample(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            index=request.index,
-            prompt=request.prompt.text,
+        return request.sample(
+            np.ones(len(generation.tokens)),
+            generation.log_probs,
+            STATUS[generation.finish or Finish.ABORT],
             response=self._encoder.decode(generation.tokens),
-            tokens=np.asarray([*request.prompt.tokens, *generation.tokens], dtype=np.int32),
-            loss_mask=np.ones(len(generation.tokens), dtype=np.uint8),
-            rollout_log_probs=np.asarray(generation.log_probs, dtype=np.float32),
-            status=_STATUS[generation.finish or Finish.ABORT],
-            label=request.label,
-            metadata=request.metadata,
-            sampling_params=asdict(request.params),
+            tokens=[*request.prompt.tokens, *generation.tokens],
             policy_ranges=generation.policy_ranges,
             columns=self._columns(request, generation),
             hook_fields={**request.hook_fields, **generation.counts.hook_fields()},
@@ -239,19 +254,4 @@ class EngineSampler:
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:
     """Returns a sample with the prompt's tokens and the reason why there is no response."""
-    return Sample(
-        sample_id=request.sample_id,
-        group_id=request.group_id,
-        index=request.index,
-        prompt=request.prompt.text,
-        response="",
-        tokens=np.asarray(request.prompt.tokens, dtype=np.int32),
-        loss_mask=np.zeros(0, dtype=np.uint8),
-        rollout_log_probs=np.zeros(0, dtype=np.float32),
-        status=Status.FAILED,
-        failure=failure,
-        label=request.label,
-        metadata=request.metadata,
-        sampling_params=asdict(request.params),
-        hook_fields=request.hook_fields,
-    )
+    return request.sample((), (), Status.FAILED, failure=failure)

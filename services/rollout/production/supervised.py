@@ -105,21 +105,10 @@ class SupervisedSampler:
 
 
 def _made(request: SampleRequest) -> Sample:
-    tokens = np.asarray(request.prompt.tokens, dtype=np.int32)
-    mask = np.zeros(len(tokens), dtype=np.uint8)
+    mask = np.zeros(len(request.prompt.tokens))
     for trained in request.prompt.trained:
         mask[trained.start : trained.stop] = 1
     start = request.prompt.trained[0].start
-    return Sample(
-        sample_id=request.sample_id,
-        group_id=request.group_id,
-        index=request.index,
-        prompt=request.prompt.text,
-        response="",
-        tokens=tokens,
-        loss_mask=mask[start:],
-        rollout_log_probs=np.zeros(len(tokens) - start, dtype=np.float32),
-        status=Status.COMPLETED,
-        label=request.label,
-        metadata=request.metadata,
+    return request.sample(
+        mask[start:], np.zeros(len(mask) - start), Status.COMPLETED, sampling_params={}, hook_fields={}
     )

@@ -10,9 +10,7 @@ import pytest
 
 from headrace.hooks import HookArgs, Sample
 from headrace.hooks.kit import Tools, chat, extract_tool_call
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
-from headrace.hooks.kit.template import Template
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling, renderer_of
 from tests.support.fakes.scripted_engine import ScriptedEngine
 from tests.support.models.chat_templates import make_chat_tokenizer
 
@@ -72,13 +70,13 @@ async def test_a_message_with_tool_calls_is_continued_by_its_tokens(engine: Scri
         {"role": "tool", "name": "add", "content": "7", "tool_call_id": "call_0"},
         {"role": "assistant", "content": "It is 7."},
     ]
-    made = adopted(sample, call)
+    made = attach_tokens(sample, call)
     first, second = engine.turns[:2]
     between = made.response_length - len(first) - len(second)
     assert made.tokens[-made.response_length :][: len(first)] == first
     assert made.tokens[-len(second) :] == second
     assert made.loss_mask == [1] * len(first) + [0] * between + [1] * len(second)
-    assert "7" in Template(str(tmp_path)).decode(made.tokens[: -len(second)][-between:], special=True)
+    assert "7" in renderer_of(call.args).decode(made.tokens[: -len(second)][-between:], special=True)
     assert (made.status, made.response, len(made.rollout_log_probs or ())) == (
         Sample.Status.COMPLETED,
         "It is 7.",
@@ -93,23 +91,24 @@ async def test_a_conversation_that_ends_at_max_turns_in_a_call_is_truncated_and_
     call, sample = call_of(engine, tmp_path), Sample()
     with calling(call):
         await converse(sample, most=1)
-    made = adopted(sample, call)
+    made = attach_tokens(sample, call)
     assert (made.status, made.response) == (Sample.Status.TRUNCATED, CALLED)
     limited = call_of(engine, tmp_path, max_turns=1)
     with calling(limited):
         messages = await converse(sample)
     assert (messages[-1], len(messages)) == ({"role": "assistant", "content": ""}, 4)
-    assert adopted(sample, limited).status is Sample.Status.TRUNCATED
+    assert attach_tokens(sample, limited).status is Sample.Status.TRUNCATED
 
 
 async def test_a_context_without_room_ends_in_an_empty_message(engine: ScriptedEngine, tmp_path: Path) -> None:
-    prompt = Template(str(tmp_path)).prompt([USER], None, is_rendered=False)
+    renderer = renderer_of(call_of(engine, tmp_path).args)
+    prompt = renderer.tokens_of_rendered(renderer.render([USER], None))
     call = call_of(engine, tmp_path, rollout_max_context_len=len(prompt) + 3)
     with calling(call):
         first = await chat([USER])
         second = await chat([USER, first, USER])
-    assert (first.content.trajectory.response_tokens, second["content"]) == (engine.turns[0][:3], "")
-    assert adopted(Sample(response=second.content), call).status is Sample.Status.TRUNCATED
+    assert ([*first.content.turn.answer.tokens], second["content"]) == (engine.turns[0][:3], "")
+    assert attach_tokens(Sample(response=second.content), call).status is Sample.Status.TRUNCATED
 
 
 async def test_a_message_whose_calls_were_edited_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -117,8 +116,8 @@ async def test_a_message_whose_calls_were_edited_is_a_new_prompt(engine: Scripte
         first = await chat([USER], tools.schemas())
         first["tool_calls"][0]["function"]["arguments"]["a"] = 5
         second = await chat([USER, first, {"role": "tool", "content": "9"}], tools.schemas())
-    assert second.content.trajectory.turns == 1
-    assert '"a": 5' in Template(str(tmp_path)).decode(second.content.trajectory.prompt_tokens, special=False)
+    assert second.content.turn.parent is None
+    assert '"a": 5' in renderer_of(call_of(engine, tmp_path).args).decode(second.content.turn.context, special=False)
 
 
 async def test_without_tools_a_message_is_its_whole_text(engine: ScriptedEngine, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, Sample
-from headrace.hooks.kit import Completion, Trajectory, build_loss_mask, extract_tool_call, generate_single
-from headrace.hooks.kit.adopt import adopted
-from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.kit import Completion, build_loss_mask, extract_tool_call, generate_single
+from headrace.hooks.kit.conversation import Call, attach_tokens, calling, renderer_of
 from headrace.hooks.kit.engine import ask_engine
-from headrace.hooks.kit.template import Template
 from headrace.rpc.net import free_port
+from headrace.session import RecordedAnswer, SessionRecord
+from headrace.trajectory import Status
 from tests.support.fakes.scripted_engine import ScriptedEngine
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 
@@ -44,16 +44,25 @@ def call_of(engine: ScriptedEngine, folder: Path, **args: Any) -> Call:
     return Call(HookArgs(options), [Sample()], params)
 
 
+def renderer(folder: Path) -> Any:
+    return renderer_of(HookArgs({"hf_checkpoint": str(folder)}))
+
+
+def require_continued(first: Completion, second: Completion) -> None:
+    tokens = first.turn.tokens()
+    assert second.turn.tokens()[: len(tokens)] == tokens
+
+
 async def test_a_later_turn_continues_the_tokens_that_were_sampled(engine: ScriptedEngine, tmp_path: Path) -> None:
     with calling(call_of(engine, tmp_path)):
         first = await generate_single([USER])
         second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
     assert (first, second) == ("It is 7.", "Yes.")
-    whole, size = second.trajectory, len(first.trajectory.tokens)
-    assert whole.tokens[:size] == first.trajectory.tokens
-    assert whole.response_tokens[-len(engine.turns[1]) :] == engine.turns[1]
-    between = len(whole.response_tokens) - len(engine.turns[0]) - len(engine.turns[1])
-    assert whole.loss_mask == [1] * len(engine.turns[0]) + [0] * between + [1] * len(engine.turns[1])
+    whole = second.turn.branch()
+    require_continued(first, second)
+    assert whole.response[-len(engine.turns[1]) :] == tuple(engine.turns[1])
+    between = len(whole.response) - len(engine.turns[0]) - len(engine.turns[1])
+    assert [*whole.loss_mask] == [1] * len(engine.turns[0]) + [0] * between + [1] * len(engine.turns[1])
 
 
 async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
@@ -63,19 +72,19 @@ async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
     with calling(call_of(engine, tmp_path)):
         first = await generate_single(text)
         second = await generate_single(f"{text}{first}{since_then}")
-    whole, size = second.trajectory, len(first.trajectory.tokens)
-    assert whole.tokens[:size] == first.trajectory.tokens
-    since = whole.response_tokens[len(engine.turns[0]) : -len(engine.turns[1])]
-    assert Template(str(tmp_path)).decode(since, special=True) == since_then
-    assert whole.loss_mask == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
+    whole = second.turn.branch()
+    require_continued(first, second)
+    since = whole.response[len(engine.turns[0]) : -len(engine.turns[1])]
+    assert renderer(tmp_path).decode(since, special=True) == since_then
+    assert [*whole.loss_mask] == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
 
 
 async def test_a_text_that_does_not_go_on_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
     with calling(call_of(engine, tmp_path)):
         first = await generate_single("3 + 4 =<|im_start|>assistant\n")
         again = await generate_single("3 + 4 =<|im_start|>assistant\n")
-    assert again.trajectory.turns == 1
-    assert again.trajectory.prompt_tokens == first.trajectory.prompt_tokens
+    assert again.turn.parent is None
+    assert again.turn.context == first.turn.context
 
 
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
@@ -84,18 +93,18 @@ async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
     with calling(call_of(engine, tmp_path)):
         first = await generate_single([USER])
         second = await generate_single([AGAIN, {"role": "assistant", "content": first}, AGAIN])
-    assert second.trajectory.response_tokens == engine.turns[1]
-    assert second.trajectory.prompt_tokens != first.trajectory.prompt_tokens
+    assert second.turn.parent is None
+    assert second.turn.context != first.turn.context
 
 
 async def test_a_context_without_room_ends_the_sample_as_truncated(engine: ScriptedEngine, tmp_path: Path) -> None:
-    prompt = Template(str(tmp_path)).prompt([USER], None, is_rendered=False)
+    prompt = renderer(tmp_path).tokens_of_rendered(renderer(tmp_path).render([USER], None))
     call = call_of(engine, tmp_path, rollout_max_context_len=len(prompt) + 3)
     with calling(call):
         first = await generate_single([USER])
         second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
-    assert first.trajectory.response_tokens == engine.turns[0][:3]
-    made = adopted(Sample(response=second), call)
+    assert [*first.turn.answer.tokens] == engine.turns[0][:3]
+    made = attach_tokens(Sample(response=second), call)
     assert (second, made.status, made.response_length) == ("", Sample.Status.TRUNCATED, len(made.loss_mask or ()))
     assert made.tokens[len(prompt) :][:3] == engine.turns[0][:3]
 
@@ -107,8 +116,8 @@ async def test_a_turn_beyond_max_turns_is_empty_and_its_sample_truncated(
     with calling(call):
         first = await generate_single([USER])
         second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
-    assert adopted(Sample(response=first), call).status is Sample.Status.COMPLETED
-    assert (second, adopted(Sample(response=second), call).status) == ("", Sample.Status.TRUNCATED)
+    assert attach_tokens(Sample(response=first), call).status is Sample.Status.COMPLETED
+    assert (second, attach_tokens(Sample(response=second), call).status) == ("", Sample.Status.TRUNCATED)
 
 
 async def test_what_the_function_sets_itself_stays(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -117,7 +126,7 @@ async def test_what_the_function_sets_itself_stays(engine: ScriptedEngine, tmp_p
         first = await generate_single([USER])
     mask = [0] * len(engine.turns[0])
     own = Sample(response=first, status=Sample.Status.TRUNCATED, loss_mask=mask, metadata={"said": [first]})
-    made = adopted(own, call)
+    made = attach_tokens(own, call)
     assert (made.status, made.loss_mask, made.metadata) == (Sample.Status.TRUNCATED, mask, {"said": ["It is 7."]})
     assert {type(made.response), type(made.metadata["said"][0])} == {str}
     assert build_loss_mask(own) == [1] * len(engine.turns[0])
@@ -151,19 +160,26 @@ def test_what_was_said_since_a_response_is_rendered_by_every_template_without_th
 ) -> None:
     tokenizer = make_chat_tokenizer(name)
     tokenizer.save_pretrained(tmp_path)
-    template, messages = Template(str(tmp_path)), [USER, {"role": "assistant", "content": "It is 7."}, AGAIN]
-    trajectory = Trajectory(template.prompt([USER], None, is_rendered=False))
-    letters = [token for letter in "It is 7." for token in tokenizer.encode(letter, add_special_tokens=False)]
-    trajectory.append_response({"output_token_logprobs": [(-0.5, token, None) for token in letters]})
-    since = template.since(messages, 1, None, letters[-1])
-    trajectory.append_context(since)
-    assert "Are you sure?" in tokenizer.decode(since)
-    assert "7" not in tokenizer.decode(since)
-    assert trajectory.response_tokens[: len(letters)] == letters
-    assert template.since(messages, 1, None, since[0]) == since[1:]
+    said = {"role": "assistant", "content": "It is 7."}
+    letters = tuple(token for letter in "It is 7." for token in tokenizer.encode(letter, add_special_tokens=False))
+    wholes = []
+    for ended in (False, True):
+        record = SessionRecord(renderer(tmp_path))
+        ends = wholes[0].context[:1] if ended else ()
+        answer = RecordedAnswer(letters + ends, (-0.5,) * len(letters + ends), (), Status.COMPLETED, "It is 7.")
+        turn = record.add(record.ask([USER], None), answer, said)
+        ask = record.ask_behind([USER, said, AGAIN], None)
+        assert ask is not None
+        assert ask.parent is turn
+        wholes.append(ask)
+    since = tokenizer.decode(wholes[0].context)
+    assert "Are you sure?" in since
+    assert "7" not in since
+    assert wholes[0].tokens == wholes[1].tokens  # a response that ended its turn itself is not ended once more
     if name in PLAIN:
+        messages = [USER, said, AGAIN]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(trajectory.tokens) == rendered
+        assert tokenizer.decode(wholes[0].tokens) == rendered
 
 
 @pytest.mark.parametrize(
@@ -194,11 +210,20 @@ def test_what_is_no_tool_call_is_none(text: str) -> None:
     assert extract_tool_call(text) is None
 
 
-def test_tool_calls_are_found_in_special_tokens_that_the_text_leaves_out() -> None:
+def test_tool_calls_are_found_in_special_tokens_that_the_text_leaves_out(tmp_path: Path) -> None:
     raw = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-    assert extract_tool_call(Completion.of("add{}", raw, Trajectory([]), [])) == {"name": "add", "arguments": {}}
+    make_chat_tokenizer("qwen2.5").save_pretrained(tmp_path)
+    record = SessionRecord(renderer(tmp_path))
+    turn = record.add(record.ask_text("?"), RecordedAnswer((1,), (-0.5,), (), Status.COMPLETED, raw), None)
+    assert extract_tool_call(Completion.of("add{}", turn)) == {"name": "add", "arguments": {}}
 
 
-def test_a_trajectory_without_log_probs_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="return_logprob"):
-        Trajectory([1]).append_response({"finish_reason": {"type": "stop"}})
+async def test_an_answer_without_log_probs_is_refused(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def without(*_: Any, **__: Any) -> dict[str, Any]:
+        return {"finish_reason": {"type": "stop"}}
+
+    monkeypatch.setattr("headrace.hooks.kit.conversation.ask_engine", without)
+    with calling(call_of(engine, tmp_path)), pytest.raises(InvalidArgument, match="return_logprob"):
+        await generate_single([USER])

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from headrace.cli.view.plan import plan
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.hooks.args import hook_args
-from headrace.hooks.kit.template import template_of
+from headrace.hooks.kit.conversation import renderer_of
 from headrace.job.schema.job import Job
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.models.tokenizer.without_code import main, write_without_code
@@ -81,8 +81,8 @@ async def test_trusted_code_of_a_tokenizer_runs_in_the_rollout_service_and_in_a_
     prompt = encoder.encode_text("It's 12")
     assert encoder.decode_exactly(prompt.tokens) == prompt.text
     assert prompt.text.startswith("<|im_user|>user<|im_middle|>It's 12<|im_end|>")
-    template = template_of(hook_args(job))
-    assert tuple(template.prompt([{"role": "user", "content": "It's 12"}], None, is_rendered=False)) == prompt.tokens
+    kit = renderer_of(hook_args(job))
+    assert kit.tokens_of_rendered(kit.render([{"role": "user", "content": "It's 12"}], None)) == prompt.tokens
     assert set(ran.read_text().split()) == {str(os.getpid())}
 
 

@@ -24,7 +24,7 @@ from services.rollout.evaluation import by_url
 from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner, Progress
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import GRACE_SECONDS
-from services.rollout.production.hooks import AllSamples, HookedSampler, HookSampler, OwnFunctions
+from services.rollout.production.hooks import AllSamples, CustomGenerateSampler, OwnFunctions, WithPreScoreHooks
 from services.rollout.production.sampling import EngineSampler
 from services.rollout.rollout_function import StepSampler
 from services.rollout.service import RolloutService
@@ -141,7 +141,7 @@ ENGINES: Readers = {
     "adapt_groups_in_flight": [lambda b: b.service.load_watch is not None],
     "eval_samples_in_flight": [lambda b: b.parts.slots.shares.slots(Kind.EVALUATION)],
     "dynamic_sampling_filter_path": [lambda b: b.service._filter._path, lambda b: b.groups._filter._path],
-    "rollout_sample_hook_path": [lambda b: b.sampler(HookedSampler)._hooks._paths],
+    "rollout_sample_hook_path": [lambda b: b.sampler(WithPreScoreHooks)._hooks._paths],
     "rollout_all_samples_process_path": [
         lambda b: b.groups._all_samples._path,
         lambda b: b.started(AllSamples)._path,
@@ -153,7 +153,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(HookSampler)._seconds,
+        lambda b: b.started(CustomGenerateSampler)._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
@@ -197,10 +197,10 @@ UNBOUNDED: Readers = {
 }
 FUNCTION: Readers = {
     "update_weight_transport": [lambda b: "ipc" if b.parts.receiver._disk._root.is_relative_to("/dev/shm") else "disk"],
-    "custom_generate_function_path": [lambda b: b.sampler(HookSampler)._path],
-    "generate_per_sample": [lambda b: b.sampler(HookSampler)._per_sample],
-    "generate_timeout_seconds": [lambda b: b.sampler(HookSampler)._seconds],
-    "max_turns": [lambda b: b.sampler(HookSampler)._args.max_turns],
+    "custom_generate_function_path": [lambda b: b.sampler(CustomGenerateSampler)._path],
+    "generate_per_sample": [lambda b: b.sampler(CustomGenerateSampler)._per_sample],
+    "generate_timeout_seconds": [lambda b: b.sampler(CustomGenerateSampler)._seconds],
+    "max_turns": [lambda b: b.sampler(CustomGenerateSampler)._args.max_turns],
 }
 AGENTS: Readers = {
     "agent_function_path": [lambda b: b.started(AgentSampler)._path],

@@ -11,7 +11,7 @@ from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.hooks import HookSampler, custom_args
+from services.rollout.production.hooks import CustomGenerateSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 from tests.support.fakes.fake_fleet import fake_fleet
@@ -32,7 +32,7 @@ async def test_a_printed_generate_function_makes_samples(tmp_path: Path, documen
         fakes.fleet.weights.switch_to(3)
         args = custom_args(hook_args(Job.model_validate(sections)), fakes.fleet.engines[0].url)
         path, weights = f"{tmp_path / 'agent.py'}:generate", fakes.fleet.weights
-        sampler = HookSampler(path, args, weights, seconds=120, calls_at_once=1)
+        sampler = CustomGenerateSampler(path, args, weights, seconds=120, calls_at_once=1)
         try:
             await sampler.start()
             prompt = EncodedPrompt("2 + 2 =", tuple(tokenizer.encode("2 + 2 =")))

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError
 from headrace.hooks.args import HookArgs
-from headrace.hooks.kit.template import template_of
+from headrace.hooks.kit.conversation import renderer_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from headrace.sample_log import Answer
@@ -66,11 +66,9 @@ def test_the_chat_template_is_given_the_jobs_variables(tmp_path: Path, value: di
     encoder.load()
     asks_for_no_thought = encoder.encode_text("hello").text.endswith("<think>\n\n</think>\n\n")
     assert asks_for_no_thought == (not thinks)
-    kit = template_of(HookArgs({"hf_checkpoint": tmp_path, "apply_chat_template_kwargs": value}))
-    assert (
-        tuple(kit.prompt([{"role": "user", "content": "hello"}], None, is_rendered=False))
-        == encoder.encode_text("hello").tokens
-    )
+    kit = renderer_of(HookArgs({"hf_checkpoint": tmp_path, "apply_chat_template_kwargs": value}))
+    rendered = kit.render([{"role": "user", "content": "hello"}], None)
+    assert kit.tokens_of_rendered(rendered) == encoder.encode_text("hello").tokens
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample, Status
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.agents.lending import MAX_LOSSES, Lending, TaskOffer
+from services.rollout.agents.lending import MAX_LOSSES, TaskLeases, TaskOffer
 from services.rollout.agents.server import EndpointServer
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
@@ -122,7 +122,7 @@ async def test_what_a_host_says_in_a_lease_that_has_ended_counts_for_nothing(tmp
 
 
 def test_a_task_that_is_renewed_stays_with_its_host_for_as_long_as_it_may_be_played() -> None:
-    lending, offer = Lending(lease_seconds=10.0), TaskOffer(seconds=100.0, num_bytes=10, since=0.0)
+    lending, offer = TaskLeases(lease_seconds=10.0), TaskOffer(seconds=100.0, num_bytes=10, since=0.0)
     lending.offer(offer)
     (lease,) = lending.lend("h", 5, 100, now=0.0)
     for now in (9.0, 18.0, 27.0):
@@ -134,7 +134,7 @@ def test_a_task_that_is_renewed_stays_with_its_host_for_as_long_as_it_may_be_pla
 
 
 def test_a_lost_or_returned_task_goes_first_and_large_ones_come_alone() -> None:
-    lending = Lending(lease_seconds=10.0)
+    lending = TaskLeases(lease_seconds=10.0)
     offers = [TaskOffer(seconds=100.0, num_bytes=size, since=0.0) for size in (40, 200, 40, 40)]
     for offer in offers:
         lending.offer(offer)

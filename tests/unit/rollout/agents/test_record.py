@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from headrace.hooks.kit.tool_call import divided
-from headrace.trajectory import PolicyRange, check_ranges
+from headrace.session import Ask, Branch, RecordedAnswer, SessionRecord
+from headrace.trajectory import PolicyRange, Status, check_ranges
 from services.rollout.agents.messages import Message, ToolCallMessage
-from services.rollout.agents.record import Ask, Branch, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import in_message
-from services.rollout.engine.replies import Finish
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
 
@@ -31,6 +30,10 @@ ENDS: Mapping[str, str] = {
 }
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 WORDS = ("the", "answer", "is", " 42", "é", "\n", "  ", "ü💧", "{", "so,")
+
+
+def plain(thread: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.for_template() for message in thread]
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Policy:
             tokens=tuple(tokens),
             log_probs=tuple(-choose.random() - 1e-6 for _ in tokens),
             policy_ranges=(*ranges, PolicyRange(self.version, half, len(tokens))),
-            finish=Finish.LENGTH if was_cut else Finish.STOP,
+            status=Status.TRUNCATED if was_cut else Status.COMPLETED,
             content=content,
             rest=rest,
             end="" if was_cut else self.end,
@@ -93,14 +96,14 @@ class Session:
             self.turn(self.choose.choice(self.threads))
 
     def turn(self, thread: list[Message]) -> None:
-        ask = self.record.ask(thread, self.tools)
+        ask = self.record.ask(plain(thread), self.tools)
         if self.choose.random() < 0.1:
             return  # the client left, and was told nothing
         messages = []
         for _ in range(2 if self.choose.random() < 0.1 else 1):
             answer = self.policy.answer(ask, tools=self.tools is not None)
             message = Message("assistant", answer.content, tool_calls=self.policy.calls or None)
-            self.record.add(ask, answer, message)
+            self.record.add(ask, answer, message.for_template())
             self.asked.append((ask, answer))
             messages.append(message)
         self.go_on(thread, self.choose.choice(messages))
@@ -175,13 +178,13 @@ def test_a_conversation_that_only_grows_is_one_sample(model: Model) -> None:
     session.tools = None
     thread = [Message("user", "2 + 2?")]
     for turn in range(4):
-        ask = session.record.ask(thread, None)
+        ask = session.record.ask(plain(thread), None)
         text = f"turn {turn}"
         tokens = tuple(t for c in text for t in encoder.tokens_of_rendered(c)) + encoder.tokens_of_rendered(end)
         zeros = (-0.5,) * len(tokens)
-        answer = RecordedAnswer(tokens, zeros, (PolicyRange(turn, 0, len(tokens)),), Finish.STOP, text, "", end)
+        answer = RecordedAnswer(tokens, zeros, (PolicyRange(turn, 0, len(tokens)),), Status.COMPLETED, text, "", end)
         thread.append(Message("assistant", text))
-        session.record.add(ask, answer, thread[-1])
+        session.record.add(ask, answer, thread[-1].for_template())
         session.asked.append((ask, answer))
         thread.append(Message("user", "and?"))
         assert encoder.tokenizer.decode(ask.tokens, skip_special_tokens=False) == encoder.render(
@@ -196,18 +199,18 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
     encoder = PromptEncoder(tmp_path, apply_chat_template=False)
     record, sampled = SessionRecord(encoder), 'So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>'
     thread = [Message("user", "1 + 1?")]
-    ask = record.ask(thread, TOOLS)
+    ask = record.ask(plain(thread), TOOLS)
     tokens = encoder.tokens_of_rendered(f"{sampled}<|im_end|>")
     content, rest, calls = in_message(divided(sampled))
     assert (content, [(call.function.name, call.function.arguments) for call in calls]) == (
         "So:\n",
         [("add", '{"a": 1}')],
     )
-    answer = RecordedAnswer(tokens, (-1.0,) * len(tokens), (), Finish.STOP, content, rest, "<|im_end|>")
-    record.add(ask, answer, Message("assistant", content, tool_calls=calls))
+    answer = RecordedAnswer(tokens, (-1.0,) * len(tokens), (), Status.COMPLETED, content, rest, "<|im_end|>")
+    record.add(ask, answer, Message("assistant", content, tool_calls=calls).for_template())
     renewed = [ToolCallMessage(call.function, id="another") for call in calls]
     thread += [Message("assistant", content, tool_calls=renewed), Message("tool", "2", tool_call_id="another")]
-    following = record.ask(thread, TOOLS)
+    following = record.ask(plain(thread), TOOLS)
     assert following.tokens[: len(ask.tokens) + len(tokens)] == (*ask.tokens, *tokens)
     assert following.parent is not None
 
@@ -220,6 +223,7 @@ class OfCallsAlone:
         messages: list[dict[str, Any]],
         tools: list[Any] | None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        first: int = 0,
     ) -> str:
         followers = [*(message["role"] for message in messages[1:]), "assistant"]
         pairs = zip(messages, followers, strict=True)
@@ -234,10 +238,10 @@ def test_where_the_template_does_not_write_an_answer_the_model_is_asked_with_wha
     thread = [Message("user", "1 + 1?")]
     for sampled in ("2", 'So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>'):
         content, rest, calls = in_message(divided(sampled))
-        ask = record.ask(thread, TOOLS)
+        ask = record.ask(plain(thread), TOOLS)
         said = Message("assistant", content, tool_calls=calls or None)
-        record.add(ask, RecordedAnswer((1,), (-1.0,), (), Finish.STOP, content, rest), said)
+        record.add(ask, RecordedAnswer((1,), (-1.0,), (), Status.COMPLETED, content, rest), said.for_template())
         thread += [said, Message("tool", "2") if calls else Message("user", "sure?")]
     written = OfCallsAlone().render([message.for_template() for message in thread], TOOLS)
     assert "'arguments'" in written
-    assert record.ask(thread, TOOLS).text == written
+    assert record.ask(plain(thread), TOOLS).text == written

@@ -19,7 +19,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.dataset import EvalFiles
 from services.rollout.evaluation.runner import EvalRunner
-from services.rollout.production.hooks import HookSampler
+from services.rollout.production.hooks import CustomGenerateSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
@@ -104,7 +104,7 @@ async def test_a_data_sets_generate_function_is_called_with_evaluation_true(tmp_
     make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "agent.py").write_text(GENERATE)
     data, path, production = fifty(tmp_path), f"{tmp_path}/agent.py:f", Counting()
-    hook = HookSampler(path, HookArgs({}), ServedWeights(), seconds=60, calls_at_once=8)
+    hook = CustomGenerateSampler(path, HookArgs({}), ServedWeights(), seconds=60, calls_at_once=8)
     evaluator = EvalRunner(
         PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
         production,

@@ -19,7 +19,7 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks import HookSampler
+from services.rollout.production.hooks import CustomGenerateSampler
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 from tests.support.fakes.fake_engine import FakeEngine
@@ -106,7 +106,7 @@ async def producing(folder: Path, code: str, port: int, **rollout: object) -> As
             }
         )
         service = rollout_service(job, lambda number: FakeEngine(WIRE), folder, CollectorRegistry())
-        assert isinstance(service.parts.sampler, HookSampler)
+        assert isinstance(service.parts.sampler, CustomGenerateSampler)
         await service.parts.sampler.start()
         service.parts.producer.start()
         try:
@@ -154,7 +154,9 @@ async def generate(args, sample, sampling_params):
 """
     (tmp_path / "hook.py").write_text(code)
     path = f"{tmp_path / 'hook.py'}:generate"
-    sampler = HookSampler(path, HookArgs({"reward_key": None}), ServedWeights(), seconds=4.0, calls_at_once=SAMPLES)
+    sampler = CustomGenerateSampler(
+        path, HookArgs({"reward_key": None}), ServedWeights(), seconds=4.0, calls_at_once=SAMPLES
+    )
     try:
         await sampler.start()
         samples = await sampler.sample_all([request(index) for index in range(SAMPLES)], evaluation=False)

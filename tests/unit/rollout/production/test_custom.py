@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks import HookSampler, custom_args
+from services.rollout.production.hooks import CustomGenerateSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 
@@ -199,7 +199,7 @@ async def made_by(
     weights = ServedWeights()
     weights.switch_to(3)
     args = custom_args(hook_args(job), "http://127.0.0.1:4321")
-    sampler = HookSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, calls_at_once=8, warn=warn)
+    sampler = CustomGenerateSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, calls_at_once=8, warn=warn)
     try:
         await sampler.start()
         return await sampler.sample_all([request(index, prompt) for index in range(count)], evaluation=False)

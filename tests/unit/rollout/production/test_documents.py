@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.hooks import HookSampler, custom_args
+from services.rollout.production.hooks import CustomGenerateSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from tests.long_forms import ALL
@@ -130,7 +130,7 @@ async def generated(
     sections: dict[str, Any] = {"model": {"hf_checkpoint": model}, "rollout": {"max_turns": max_turns}}
     args = custom_args(hook_args(Job.model_validate(sections)), engine.url)
     path = f"{folder / 'custom_generate.py'}:custom_generate"
-    sampler = HookSampler(path, args, ServedWeights(), seconds=120, calls_at_once=2, per_sample=per_sample)
+    sampler = CustomGenerateSampler(path, args, ServedWeights(), seconds=120, calls_at_once=2, per_sample=per_sample)
     prompt = PromptEncoder(model, apply_chat_template=False).encode_messages(QUESTION, None)
     params = SamplingParams(max_new_tokens=200, stop_token_ids=(engine.end_of_turn,))
     try:

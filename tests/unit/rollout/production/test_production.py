@@ -27,7 +27,7 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import FailedSamples, GroupSampler
-from services.rollout.production.hooks import GroupFilter, HookSampler, custom_args
+from services.rollout.production.hooks import CustomGenerateSampler, GroupFilter, custom_args
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
@@ -476,7 +476,7 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
 ) -> None:
     (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
     args = custom_args(hook_args(Job(model=ModelSection(hf_checkpoint=tokenizer_folder))), "http://127.0.0.1:1")
-    sampler = HookSampler(f"{tmp_path}/hook.py:f", args, ServedWeights(), seconds=60, calls_at_once=8)
+    sampler = CustomGenerateSampler(f"{tmp_path}/hook.py:f", args, ServedWeights(), seconds=60, calls_at_once=8)
     scorer = SampleScorer(f"127.0.0.1:{free_port()}", item_seconds=0.2)
     groups = GroupSampler(
         PromptEncoder(tokenizer_folder, apply_chat_template=False),

@@ -16,7 +16,7 @@ from headrace.hooks.trial.check import check_hook
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.hooks import HookedSampler, SampleHooks
+from services.rollout.production.hooks import PreScoreHooks, WithPreScoreHooks
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 
@@ -84,20 +84,20 @@ class Given:
 
 
 @asynccontextmanager
-async def shown(folder: Path, *names: str, samples: Sequence[Sample]) -> AsyncIterator[HookedSampler]:
+async def shown(folder: Path, *names: str, samples: Sequence[Sample]) -> AsyncIterator[WithPreScoreHooks]:
     (folder / "hooks.py").write_text(HOOKS)
     paths = [f"{folder / 'hooks.py'}:{name}" for name in names]
     job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "rollout": {"rollout_sample_hook_path": paths}})
-    hooks = SampleHooks.of(job.rollout, hook_args(job))
+    hooks = PreScoreHooks.of(job.rollout, hook_args(job))
     assert hooks is not None
     try:
         await hooks.start()
-        yield HookedSampler(Given(samples), hooks)
+        yield WithPreScoreHooks(Given(samples), hooks)
     finally:
         await hooks.close()
 
 
-async def all_of(sampler: HookedSampler, *, evaluation: bool = False) -> list[Sample]:
+async def all_of(sampler: WithPreScoreHooks, *, evaluation: bool = False) -> list[Sample]:
     request = SampleRequest(
         "g/1/0", "g", 0, EncodedPrompt("2 + 2 =", (1, 2)), "4", {}, SamplingParams(max_new_tokens=4)
     )
