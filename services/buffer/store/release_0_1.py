@@ -56,7 +56,18 @@ def convert(path: Path, create: Callable[[sqlite3.Connection], None]) -> None:
         row = old.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
         if row is not None and crc32c(row[0], crc32c(b"ledger_id")) == row[1]:
             salvage.write_meta(new, "ledger_id", row[0].decode())
+        if damaged := _damaged_tables(old):
+            aside = salvage.aside_of(path)
+            salvage.note(new, damaged, aside)
+            aside.hardlink_to(path)
     salvage.replace_durably(draft, path)
+
+
+def _damaged_tables(old: sqlite3.Connection) -> list[str]:
+    """0.1.0 left damaged tables in the file, under names like damaged_9_groups; they are neither read nor copied."""
+    statement = "SELECT name FROM sqlite_schema WHERE type = 'table' AND name LIKE 'damaged~__%~_%' ESCAPE '~'"
+    names = [name.removeprefix("damaged_").partition("_")[2] for (name,) in old.execute(statement)]
+    return ["payload_files" if name == "payloads" else name for name in names]
 
 
 def _write(new: sqlite3.Connection, table: str, found: Iterator[Row]) -> None:

@@ -7,7 +7,7 @@ each other, and the start is refused. The damaged file is opened read-only and k
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -55,20 +55,16 @@ def salvage_damaged(path: Path, source: sqlite3.Connection, create: Callable[[sq
 
 
 def _replace(
-    path: Path, source: sqlite3.Connection, create: Callable[[sqlite3.Connection], None], damaged: list[str]
+    path: Path, source: sqlite3.Connection, create: Callable[[sqlite3.Connection], None], damaged: Sequence[str]
 ) -> Path:
-    number = 1
-    while (aside := path.with_name(f"damaged-{number}.sqlite")).exists():
-        number += 1
+    aside = aside_of(path)
     draft = path.with_name(f"{_DRAFT}{path.name}")
     try:
         with closing(open_draft(draft)) as new:
             create(new)
             for table in ("meta", *TABLES):
                 _copy(source, new, table)
-            first = len(_notes(new))
-            for i, table in enumerate(damaged, first):
-                write_meta(new, f"{_NOTE}{i:06}", f"{table} {aside.name}")
+            note(new, damaged, aside)
     except BaseException:
         delete_drafts(path.parent)
         raise
@@ -99,6 +95,20 @@ def _by_rowid(source: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...
     with suppress(sqlite3.DatabaseError):
         for _, *row in source.execute(f"{statement} DESC", (last,)):
             yield tuple(row)
+
+
+def aside_of(path: Path) -> Path:
+    """Returns the name under which the damaged file is kept."""
+    number = 1
+    while (aside := path.with_name(f"damaged-{number}.sqlite")).exists():
+        number += 1
+    return aside
+
+
+def note(new: sqlite3.Connection, damaged: Sequence[str], aside: Path) -> None:
+    """Writes which tables were damaged, so that every start names them."""
+    for i, table in enumerate(damaged, len(_notes(new))):
+        write_meta(new, f"{_NOTE}{i:06}", f"{table} {aside.name}")
 
 
 def check_pages(connection: sqlite3.Connection, path: Path) -> None:
