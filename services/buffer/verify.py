@@ -72,6 +72,8 @@ def _events(store: Store, damaged: list[str]) -> Iterator[int]:
             return
         if not events:
             return
+        if events[0].position != position > 1:
+            damaged.append(f"events {position} to {events[0].position - 1} of the history are missing")
         yield len(events)
         position = events[-1].position + 1
 

@@ -28,7 +28,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
 from headrace.rpc.log import drop_logs
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from services.rollout.build import rollout_service
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan

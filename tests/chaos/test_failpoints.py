@@ -26,7 +26,7 @@ _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
 _PASSES = {"create": 3, "created": 3, "sync-folder": 3, "delete": 1}
 _MANY_PASSES = 30
-_FILE_BYTES = 16_384
+_LARGE_CALL_BYTES = 1
 
 
 _FEW = (
@@ -49,7 +49,7 @@ async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str
     prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
     retained = "services.buffer.build:RETAIN_STEPS=2"
     buffer = BufferProcess(tmp_path, prompts, constants=[retained], buffer=BufferSection(max_staleness=1))
-    await buffer.start(failpoint, _FILE_BYTES)
+    await buffer.start(failpoint, _LARGE_CALL_BYTES)
     try:
         async with working(buffer, tmp_path) as workload:
             if ":pause:" in failpoint or ":ENOSPC:" in failpoint:

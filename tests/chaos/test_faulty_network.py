@@ -22,7 +22,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1.sample_pb2 import OutOfLineColumn
 from headrace.client.buffer import BufferClient, LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer

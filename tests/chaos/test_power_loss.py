@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from services.buffer.store.sqlite.database import FILE, connect
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import FILE, SqliteStore, connect
 from tests.support.faults.power_loss import Disk, Image, MemoryFiles
 from tests.support.ledgers.ledger_history import History
 
 # `make chaos` cuts before and after every single operation of 1,000 commands; here it is at drawn ones.
 NUM_COMMANDS = int(os.environ.get("HEADRACE_POWER_COMMANDS", "200"))
 CUTS = os.environ.get("HEADRACE_POWER_CUTS", "30")
-_FILE_BYTES = 8 << 10
+_LARGE_CALL_BYTES = 1_000
+"""Half of the calls are files."""
 _RETAIN_EVENTS = 200
 
 
@@ -67,14 +67,12 @@ def test_whatever_was_answered_is_there_after_a_power_loss_at_any_operation(tmp_
         return connection
 
     store = SqliteStore(
-        tmp_path / "run", file_bytes=_FILE_BYTES, open_files=lambda _: files, connect_writer=connect_kept
+        tmp_path / "run", large_call_bytes=_LARGE_CALL_BYTES, open_files=lambda _: files, connect_writer=connect_kept
     )
     answered: list[int] = []  # operations done when each moment was answered
     history = History(store, on_answer=lambda: answered.append(len(files.operations)), retain_events=_RETAIN_EVENTS)
-    for number in range(NUM_COMMANDS):
+    for _ in range(NUM_COMMANDS):
         history.step()
-        if number % 4 == 0:
-            store.compact()
     store.close()
     assert any(operation.kind == "delete" for operation in files.operations)
     chance = random.Random(3)
@@ -112,9 +110,8 @@ def check(
     mark = chance.choice([None, b"", commits.marks[commit], commits.marks[max(commit - 5, 0)], bytes(28)])
     if mark is not None:
         (folder / "position").write_bytes(mark)
-    store = SqliteStore(folder, file_bytes=_FILE_BYTES, open_files=lambda _: MemoryFiles(image))
+    store = SqliteStore(folder, large_call_bytes=_LARGE_CALL_BYTES, open_files=lambda _: MemoryFiles(image))
     snapshot = store.load()
-    store.scrub()
     assert store.damage() == []
     if snapshot.streams or num_answered:
         moments = range(max(num_answered - 1, 0), len(history.moments))

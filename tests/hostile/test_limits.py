@@ -19,7 +19,7 @@ from headrace.digest import digest_of
 from headrace.errors import ResourceExhausted
 from headrace.rpc.client import connect
 from services.buffer import servicer
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 from tests.support.refusals import refused

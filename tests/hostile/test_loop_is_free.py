@@ -32,7 +32,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.rpc.server import OPTIONS
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.call_counter import CallCounter
 from tests.support.ledgers.buffer_samples import completed_sample, failed_put
 from tests.support.processes.buffer_server import served_buffer

@@ -23,8 +23,8 @@ from headrace.job.schema.services import BufferSection
 from headrace.launch.health import is_serving
 from headrace.process.exit_status import PEER_AWAY
 from headrace.run_folder import RunFolder, ServiceEntry
-from services.buffer.store.postgres import sessions as postgres_sessions
-from services.buffer.store.postgres.store import PostgresStore
+from services.buffer.store import postgres as postgres_store
+from services.buffer.store.postgres import PostgresStore
 from tests.chaos.workload import working
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
@@ -207,7 +207,7 @@ def test_a_commit_of_unknown_outcome_is_made_once(postgres: PostgresServer, monk
             if next(cuts, False):
                 if kept:
                     committed(self, *error)  # type: ignore[arg-type]
-                postgres_sessions._cut(self.connection)
+                postgres_store._cut(self.connection)
                 raise psycopg.OperationalError("the connection is lost")
             return committed(self, *error)  # type: ignore[arg-type]
 
@@ -251,8 +251,8 @@ def test_the_same_owner_goes_on_under_its_epoch(postgres: PostgresServer) -> Non
 def test_a_server_that_hangs_is_cut_and_the_commit_made_again(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres_sessions, "_CONNECT_SECONDS", 2)
-    monkeypatch.setattr(postgres_sessions.answered.__wrapped__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
+    monkeypatch.setattr(postgres_store, "_CONNECT_SECONDS", 2)
+    monkeypatch.setattr(postgres_store.answered.__wrapped__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
     store = PostgresStore(postgres.dsn, "hangs", wait_seconds=60.0)
     it = LedgerUnderTest(store)
     it.create()

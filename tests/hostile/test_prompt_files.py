@@ -15,7 +15,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.job.schema.services import BufferSection
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import BufferProcess, served_buffer
 from tests.support.refusals import refused

@@ -32,7 +32,7 @@ ALLOWED = {
     "headrace/run_folder.py": "which run was started last: a guess that names a run, and `RUN` overrides it",
     "headrace/sample_log.py": "of two files of one step the one written last is read first",
     "services/buffer/runtime/commit.py": "events say when they were; leases go by the monotonic time beside it",
-    "services/buffer/store/column_file.py": "a file whose time differs was changed; which is later does not matter",
+    "services/buffer/store/columns.py": "a file whose time differs was changed; which is later does not matter",
     "services/rollout/agents/endpoint.py": "`created` of a model, as OpenAI's protocol has it",
     "services/rollout/agents/protocol.py": "`created` of a completion, as OpenAI's protocol has it",
     "services/rollout/scoring.py": "since when a reward service is asked is told to people",

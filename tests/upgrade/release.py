@@ -47,6 +47,11 @@ class Release:
         driver = Path(__file__).with_name("driver.py")
         return await asyncio.to_thread(self.run, str(driver), order, address, str(folder))
 
+    async def backup(self, address: str, folder: Path) -> None:
+        """Makes a backup of a buffer with the release's own command."""
+        words = ("-m", "headrace.cli.main", "buffer", "backup", address, str(folder))
+        await asyncio.to_thread(self.run, *words)
+
 
 def newest_release(folder: Path) -> Release:
     """Its code, extracted into the folder. Skips the test in a clone that has not got it."""

@@ -1,24 +1,24 @@
-"""A ledger that one release wrote is read and trained on by the other, with either release's client."""
+"""A ledger that a release wrote is read and trained on today, with either release's client; not the other way."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
 
+from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.job.schema.job import read_job
 from headrace.ledger_tools.audit_run import audit_ledger
 from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.processes.buffer_server import served_buffer
 from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
 from tests.upgrade import driver
@@ -61,63 +61,44 @@ async def test_a_ledger_of_the_release_goes_on_today_with_either_client(release:
         await audited(address, second)
 
 
-async def test_a_ledger_of_today_goes_on_with_the_release_and_comes_back(release: Release, tmp_path: Path) -> None:
-    """What a run that was upgraded too early needs: the release before takes it, today's client beside it."""
-    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
-        await driver.main("begin", address, tmp_path)
-    async with ReleaseBuffer(release, tmp_path) as buffer:
-        await driver.main("go_on", buffer.address, tmp_path)
-    async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
-        await audited(address, tmp_path)
+async def test_a_backup_of_the_release_is_restored_and_goes_on_today(release: Release, tmp_path: Path) -> None:
+    """With payloads of 0.1.0's files that are deleted with their last payload."""
+    written, restored = tmp_path / "written", tmp_path / "restored"
+    written.mkdir()
+    async with ReleaseBuffer(release, written) as buffer:
+        await release.drive("begin", buffer.address, written)
+        await release.backup(buffer.address, tmp_path / "copy")
+    shutil.copytree(written, restored, ignore=shutil.ignore_patterns("ledger"))
+    assert await asyncio.to_thread(main, ["buffer", "restore", str(tmp_path / "copy"), str(restored / "ledger")]) == 0
+    async with todays(SqliteStore(restored / "ledger"), restored) as address:
+        await driver.main("go_on", address, restored)
+        await audited(address, restored)
 
 
 @long
-async def test_the_release_refuses_a_layout_that_it_does_not_know_and_loses_nothing(
-    release: Release, tmp_path: Path
-) -> None:
+async def test_the_release_refuses_a_ledger_of_today_and_loses_nothing(release: Release, tmp_path: Path) -> None:
     async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
         await driver.main("begin", address, tmp_path)
-    database = tmp_path / "ledger" / "ledger.sqlite"
-    _set_layout(database, 99)
     async with ReleaseBuffer(release, tmp_path) as buffer:
         code, said = await asyncio.wait_for(buffer.ended(), 60)
     assert code == 2
-    assert "has layout 99, this headrace reads 3" in said
-    with pytest.raises(ConfigError, match=r"layout 99 of headrace .* nothing was changed"):
-        SqliteStore(tmp_path / "ledger")
-    _set_layout(database, 3)
+    assert "has layout 4, this headrace reads 3" in said
     async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
         await driver.main("go_on", address, tmp_path)
         await audited(address, tmp_path)
 
 
-def _set_layout(database: Path, layout: int) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute(f"PRAGMA user_version = {layout}")
-
-
 @long
 @needs_postgres
-@pytest.mark.parametrize("todays_is_first", [False, True])
-async def test_a_ledger_in_postgresql_goes_both_ways(
-    release: Release, tmp_path: Path, *, todays_is_first: bool
-) -> None:
-    database = f"upgrade_{todays_is_first}".lower()
-    run_postgres("createdb", f"--maintenance-db={cluster()}", database)
-    dsn = f"{cluster().removesuffix('/postgres')}/{database}"
+async def test_a_ledger_of_the_release_in_postgresql_goes_on_today(release: Release, tmp_path: Path) -> None:
+    run_postgres("createdb", f"--maintenance-db={cluster()}", "upgrade")
+    dsn = f"{cluster().removesuffix('/postgres')}/upgrade"
     of_release = ReleaseBuffer(release, tmp_path, buffer_store="postgres", buffer_postgres=dsn)
     job = read_job(of_release.config)
-    orders = (
-        (("today", "begin"), ("release", "go_on")) if todays_is_first else (("release", "begin"), ("today", "go_on"))
-    )
-    for whose, order in orders:
-        if whose == "today":
-            async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
-                await driver.main(order, address, tmp_path)
-        else:
-            async with of_release:
-                await release.drive(order, of_release.address, tmp_path)
+    async with of_release:
+        await release.drive("begin", of_release.address, tmp_path)
     async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
+        await driver.main("go_on", address, tmp_path)
         await audited(address, tmp_path)
     with psycopg.connect(dsn, autocommit=True) as session:
         session.execute("UPDATE headrace_run.owner SET layout = 99, version = '9.1.0'")

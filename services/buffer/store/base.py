@@ -1,4 +1,4 @@
-"""The protocol of a ledger's store. `memory`, `sqlite` and `postgres` pass the same contract tests.
+"""The protocol of a ledger's store. Every store passes the same contract tests.
 
 `commit` is called by one thread, `prepare` by another; reads come from others at the same time.
 """
@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.errors import RetryableError
+from headrace.digest import matches
+from headrace.errors import DataLoss, NotFound, RetryableError
 from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.ledger.stream import StreamState
@@ -42,7 +43,7 @@ class Snapshot:
     lost_groups: tuple[str, ...] = ()
     """Ids of groups of the other streams that cannot be loaded, because their records are damaged."""
     torn_bytes: int = 0
-    """Bytes cut off the end: the process before this one was writing them when it ended, and never answered."""
+    """Bytes that were deleted: the process before this one was writing them when it ended, and never answered."""
 
 
 class Store(Protocol):
@@ -64,7 +65,10 @@ class Store(Protocol):
         """Returns payloads in order. Raises NotFound for a deleted one, DataLoss for one that fails its digest."""
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        """Returns at most `count` events from a position on."""
+        """Returns at most `count` events from a position on, those before the first that is damaged or missing.
+
+        Raises DataLoss when the first one is damaged.
+        """
 
     @property
     def name(self) -> str:
@@ -88,3 +92,27 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Ends it: no other method may be called afterwards."""
+
+
+def checked_payload(record: SampleRecord, payload: Payload | None) -> Payload:
+    """Raises NotFound when the bytes are deleted, DataLoss when they are not those that were put."""
+    if payload is None:
+        raise NotFound(
+            f"the payload of sample {record.sample_id} is gone: its group expired or was committed meanwhile"
+        )
+    if not matches(record.digest, payload):
+        raise DataLoss(
+            f"the payload of sample {record.sample_id} does not match the digest it was put with: the disk has "
+            f"changed it; {way_out(record)}"
+        )
+    return payload
+
+
+def way_out(record: SampleRecord) -> str:
+    """Names the command that removes the sample's group, with whose id the key of a payload begins."""
+    return f"headrace buffer drop --group {group_of(record.key)} --reason damaged takes its group out"
+
+
+def group_of(key: str) -> str:
+    """Returns the id of the group that a payload's key belongs to."""
+    return key.rpartition("#")[0]

@@ -11,6 +11,7 @@ All but reading and writing bytes happens on the event loop, so that a put finds
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import time
@@ -28,8 +29,8 @@ from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Group, NewSample, SampleRecord
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
-from services.buffer.store.column_file import PART, FileState, append, has_digest, state_of
 from services.buffer.store.copy import CopiedFile
+from services.buffer.store.payload_files import sync_folder
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
@@ -40,6 +41,10 @@ _THREADS = 4
 _CHECKED_AT_START_SECONDS = 5.0
 """How long a start waits for the check of all columns; what is left is checked while it serves."""
 _Answer = TypeVar("_Answer")
+PART = ".part"
+"""What the name of an unfinished file ends with."""
+FileState = tuple[int, int, int]
+"""(inode, bytes, change time in ns): other bytes in the file change it."""
 
 
 async def _to_its_end(work: Coroutine[Any, Any, _Answer]) -> _Answer:
@@ -123,9 +128,9 @@ class Columns:
     async def _is_intact(self, sha256: bytes) -> bool:
         """True when the column's file is there and has its bytes, which are read where the file has changed."""
         path = self._path(sha256)
-        while (state := await self._pool.run(state_of, path)) is not None:
+        while (state := await self._pool.run(_state_of, path)) is not None:
             is_intact = self._checked.get(sha256) == state or await self._pool.run(_try_digest, path)
-            if await self._pool.run(state_of, path) == state:
+            if await self._pool.run(_state_of, path) == state:
                 break
         if state is not None and is_intact:
             self._checked[sha256] = state
@@ -179,7 +184,7 @@ class Columns:
 
     async def _append(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         try:
-            answer = await self._pool.run(append, self._path(sha256), num_bytes, offset, data)
+            answer = await self._pool.run(append_chunk, self._path(sha256), num_bytes, offset, data)
         except (DataLoss, OSError):
             self._uploads.pop(sha256, None)
             raise
@@ -187,7 +192,7 @@ class Columns:
             self._uploads.pop(sha256, None)
             self._whole[sha256] = num_bytes
             self._damaged.pop(sha256, None)
-            if (state := state_of(self._path(sha256))) is not None:
+            if (state := _state_of(self._path(sha256))) is not None:
                 self._checked[sha256] = state
         return answer
 
@@ -384,7 +389,7 @@ class Columns:
 def _try_digest(path: Path) -> bool:
     """False where the file has other bytes, is gone or cannot be read."""
     try:
-        return has_digest(path)
+        return _has_digest(path)
     except OSError:
         return False
 
@@ -392,3 +397,57 @@ def _try_digest(path: Path) -> bool:
 def _is_ours(path: Path) -> bool:
     """False for files that an operator left in the folder; they stay as they are."""
     return _FILE_NAME.fullmatch(path.name) is not None and path.is_file()
+
+
+# The file of one column has its name, the SHA-256 of its bytes, once all of it is on the disk. These block.
+
+
+def _state_of(path: Path) -> FileState | None:
+    """Returns None where there is no file. Blocks."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def _has_digest(path: Path) -> bool:
+    """True when the file's bytes have the SHA-256 in its name. Blocks. Raises FileNotFoundError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == path.name
+
+
+def append_chunk(path: Path, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+    """Returns (next offset, True once all `num_bytes` are durable under `path`). Blocks.
+
+    A chunk behind the end of the file changes nothing, and what the file has already is not written again. Raises
+    InvalidArgument for more bytes than `num_bytes`, and DataLoss for others than the name says, which are deleted.
+    """
+    part = path.with_suffix(PART)
+    with part.open("ab") as file:
+        size = file.tell()
+        if offset > size or not (data or size == num_bytes):
+            return size, False
+        new = data[size - offset :]
+        if size + len(new) > num_bytes:
+            raise InvalidArgument(
+                f"column {path.name[:16]}… was announced with {num_bytes} bytes, but {size + len(new)} came",
+                field="num_bytes",
+            )
+        file.write(new)
+        file.flush()
+        if size + len(new) < num_bytes:
+            return size + len(new), False
+        os.fdatasync(file.fileno())
+    _finish(part, path)
+    return num_bytes, True
+
+
+def _finish(part: Path, path: Path) -> None:
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != path.name:
+        part.unlink()
+        raise DataLoss(f"the column's bytes have the SHA-256 {found[:16]}…, not {path.name[:16]}…")
+    part.rename(path)
+    sync_folder(path.parent)

@@ -8,8 +8,7 @@ from headrace.errors import ConfigError
 from headrace.job.schema.services import BufferSection
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.database import FILE
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import FILE, SqliteStore
 
 DATABASE_WAIT_SECONDS = 120.0
 """A database that is unreachable for longer (a failover) ends the buffer; until then it waits."""
@@ -39,6 +38,6 @@ def open_store(section: BufferSection, folder: Path, name: str) -> Store:
 
 
 def _postgres_store(dsn: str, name: str) -> Store:
-    from services.buffer.store.postgres.store import PostgresStore  # its driver is an extra: headrace[postgres]
+    from services.buffer.store.postgres import PostgresStore  # its driver is an extra: headrace[postgres]
 
     return PostgresStore(dsn, name, wait_seconds=DATABASE_WAIT_SECONDS)

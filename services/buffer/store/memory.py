@@ -11,9 +11,8 @@ from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent, Transaction
-from services.buffer.store.base import Damage, Snapshot
+from services.buffer.store.base import Damage, Snapshot, checked_payload
 from services.buffer.store.copy import CopiedFile
-from services.buffer.store.payload import checked_payload
 
 
 class MemoryStore:

@@ -31,8 +31,8 @@ from services.buffer.ledger.group import SampleRecord
 from services.buffer.ledger.stream import StreamState
 from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.database import checksum
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sql import checksum
+from services.buffer.store.sqlite import SqliteStore
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
@@ -218,10 +218,9 @@ class Tampered:
     def change_sample(self, sample_id: str, change: Callable[[SampleRecord], SampleRecord]) -> None:
         with closing(sqlite3.connect(self._database)) as database:
             rows = database.execute("SELECT key, body FROM samples").fetchall()
-        records = {key: decode(body, type=list[SampleRecord]) for key, body in rows}
-        (key,) = (key for key, those in records.items() if any(record.sample_id == sample_id for record in those))
-        new = [change(record) if record.sample_id == sample_id else record for record in records[key]]
-        self._change("samples", "key", key, lambda _: encode(new))
+        records = {key: decode(body, type=SampleRecord) for key, body in rows}
+        (key,) = (key for key, record in records.items() if record.sample_id == sample_id)
+        self._change("samples", "key", key, lambda _: encode(change(records[key])))
 
     def _change(self, table: str, name: str, key: str, change: Callable[[bytes], bytes]) -> None:
         with closing(sqlite3.connect(self._database)) as database, database:
@@ -382,11 +381,8 @@ def everything_in(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
 
 
 def torn(folder: RunFolder) -> None:
-    """A kill in the middle of a put leaves bytes that no row names, and a file that no row names."""
-    (file,) = (folder.ledger / "payloads").glob("*.payloads")
-    with file.open("ab") as payloads:
-        payloads.write(b"half a payload")
-    (folder.ledger / "payloads" / f"{'0' * 32}.payloads").write_bytes(b"")
+    """A kill in the middle of a put leaves a file that no row names."""
+    (folder.ledger / "payloads" / f"{'0' * 32}.payloads").write_bytes(b"half a call")
     (folder.ledger / "columns").mkdir(exist_ok=True)
     (folder.ledger / "columns" / ("a" * 64)).write_bytes(b"a column that no sample names")
     (folder.ledger / "columns" / f"{'b' * 64}.part").write_bytes(b"half a column")
@@ -426,10 +422,8 @@ def test_it_writes_nothing_into_the_runs_folder(
 
 
 def test_it_leaves_a_damaged_ledger_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (run.ledger / "payloads").glob("*.payloads")
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 0xFF
-    file.write_bytes(content)
+    with closing(sqlite3.connect(run.ledger / "ledger.sqlite")) as database, database:
+        database.execute("UPDATE payloads SET body = zeroblob(length(body)) WHERE rowid = 1")
     before = everything_in(run.path)
     assert main(["audit", str(run.path), "--deep"]) == 1
     assert "damaged" in capsys.readouterr().out

@@ -21,8 +21,8 @@ from headrace.ledger_tools.export import export_parquet
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Failure, Sample
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.postgres.store import PostgresStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.postgres import PostgresStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.answers import answered
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
@@ -42,7 +42,10 @@ class Served:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """A buffer with ten groups ready and one step consumed."""
     folder = tmp_path / "ledger"
-    async with served_buffer(SqliteStore(folder)) as (_, server), BufferClient(server.address) as client:
+    async with (
+        served_buffer(SqliteStore(folder, large_call_bytes=1)) as (_, server),
+        BufferClient(server.address) as client,
+    ):
         await client.create_stream(STREAM)
         await produce(client, 12)
         epoch = (await client.rewind("train", 0)).epoch
@@ -108,7 +111,7 @@ async def test_a_changed_byte_of_a_backup_is_found(
     assert await command("backup", served.address, str(tmp_path / "copy")) == 0
     assert await command("backup", served.address, str(tmp_path / "copy")) == 1
     assert "is not empty: name a new folder" in capsys.readouterr().err
-    file = max((tmp_path / "copy" / "files").rglob("*.s*"), key=lambda path: path.stat().st_size)
+    file = max((tmp_path / "copy" / "files").rglob("*.sqlite"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

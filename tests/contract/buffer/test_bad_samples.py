@@ -20,7 +20,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.limits import MAX_GROUP_ENVELOPE_BYTES, MAX_PUT_SAMPLES_PER_CALL
 from headrace.rpc.client import connect
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 from tests.support.refusals import refused

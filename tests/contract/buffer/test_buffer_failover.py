@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, Fenced
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
 from services.buffer.store.kinds import open_store
-from services.buffer.store.postgres.store import PostgresStore
+from services.buffer.store.postgres import PostgresStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 from tests.support.processes.buffer_server import BufferProcess

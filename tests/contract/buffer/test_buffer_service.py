@@ -36,7 +36,7 @@ from services.buffer.ledger.transaction import Instant, Transaction
 from services.buffer.runtime import commit
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.processes.buffer_server import BufferProcess, served_buffer
 

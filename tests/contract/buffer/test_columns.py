@@ -24,9 +24,8 @@ from headrace.client.buffer import BufferClient, LargeColumn, taken_out
 from headrace.errors import DataLoss, FailedPrecondition, HeadraceError, NotFound
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
-from services.buffer.store import column_file
-from services.buffer.store.columns import Columns
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.columns import Columns, append_chunk
+from services.buffer.store.sqlite import SqliteStore
 from services.buffer.verify import verify
 from tests.support.ledgers.buffer_samples import completed_sample, text_prompts
 from tests.support.processes.buffer_server import BufferProcess, served_buffer
@@ -384,7 +383,7 @@ class HeldAppend:
     def __call__(self, path: Path, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         self.entered.set()
         assert self.may_go_on.wait(60)
-        return column_file.append(path, num_bytes, offset, data)
+        return append_chunk(path, num_bytes, offset, data)
 
 
 async def left_in_the_middle(client: BufferClient, request: pb.UploadColumnRequest, held: HeldAppend) -> None:
@@ -423,7 +422,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_an_upload_leaves_its_room_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: tuple[int, ...], written: int
 ) -> None:
     held = HeldAppend()
-    monkeypatch.setattr("services.buffer.store.columns.append", held)
+    monkeypatch.setattr("services.buffer.store.columns.append_chunk", held)
     monkeypatch.setattr("services.buffer.store.columns._ABANDONED_SECONDS", 3600.0)  # its caller is known to have left
     async with small_buffer(tmp_path) as client:
         for i, num_bytes in enumerate(announced):
@@ -466,7 +465,7 @@ async def test_a_caller_that_leaves_and_is_back_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HeldAppend()
-    monkeypatch.setattr("services.buffer.store.columns.append", held)
+    monkeypatch.setattr("services.buffer.store.columns.append_chunk", held)
     async with small_buffer(tmp_path) as client:
         data = bytes(range(250)) * 200
         await left_in_the_middle(client, chunk(data, 10_000), held)

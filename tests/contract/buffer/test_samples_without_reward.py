@@ -19,7 +19,7 @@ from headrace.job.schema.training import DistillationSection, TrainSection
 from headrace.trajectory import Failure, Sample, Status
 from services.buffer.build import train_stream
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import completed_sample, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 

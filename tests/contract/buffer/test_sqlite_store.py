@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -18,15 +16,11 @@ from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import ConfigError, DataLoss, NotFound
 from headrace.job.schema.services import BufferSection
-from services.buffer.ledger.transaction import Transaction
-from services.buffer.store.base import Damage
-from services.buffer.store.files import DiskFiles
+from services.buffer.ledger.group import SampleRecord
+from services.buffer.store.base import Damage, checked_payload
 from services.buffer.store.kinds import open_store
-from services.buffer.store.payload import checked_payload
-from services.buffer.store.sqlite.database import connect
-from services.buffer.store.sqlite.position_mark import PositionMark
-from services.buffer.store.sqlite.store import SqliteStore
-from services.buffer.store.sqlite.writing import transaction
+from services.buffer.store.salvage import transaction
+from services.buffer.store.sqlite import PositionMark, SqliteStore, connect
 from tests.contract.buffer.test_buffer_stores import busy_ledger
 from tests.support.faults.durable_points import image
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
@@ -132,8 +126,10 @@ def test_a_damaged_page_of_the_history_keeps_no_command_from_being_durable(tmp_p
 def test_a_line_of_the_history_that_is_missing_or_changed_is_data_loss(tmp_path: Path, harm: str) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
     damage(tmp_path, f"{harm} WHERE position = 5")
-    with pytest.raises(DataLoss, match="event 5 of the history is damaged: watch from position 6"):
-        it.store.read_events(1, 100)
+    assert [event.position for event in it.store.read_events(1, 100)] == [1, 2, 3, 4]
+    if harm.startswith("UPDATE"):
+        with pytest.raises(DataLoss, match="event 5 of the history is damaged: watch from position 6"):
+            it.store.read_events(5, 100)
     assert it.store.read_events(6, 1)[0].position == 6
     it.store.close()
 
@@ -175,51 +171,8 @@ def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
     SqliteStore(tmp_path).close()
 
 
-def test_what_no_row_names_is_cut_off_and_deleted(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
-    it.store.close()
-    (file,) = (tmp_path / "payloads").iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole + b"half a record")
-    file.with_name(f"{'ab' * 16}.payloads").write_bytes(whole)
-    file.with_name("notes.txt").write_text("not ours")
-    store = SqliteStore(tmp_path)
-    assert store.load().torn_bytes == len(b"half a record")
-    assert file.read_bytes() == whole
-    assert {path.name for path in (tmp_path / "payloads").iterdir()} == {file.name, "notes.txt"}
-    assert len(store.read_payloads(records)) == len(records)
-    store.close()
-
-
-@pytest.mark.parametrize("harm", ["page", "row"])
-def test_where_places_of_payloads_were_lost_compaction_deletes_none_of_the_files_that_may_hold_them(
-    tmp_path: Path, harm: str
-) -> None:
-    it = busy_ledger(SqliteStore(tmp_path, file_bytes=100))
-    it.store.close()
-    files = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
-    assert files
-    if harm == "row":
-        one = "(file_id, offset) = (SELECT file_id, offset FROM payloads)"
-        damage(tmp_path, f"UPDATE payloads SET file_id = zeroblob(16) WHERE {one}")
-    else:
-        with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
-            (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'payloads'").fetchone()
-            (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
-        with (tmp_path / "ledger.sqlite").open("r+b") as file:
-            file.seek((page - 1) * page_bytes)
-            file.write(b"\xff" * page_bytes)
-    for _ in range(2):  # the second start finds a table that is whole, and the mark of the first
-        store = SqliteStore(tmp_path, file_bytes=100)
-        assert store.damage()
-        store.compact()
-        assert {name: (tmp_path / "payloads" / name).read_bytes() for name in files} == files
-        store.close()
-
-
 def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tmp_path: Path) -> None:
-    busy_ledger(SqliteStore(tmp_path)).store.close()
+    busy_ledger(SqliteStore(tmp_path, large_call_bytes=1)).store.close()
     for name in ("ledger.sqlite", "position"):
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
@@ -229,118 +182,145 @@ def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tm
     assert {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()} == before
 
 
-def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    record = next(r for g in it.ledger.stream("train").groups.values() for r in g.records)
-    (payload,) = it.store.read_payloads([record])
-    assert checked_payload(record, payload) == payload
-    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
-        checked_payload(record, bytes(payload) + b"x")
-    with pytest.raises(NotFound, match="is gone"):
-        checked_payload(record, None)
-    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
-        it.store.read_payloads([replace(record, digest=digest_of(b"another"))])
+def records_of(it: LedgerUnderTest) -> list[SampleRecord]:
+    return [record for group in it.ledger.stream("train").groups.values() for record in group.records]
+
+
+def test_a_large_call_is_one_file_and_a_small_one_is_in_the_rows(tmp_path: Path) -> None:
+    it = LedgerUnderTest(SqliteStore(tmp_path, large_call_bytes=2_000))
+    it.create(max_staleness=None)
+    it.submit("small", "large", "larger")
+    small, large, larger = it.lease(3)
+    it.put([small])
+    assert not list((tmp_path / "payloads").iterdir())
+    it.do(it.ledger.put(it.now, [complete(group, text="x" * 1_000) for group in (large, larger)]))
+    (file,) = (tmp_path / "payloads").iterdir()
+    assert [len(payload) for payload in it.store.read_payloads(records_of(it))] == [
+        record.payload_bytes for record in records_of(it)
+    ]
+    it.do(it.ledger.drop(it.now, "train", "first", [large.group_id], "poison"))
+    assert file.exists()
+    it.do(it.ledger.drop(it.now, "train", "second", [larger.group_id], "poison"))
+    assert not file.exists()
+    assert len(it.store.read_payloads(records_of(it))) == 2
+    it.store.close()
+
+
+def test_what_no_row_names_is_deleted_at_a_start(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, large_call_bytes=1))
+    records = records_of(it)
+    it.store.close()
+    files = set((tmp_path / "payloads").iterdir())
+    left = tmp_path / "payloads" / f"{'ab' * 16}.payloads"
+    left.write_bytes(b"of a call that was never answered")
+    (tmp_path / "payloads" / "notes.txt").write_text("not ours")
+    store = SqliteStore(tmp_path)
+    assert store.load().torn_bytes == len(b"of a call that was never answered")
+    assert set((tmp_path / "payloads").iterdir()) == files | {tmp_path / "payloads" / "notes.txt"}
+    assert len(store.read_payloads(records)) == len(records)
+    store.close()
+
+
+@pytest.mark.parametrize("harm", ["page", "row"])
+def test_where_rows_with_the_places_of_payloads_were_lost_no_file_is_deleted(tmp_path: Path, harm: str) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, large_call_bytes=1))
+    it.store.close()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
+    assert files
+    if harm == "row":
+        damage(tmp_path, "UPDATE payload_files SET crc = crc + 1 WHERE rowid = (SELECT MIN(rowid) FROM payload_files)")
+    else:
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+            (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'payload_files'").fetchone()
+            (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        with (tmp_path / "ledger.sqlite").open("r+b") as file:
+            file.seek((page - 1) * page_bytes)
+            file.write(b"\xff" * page_bytes)
+    for _ in range(2):  # the second start finds a table that is whole, and the note of the first
+        store = SqliteStore(tmp_path)
+        assert store.damage()
+        assert {name: (tmp_path / "payloads" / name).read_bytes() for name in files} == files
+        store.close()
+
+
+@pytest.mark.parametrize("large_call_bytes", [1, 1 << 20])
+def test_a_payload_that_is_lost_or_changed_is_named_and_the_rest_is_served(
+    tmp_path: Path, large_call_bytes: int
+) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, large_call_bytes=large_call_bytes))
+    lost, changed, *others = records_of(it)
+    (payload,) = it.store.read_payloads([changed])
+    it.store.close()
+    if large_call_bytes == 1:
+        files = {path: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
+        damage(tmp_path, f"DELETE FROM payload_files WHERE key = '{lost.key}'")
+        for path, data in files.items():
+            path.write_bytes(data.replace(payload, bytes(len(payload))))
+    else:
+        damage(tmp_path, f"DELETE FROM payloads WHERE key = '{lost.key}'")
+        damage(tmp_path, f"UPDATE payloads SET body = zeroblob(length(body)) WHERE key = '{changed.key}'")
+    store = SqliteStore(tmp_path)
+    store.load()
+    assert {found.sample_id for found in store.damage()} == {lost.sample_id}
+    for record in (lost, changed):
+        with pytest.raises(DataLoss, match=r"headrace buffer drop --group train/\d+ --reason damaged"):
+            store.read_payloads([record])
+    assert {found.sample_id for found in store.damage()} == {lost.sample_id, changed.sample_id}
+    assert len(store.read_payloads(others)) == len(others)
+    store.close()
 
 
 def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
-    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
+    it = busy_ledger(SqliteStore(tmp_path, large_call_bytes=1))
+    records = records_of(it)
     it.store.close()
-    lost, *_ = (tmp_path / "payloads").iterdir()
-    data = lost.read_bytes()
-    lost.unlink()
-    store = SqliteStore(tmp_path, file_bytes=1)
-    assert [damage.what for damage in store.damage()][:1] == [f"payloads/{lost.name} is missing"]
+    file, *_ = (tmp_path / "payloads").iterdir()
+    file.unlink()
+    store = SqliteStore(tmp_path)
     store.load()
-    store.scrub()
-    victims = {r.sample_id for r in records if r.key.encode() in data}
+    victims = {found.sample_id for found in store.damage() if found.what == f"payloads/{file.name} is missing"}
     assert victims
-    assert {damage.sample_id for damage in store.damage()} == {None, *victims}
     for record in records:
         if record.sample_id in victims:
-            with pytest.raises(DataLoss, match="is damaged: headrace buffer drop --group train/"):
+            with pytest.raises(DataLoss, match="is missing: headrace buffer drop --group train/"):
                 store.read_payloads([record])
         else:
             assert len(store.read_payloads([record])[0]) == record.payload_bytes
     store.close()
 
 
-def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path)
-    it = busy_ledger(store)
-    (file,) = (tmp_path / "payloads").iterdir()
-    extents = store.extents_of(bytes.fromhex(file.stem))
-    group = next(g for g in it.ledger.stream("train").groups.values() if g.step == 1)
-    dying = [r.key for r in group.samples]
-    store.commit([Transaction(groups={}, deleted_payloads=dying)])
-    assert store.move(extents) > 0
-    with pytest.raises(NotFound):
-        store.read_payloads(group.samples)
-    store.close()
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
-        bodies = b"".join(body for (body,) in database.execute("SELECT body FROM payloads"))
-    assert not any(key.encode() in bodies for key in dying)
-
-
-def test_what_died_of_an_extent_stays_dead_when_the_rest_of_it_is_moved(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path)
-    it = busy_ledger(store)
-    (file,) = (tmp_path / "payloads").iterdir()
-    dead, alive = next(g for g in it.ledger.stream("train").groups.values() if g.step == 1).samples
-    store.commit([Transaction(groups={}, deleted_payloads=[dead.key])])
-    assert store.move(store.extents_of(bytes.fromhex(file.stem))) > 0
-    assert [len(payload) for payload in store.read_payloads([alive])] == [alive.payload_bytes]
-    with pytest.raises(NotFound):
-        store.read_payloads([dead])
-    store.close()
-
-
-def test_a_payload_is_not_moved_where_the_row_that_names_it_is_gone(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path)
-    busy_ledger(store)
-    (file,) = (tmp_path / "payloads").iterdir()
-    extents = store.extents_of(bytes.fromhex(file.stem))
-    damage(tmp_path, "DELETE FROM payloads WHERE offset = (SELECT MAX(offset) FROM payloads)")
-    with pytest.raises(DataLoss, match=f"{len(extents) - 1} of {len(extents)} locations that rows of .* should name"):
-        store.move(extents)
-    store.close()
-
-
-def test_a_place_that_is_not_the_one_that_was_written_is_damage(tmp_path: Path) -> None:
-    busy_ledger(SqliteStore(tmp_path)).store.close()
-    damage(tmp_path, "UPDATE payloads SET offset = offset + 1 WHERE offset = (SELECT MAX(offset) FROM payloads)")
-    store = SqliteStore(tmp_path)
-    assert [found.what.partition(",")[0] for found in store.damage()] == ["a row with the location of payloads"]
-    store.close()
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_what_is_put_and_dropped_leaves_no_row(tmp_path: Path, at_once: bool) -> None:
+def test_damaged_pages_of_payloads_cost_those_payloads_alone(tmp_path: Path) -> None:
     it = LedgerUnderTest(SqliteStore(tmp_path))
-    it.create()
-    it.submit("a")
-    (group,) = it.lease()
-    _, put = it.ledger.put(it.now, [complete(group)])
-    _, drop = it.ledger.drop(it.now, "train", "request", [group.group_id], "poison")
-    for together in [[put, drop]] if at_once else [[put], [drop]]:
-        it.store.commit(together)
+    it.create(max_staleness=None)
+    it.submit(*(f"q{i}" for i in range(40)))
+    for group in it.lease():
+        it.do(it.ledger.put(it.now, [complete(group, text="x" * 3_000)]))
     it.store.close()
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
-        assert database.execute("SELECT key FROM samples").fetchall() == []
-        assert database.execute("SELECT offset FROM payloads").fetchall() == []
-
-
-def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
-    with closing(connect(tmp_path / "ledger.sqlite")) as database:
-        database.execute("CREATE TABLE numbers (number INTEGER NOT NULL)")
-        with pytest.raises(sqlite3.IntegrityError), transaction(database):
-            database.executemany("INSERT INTO numbers VALUES (?)", [(1,), (None,)])
-        assert database.execute("SELECT * FROM numbers").fetchall() == []
-        assert not database.in_transaction
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+        leaf = "SELECT pageno FROM dbstat WHERE name = 'payloads' AND pagetype = 'leaf' ORDER BY pageno LIMIT 1"
+        (page,) = connection.execute(leaf).fetchone()
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    it.store = SqliteStore(tmp_path)
+    it.restart()
+    with (tmp_path / "ledger.sqlite").open("r+b") as file:
+        file.seek((page - 1) * page_bytes)
+        file.write(b"\xff" * page_bytes)
+    it.store.close()
+    it.store = SqliteStore(tmp_path)
+    it.restart()
+    lost = {found.sample_id for found in it.store.damage()} - {None}
+    assert lost
+    for record in records_of(it):
+        if record.sample_id in lost:
+            with pytest.raises(DataLoss):
+                it.store.read_payloads([record])
+        else:
+            assert len(it.store.read_payloads([record])[0]) == record.payload_bytes
+    it.store.close()
 
 
 def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path / "run"))
+    it = busy_ledger(SqliteStore(tmp_path / "run", large_call_bytes=1))
     it.submit("prepared")
     groups = it.lease()
     _, put = it.ledger.put(it.now, [complete(group) for group in groups])
@@ -358,71 +338,46 @@ def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None
     it.store.close()
 
 
-def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted(tmp_path: Path) -> None:
-    it = busy_ledger(store := SqliteStore(tmp_path, file_bytes=1))
-    it.submit("first", "second")
-    first, second = (it.ledger.put(it.now, [complete(group)])[1] for group in it.lease(2))
-    it.store.prepare([first])
-    it.store.prepare([second])  # in a file of its own: the first one's is sealed
-    store.compact()
-    waiting = [bytes.fromhex(path.stem) for path in (tmp_path / "payloads").iterdir()]
-    assert not any(store.delete_unnamed(file_id) for file_id in waiting)
-    it.store.commit([first])
-    it.store.commit([second])
-    store.compact()
-    for one in (first, second):
-        records = [record for group in one.groups.values() for record in group.records]
-        assert [bytes(p) for p in it.store.read_payloads(records)] == [one.payloads[r.key] for r in records]
-    it.store.close()
-
-
-def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_sealed(tmp_path: Path) -> None:
-    it = busy_ledger(store := SqliteStore(tmp_path, file_bytes=900))
-    (file,) = (tmp_path / "payloads").iterdir()
-    num_bytes = file.stat().st_size
-    kept, *dying = (r for g in it.ledger.stream("train").groups.values() for r in g.records)
-    it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in dying])])
-    assert (store.compact(), file.stat().st_size) == (0, num_bytes)
-    it.put(it.lease(2))
-    assert file.stat().st_size > 900
-    it.put(it.lease(1))
-    store.compact()
-    assert not file.exists()
-    assert [len(payload) for payload in it.store.read_payloads([kept])] == [kept.payload_bytes]
-    it.store.close()
-
-
-def test_a_damaged_payload_stays_where_it_is_and_its_file_is_not_counted_as_deleted(tmp_path: Path) -> None:
+def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
+    record = next(r for g in it.ledger.stream("train").groups.values() for r in g.records)
+    (payload,) = it.store.read_payloads([record])
+    assert checked_payload(record, payload) == payload
+    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
+        checked_payload(record, bytes(payload) + b"x")
+    with pytest.raises(NotFound, match="is gone"):
+        checked_payload(record, None)
+    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
+        it.store.read_payloads([replace(record, digest=digest_of(b"another"))])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("large_call_bytes", [1, 1 << 20])
+def test_what_is_put_and_dropped_leaves_no_row_and_no_file(
+    tmp_path: Path, large_call_bytes: int, at_once: bool
+) -> None:
+    it = LedgerUnderTest(SqliteStore(tmp_path, large_call_bytes=large_call_bytes))
+    it.create()
+    it.submit("a")
+    (group,) = it.lease()
+    _, put = it.ledger.put(it.now, [complete(group)])
+    _, drop = it.ledger.drop(it.now, "train", "request", [group.group_id], "poison")
+    for together in [[put, drop]] if at_once else [[put], [drop]]:
+        it.store.commit(together)
     it.store.close()
-    (file,) = (tmp_path / "payloads").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    store = SqliteStore(tmp_path)
-    assert store.compact() == 0
-    assert file.read_bytes() == data
-    store.close()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        assert database.execute("SELECT key FROM samples").fetchall() == []
+        assert database.execute("SELECT key FROM payloads UNION SELECT key FROM payload_files").fetchall() == []
+    assert not list((tmp_path / "payloads").iterdir())
 
 
-def test_what_ends_the_compactor_is_raised_by_the_next_commit(tmp_path: Path) -> None:
-    class NoAnswer(DiskFiles):
-        def free_bytes(self) -> int:
-            raise OSError(errno.EIO, "the disk says nothing")
-
-    busy_ledger(SqliteStore(tmp_path)).store.close()
-    others = set(threading.enumerate())
-    it = LedgerUnderTest(SqliteStore(tmp_path, open_files=NoAnswer))
-    it.restart()
-    it.submit("begins a file")
-    it.put(it.lease())
-    (compactor,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "compactor")
-    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
-    it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in records[1:]])])
-    compactor.join()
-    with pytest.raises(OSError, match="the disk says nothing"):
-        it.submit("later")
-    it.store.close()
+def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    with closing(connect(tmp_path / "ledger.sqlite")) as database:
+        database.execute("CREATE TABLE numbers (number INTEGER NOT NULL)")
+        with pytest.raises(sqlite3.IntegrityError), transaction(database):
+            database.executemany("INSERT INTO numbers VALUES (?)", [(1,), (None,)])
+        assert database.execute("SELECT * FROM numbers").fetchall() == []
+        assert not database.in_transaction
 
 
 async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from headrace.client.buffer import BufferClient, LargeColumn
-from services.buffer.store.files import DiskFiles
-from services.buffer.store.sqlite.database import connect
-from services.buffer.store.sqlite.store import SqliteStore
-from tests.contract.buffer.test_buffer_stores import busy_ledger
+from services.buffer.store.payload_files import DiskFiles
+from services.buffer.store.sqlite import SqliteStore, connect
 from tests.support.faults.durable_points import open_told
-from tests.support.ledgers.ledger_under_test import LedgerUnderTest
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete
 from tests.support.processes.buffer_server import served_buffer
 
 
@@ -47,7 +45,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_put_is_synced_before_the_transaction_that_names_it(tmp_path: Path, synced: list[str]) -> None:
-    store = open_told(tmp_path / "ledger", synced.append, file_bytes=1 << 20)
+    store = open_told(tmp_path / "ledger", synced.append, large_call_bytes=300)
     assert synced[:2] == ["ledger", tmp_path.name]  # the names of payloads/ and of the ledger's folder
     it = LedgerUnderTest(store)
     it.create()
@@ -55,28 +53,17 @@ def test_a_put_is_synced_before_the_transaction_that_names_it(tmp_path: Path, sy
     groups = it.lease(2)
     synced.clear()
     it.put(groups[:1])
+    assert synced == ["commit", "committed"]  # its payloads are in the rows
+    synced.clear()
+    it.do(it.ledger.put(it.now, [complete(groups[1], text="x" * 300)]))
     (file,) = os.listdir(tmp_path / "ledger" / "payloads")
     assert synced == [
         "create", "created", "write", "half-written", "written", file, "synced", "payloads", "folder-synced",
         "commit", "committed",
     ]  # fmt: skip
     synced.clear()
-    it.put(groups[1:])
-    assert synced == ["write", "half-written", "written", file, "synced", "commit", "committed"]
-    store.close()
-
-
-def test_a_move_is_synced_before_the_transaction_that_names_it_and_deletes_after(
-    tmp_path: Path, synced: list[str]
-) -> None:
-    busy_ledger(SqliteStore(tmp_path / "ledger", file_bytes=1)).store.close()
-    store = open_told(tmp_path / "ledger", synced.append, file_bytes=1 << 20)
-    synced.clear()
-    assert store.compact()
-    (file,) = os.listdir(tmp_path / "ledger" / "payloads")
-    assert [name for name in synced if name in (file, "payloads", "committed", "delete")][:4] == [
-        file, "payloads", "committed", "delete",
-    ]  # fmt: skip
+    it.do(it.ledger.drop(it.now, "train", "dropped", [groups[1].group_id], "poison"))
+    assert synced == ["commit", "committed", "delete", "deleted"]
     store.close()
 
 
@@ -106,7 +93,7 @@ def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
     """Its log is synced by the real system call between two answers; a connection that forgot FULL would not."""
     program = (
         "from pathlib import Path\n"
-        "from services.buffer.store.sqlite.store import SqliteStore\n"
+        "from services.buffer.store.sqlite import SqliteStore\n"
         "from tests.support.ledgers.ledger_under_test import LedgerUnderTest\n"
         "import os, sys\n"
         f"it = LedgerUnderTest(SqliteStore(Path({str(tmp_path / 'ledger')!r})))\n"
@@ -158,13 +145,9 @@ def test_the_lock_is_held_until_the_store_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwritev = os.pwritev
-
-    def short(descriptor: int, parts: list[bytes], offset: int) -> int:
-        return pwritev(descriptor, [b"".join(parts)[:7]], offset)
-
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: writev(descriptor, [b"".join(parts)[:7]]))
     files = DiskFiles(tmp_path)
     files.create("file")
-    monkeypatch.setattr(os, "pwritev", short)
-    files.write("file", 0, [b"0123", b"456789", b"abc"])
+    files.write("file", [b"0123", b"456789", b"abc"])
     assert files.read("file", 0, 100) == b"0123456789abc"

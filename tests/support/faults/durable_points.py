@@ -11,16 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.buffer.store.sqlite.database import connect
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore, connect
 from tests.support.faults.told_files import OnPoint, ToldFiles
 
 
-def open_told(folder: Path, on_point: OnPoint, *, file_bytes: int = 4096) -> SqliteStore:
+def open_told(folder: Path, on_point: OnPoint, *, large_call_bytes: int = 1000) -> SqliteStore:
     """The store of a folder."""
     return SqliteStore(
         folder,
-        file_bytes=file_bytes,
+        large_call_bytes=large_call_bytes,
         open_files=partial(ToldFiles, on_point=on_point),
         connect_writer=partial(_connect_told, on_point=on_point),
     )

@@ -14,7 +14,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from services.buffer.store.sqlite.database import connect
+from services.buffer.store.sqlite import connect
 from tests.support.faults.failpoint import Failpoint
 
 DATABASE_FAILPOINTS = (

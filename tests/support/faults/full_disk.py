@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete
 
 _PAYLOAD_CHARACTERS = 40_000
@@ -35,7 +35,7 @@ def payloads(it: LedgerUnderTest) -> dict[str, bytes]:
 
 def main() -> None:
     disk = Path(sys.argv[1])
-    store = SqliteStore(disk / "ledger", file_bytes=100_000)
+    store = SqliteStore(disk / "ledger", large_call_bytes=100_000)
     it = LedgerUnderTest(store)
     it.create(max_staleness=None)
     epoch = it.rewind()
@@ -45,15 +45,13 @@ def main() -> None:
     it.store.close()
 
     fill(disk, _LITTLE_BYTES)
-    it.store = store = SqliteStore(disk / "ledger", file_bytes=100_000)
+    it.store = store = SqliteStore(disk / "ledger", large_call_bytes=100_000)
     it.restart()
     before = store.free_bytes() or 0
     for step in range(4):
         it.consume(epoch, step)
     epoch = it.rewind(2)
     it.commit(epoch, 2)
-    while store.compact():
-        pass
     assert (store.free_bytes() or 0) > before + 2 * _PAYLOAD_CHARACTERS
     kept = payloads(it)
     print("committed")

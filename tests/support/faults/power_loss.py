@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.buffer.store.files import Buffer
+from headrace.protobuf import Payload
 
 BLOCK_BYTES = 512
 Image = Mapping[str, bytes]
@@ -23,7 +23,7 @@ class Operation:
     kind: str
     name: str = ""
     number: int = 0
-    """Offset of a write, length of a file."""
+    """Offset of a write."""
     data: bytes = b""
 
 
@@ -41,8 +41,8 @@ class MemoryFiles:
         assert name not in self.contents
         self._do(Operation("create", name))
 
-    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
-        self._do(Operation("write", name, offset, b"".join(parts)))
+    def write(self, name: str, parts: Sequence[Payload]) -> None:
+        self._do(Operation("write", name, 0, b"".join(parts)))
 
     def sync(self, name: str) -> None:
         self._do(Operation("sync", name))
@@ -57,19 +57,15 @@ class MemoryFiles:
         return bytes(found[offset : offset + num_bytes])
 
     def size(self, name: str) -> int:
+        if name not in self.contents:
+            raise FileNotFoundError(name)
         return len(self.contents[name])
-
-    def truncate(self, name: str, num_bytes: int) -> None:
-        self._do(Operation("truncate", name, num_bytes))
 
     def delete(self, name: str) -> None:
         self._do(Operation("delete", name))
 
     def free_bytes(self) -> int:
         return 1 << 40
-
-    def close(self) -> None:
-        pass
 
     def _do(self, operation: Operation) -> None:
         self.operations.append(operation)
@@ -85,9 +81,6 @@ def _apply(contents: dict[str, bytearray], operation: Operation) -> None:
             end = operation.number + len(operation.data)
             file.extend(bytes(max(end - len(file), 0)))
             file[operation.number : end] = operation.data
-        case "truncate":
-            file = contents[operation.name]
-            file[operation.number :] = bytes(max(operation.number - len(file), 0))
         case "delete":
             del contents[operation.name]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.buffer.store.files import Buffer, DiskFiles
+from headrace.protobuf import Payload
+from services.buffer.store.payload_files import DiskFiles
 
 OnPoint = Callable[[str], None]
 
@@ -22,12 +23,12 @@ class ToldFiles(DiskFiles):
         super().create(name)
         self._on_point("created")
 
-    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+    def write(self, name: str, parts: Sequence[Payload]) -> None:
         self._on_point("write")
         whole = b"".join(parts)
-        super().write(name, offset, [whole[: len(whole) // 2]])
+        super().write(name, [whole[: len(whole) // 2]])
         self._on_point("half-written")
-        super().write(name, offset, parts)
+        super().write(name, parts)
         self._on_point("written")
 
     def sync(self, name: str) -> None:
@@ -37,10 +38,6 @@ class ToldFiles(DiskFiles):
     def sync_folder(self) -> None:
         super().sync_folder()
         self._on_point("folder-synced")
-
-    def truncate(self, name: str, num_bytes: int) -> None:
-        super().truncate(name, num_bytes)
-        self._on_point("truncated")
 
     def delete(self, name: str) -> None:
         self._on_point("delete")

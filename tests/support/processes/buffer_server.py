@@ -93,22 +93,21 @@ class BufferProcess:
     async def start(
         self,
         failpoint: str | None = None,
-        file_bytes: int = 1 << 20,
+        large_call_bytes: int | None = None,
         metrics_address: str | None = None,
         *,
-        compacting: bool = False,
         arguments: Sequence[str] = (),
     ) -> None:
         """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there.
 
         `arguments` are further ones of the service.
         """
-        module = "tests.support.faults.faulty_buffer" if failpoint or compacting else "services.buffer"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_FILE_BYTES": str(file_bytes)}
+        is_faulty = failpoint is not None or large_call_bytes is not None
+        module = "tests.support.faults.faulty_buffer" if is_faulty else "services.buffer"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment["HEADRACE_LARGE_CALL_BYTES"] = str(large_call_bytes or 1 << 20)
         if failpoint:
             environment["HEADRACE_FAILPOINT"] = failpoint
-        if compacting:
-            environment["HEADRACE_COMPACTING"] = "1"
         self._process = await asyncio.create_subprocess_exec(
             *self._python, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),

@@ -16,7 +16,7 @@ from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 
 
 def job_of(**sections: object) -> Job:

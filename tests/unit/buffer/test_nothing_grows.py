@@ -15,8 +15,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import HeadraceError
 from services.buffer.runtime.prompt_sources import Locks
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.database import connect, open_database, write_rows
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore, connect
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 from tests.support.processes.buffer_server import served_buffer
@@ -46,7 +45,7 @@ def tables(root: object) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("lease_seconds", [60.0, 1e9])
 def test_no_table_of_the_ledger_or_its_store_grows_with_steps(tmp_path: Path, lease_seconds: float) -> None:
-    store = SqliteStore(tmp_path / "ledger", file_bytes=2_000)
+    store = SqliteStore(tmp_path / "ledger", large_call_bytes=1)
     it = LedgerUnderTest(store, retain_events=50)
     it.create(retain_steps=2, lease_seconds=lease_seconds)
     epoch = it.rewind()
@@ -62,7 +61,6 @@ def test_no_table_of_the_ledger_or_its_store_grows_with_steps(tmp_path: Path, le
         it.do(it.ledger.delete_ended(it.now, "train"))
         it.seconds += 1.0
         if step % 60 == 59:
-            store.compact()
             sizes.append(sum(size for size, _ in tables((it.ledger, store))))
     before, after = sizes
     store.close()
@@ -108,10 +106,11 @@ def test_sqlites_page_cache_is_full_soon(tmp_path: Path) -> None:
     if mallinfo2 is None:
         pytest.skip("the C library does not count its heap")
     mallinfo2.restype = _Heap
-    with closing(open_database(tmp_path / "ledger.sqlite", connect, may_be_new=True)) as database:
+    with closing(connect(tmp_path / "ledger.sqlite")) as database:
+        database.execute("CREATE TABLE bodies (body BLOB)")
         before = mallinfo2().uordblks
-        for first in range(0, _PAGES_BYTES // 4_000, 256):
-            write_rows(database, "samples", [(f"key-{first + i}", bytes(3_000), 0) for i in range(256)])
+        for _ in range(0, _PAGES_BYTES // 4_000, 256):
+            database.executemany("INSERT INTO bodies VALUES (?)", [(bytes(3_000),) for _ in range(256)])
         assert mallinfo2().uordblks - before < _PAGES_BYTES / 2
 
 

@@ -21,9 +21,9 @@ from services.buffer.ledger.stream import Selection, StreamConfig, StreamState
 from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.prompt_sources import PromptSources
 from services.buffer.runtime.user_code import GroupChooser
+from services.buffer.store import postgres
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.postgres import store as postgres
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.job_options import Readers, ignored, options_named_in, options_read
 
 

@@ -15,7 +15,7 @@ from headrace.ledger_tools.audit import MOVES
 from headrace.trajectory import Sample as WireSample
 from services.buffer.ledger.group import GroupState
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.documents import snippet
 from tests.support.ledgers.reusing_run import running
 

@@ -17,7 +17,7 @@ from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
 from services.buffer.ledger.stream import FileSource, StreamConfig
 from services.buffer.runtime.application import BufferApplication
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
 from tests.support.ledgers.stores import STORES, reopened

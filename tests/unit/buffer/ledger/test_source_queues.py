@@ -15,7 +15,7 @@ from headrace.client.buffer import BufferClient
 from services.buffer.ledger.produce import PutOutcome
 from services.buffer.ledger.queues import fair_order
 from services.buffer.ledger.train import StepBatch
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import complete, without_samples
 from tests.support.ledgers.mixed_ledger import WEIGHTS, Mixed

@@ -25,7 +25,7 @@ from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.ledger_tools.audit_run import audit_ledger
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import Sample, unpack_column
-from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite import SqliteStore
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming

@@ -1,4 +1,8 @@
-"""The owner's sessions with PostgreSQL, and how it recovers them after a failover or a cut of the network.
+"""The ledger in PostgreSQL, in a schema of its own; for sites with a managed, replicated database.
+
+Several servers may be started on one ledger. One owns it: it holds a row lock, taken with FOR UPDATE SKIP LOCKED, for
+as long as its connection lives; the others wait for that. Each owner counts `epoch` up, and every transaction checks
+it: one that was cut off and comes back is fenced, whatever it still believes.
 
 Owned: `claim` holds the row lock of the ledger, `writer` commits under the owner's epoch.
 Cut off: `recover` connects, takes the claim again, and goes on under the same epoch if no other owner came meanwhile.
@@ -14,16 +18,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, LiteralString
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, LiteralString, TypeVar
 
 import psycopg
 from psycopg import sql
 
 from headrace import __version__
-from headrace.errors import ConfigError, Fenced, Unavailable
+from headrace.errors import ConfigError, FailedPrecondition, Fenced, RetryableError, Unavailable
 from headrace.rpc.log import log
+from services.buffer.store.base import Damage
+from services.buffer.store.copy import CopiedFile
+from services.buffer.store.sql import Query, SqlStore, Statement, schema
 
 AWAY = (
     psycopg.OperationalError,
@@ -40,21 +47,16 @@ LAYOUT = 1
 
 headrace 0.1.0 does not look: the next layout names its tables otherwise, so that 0.1.0 cannot write into it.
 """
-_SCHEMA = """
+_OWNER = """
 CREATE TABLE IF NOT EXISTS claim (id integer PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS owner (id integer PRIMARY KEY, epoch bigint NOT NULL, ledger_id text NOT NULL);
 ALTER TABLE owner ADD COLUMN IF NOT EXISTS commits bigint NOT NULL DEFAULT 0;
 ALTER TABLE owner ADD COLUMN IF NOT EXISTS layout integer NOT NULL DEFAULT 1;
 ALTER TABLE owner ADD COLUMN IF NOT EXISTS version text;
-CREATE TABLE IF NOT EXISTS streams (name text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS prompts (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS samples (key text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS payloads (key text PRIMARY KEY, body bytea NOT NULL);
-CREATE TABLE IF NOT EXISTS events (position bigint PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-ALTER TABLE payloads ALTER COLUMN body SET STORAGE EXTERNAL;
 INSERT INTO claim VALUES (1) ON CONFLICT DO NOTHING;
 """
+_TYPES = {"int": "bigint", "bytes": "bytea"}
+_UNPACKED = "ALTER TABLE payloads ALTER COLUMN body SET STORAGE EXTERNAL"
 _MISTAKES = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf")
 _CLAIM_SECONDS = 0.1
 _TRY_AGAIN_SECONDS = 0.5
@@ -68,6 +70,12 @@ _SETTINGS = {
     "tcp_keepalives_count": "3",
     "lock_timeout": "10s",
 }
+
+
+_LONG_SECONDS = 2.0
+"""The time after which callers are told that a commit waits."""
+_LOAD_SECONDS = 600.0
+_Result = TypeVar("_Result")
 
 
 class Sessions:
@@ -156,7 +164,8 @@ class Sessions:
         self.claim = self._kept("claim")
         with answered(self.claim):
             self.claim.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self.schema)))
-            self.claim.execute(_SCHEMA)
+            for statement in (_OWNER, *schema(_TYPES), _UNPACKED):
+                self.claim.execute(statement.encode())
         end = None if claim_seconds is None else time.monotonic() + claim_seconds
         while not self._take_claim():
             if end is not None and time.monotonic() >= end:
@@ -243,6 +252,151 @@ class Sessions:
             log.warning("postgres_away", ledger=self.schema, away_seconds=round(away, 1), error=_said(error))
             self._told = away
         time.sleep(min(_TRY_AGAIN_SECONDS, self.wait_seconds))
+
+
+class PostgresStore(SqlStore):
+    """Waits until the ledger is free; raises ConfigError after `claim_seconds`.
+
+    `wait_seconds` is how long PostgreSQL may be away before `commit` gives up. The error that it raises then is final.
+    All payloads are in rows: a standby on another machine has no file.
+    """
+
+    def __init__(
+        self, dsn: str, ledger: str, *, wait_seconds: float = 120.0, claim_seconds: float | None = None
+    ) -> None:
+        super().__init__(PostgresDatabase(Sessions(dsn, f"headrace_{ledger}", wait_seconds, claim_seconds)), None)
+
+
+class PostgresDatabase:
+    """The owner's schema."""
+
+    name = "postgres"
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self.ledger_id = sessions.ledger_id
+        self._num_commits = sessions.num_commits
+        self._reading = threading.Lock()
+        self._reader: Session | None = None
+        self._since: float | None = None
+        self._error = ""
+
+    def load(self, read: Callable[[Query], _Result]) -> _Result:
+        while True:
+            since = time.monotonic()
+            try:
+                with answered(self._sessions.writer, _LOAD_SECONDS):
+                    return read(self._rows)
+            except AWAY:
+                self._num_commits = self._sessions.recover(since)
+
+    def _rows(self, query: str) -> Iterable[tuple[Any, ...]]:
+        return self._sessions.writer.execute(query.encode(), binary=True)
+
+    @property
+    def waiting_for(self) -> RetryableError | None:
+        """Says that PostgreSQL is away while a commit waits for it; None while it answers."""
+        since = self._since
+        if since is None:
+            return None
+        seconds = time.monotonic() - since
+        if seconds < _LONG_SECONDS and not self._error:
+            return None
+        why = f" ({self._error})" if self._error else ""
+        return Unavailable(
+            f"PostgreSQL has not answered for {seconds:.0f} s{why}: the buffer waits for it, "
+            f"{self._sessions.wait_seconds:g} s at most, and then goes on; try again"
+        )
+
+    def stop_waiting(self) -> None:
+        self._sessions.stop_waiting()
+
+    def transact(self, statements: Sequence[Statement]) -> None:
+        """Repeats a commit that was cut off, unless the owner's row shows that it is durable."""
+        self._since = since = time.monotonic()
+        try:
+            while not self._try_commit(statements):
+                num_commits = self._sessions.recover(since)
+                if num_commits == self._num_commits + 1:
+                    break
+            self._num_commits += 1
+        finally:
+            self._since, self._error = None, ""
+
+    def _try_commit(self, statements: Sequence[Statement]) -> bool:
+        """Returns False when PostgreSQL is away; whether the commit is durable is then unknown."""
+        try:
+            self._sessions.check_claim()
+            self._commit(statements)
+        except AWAY as error:
+            self._error = _said(error)
+            log.warning("postgres_away", error=self._error)
+            return False
+        except psycopg.Error as error:
+            raise OSError(f"PostgreSQL did not commit a transaction: {str(error).strip()}") from error
+        return True
+
+    def _commit(self, statements: Sequence[Statement]) -> None:
+        """Locks the owner's row first: no other owner and no earlier attempt commits at the same time."""
+        writer = self._sessions.writer
+        with answered(writer), writer.transaction():
+            updated = writer.execute(
+                "UPDATE owner SET commits = commits + 1 WHERE epoch = %s AND commits = %s",
+                (self._sessions.epoch, self._num_commits),
+            )
+            if updated.rowcount != 1:
+                ((epoch, num_commits),) = writer.execute("SELECT epoch, commits FROM owner")
+                raise self._not_ours(epoch, num_commits)
+            for query, values in statements:
+                writer.execute(_with_marks(query), values)
+
+    def _not_ours(self, epoch: int, num_commits: int) -> Exception:
+        if epoch != self._sessions.epoch:
+            return self._sessions.fenced(epoch)
+        return OSError(f"PostgreSQL has {num_commits} commits of this owner, which sent {self._num_commits}")
+
+    def query(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Repeats the query once when its session was cut."""
+        with self._reading:
+            for _ in range(2):
+                if away := self.waiting_for:
+                    raise away
+                try:
+                    self._reader = self._reader or self._sessions.connect("reader")
+                    with answered(self._reader):
+                        return self._reader.execute(_with_marks(sql), values, binary=True).fetchall()
+                except AWAY as error:
+                    why = _said(error)
+                    self._end_reader()
+            raise Unavailable(f"PostgreSQL does not answer ({why}): try again")
+
+    def _end_reader(self) -> None:
+        if self._reader:
+            self._reader.close()
+            self._reader = None
+
+    def copy(
+        self, writing: AbstractContextManager[Any], files: Callable[[], Sequence[str]]
+    ) -> AbstractContextManager[Sequence[CopiedFile]]:
+        raise FailedPrecondition(
+            "a ledger in PostgreSQL is copied by PostgreSQL, while it serves: "
+            f"pg_dump --schema {self._sessions.schema} DATABASE > FILE; psql DATABASE < FILE brings it back"
+        )
+
+    def damage(self) -> Sequence[Damage]:
+        return ()
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self._end_reader()
+        self._sessions.close()
+
+
+def _with_marks(query: str) -> bytes:
+    """Values are sent in binary: as text, bytes would be twice as long."""
+    return query.replace("?", "%b").encode()
 
 
 @contextmanager
