@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
+from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.failure import call_failure
@@ -24,14 +24,14 @@ from headrace.hooks.rollout import messages
 from headrace.hooks.rollout.function import Desk, RolloutReport, load_rollout, run_rollout
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, cut_text
 from headrace.process.worker_main import Unreadable
-from headrace.process.workers import WorkerError, WorkerPool
+from headrace.process.workers import WorkerError
 from headrace.rpc.log import kept_running, log
 from headrace.trajectory import Failure, Sample
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.groups import GroupFiltered, LeaseReturned
-from services.rollout.production.hooks import SampleCodec, WeightsRefused
+from services.rollout.production.hooks import SampleCodec, UserFunction, WeightsRefused
 from services.rollout.production.producer import ProducerLedger
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
@@ -401,8 +401,6 @@ class DataSourceServer:
 # consumes: leased groups of the producer; waits for: a step's worth of them, or fewer where the ledger lets out no
 # more; produces: each group's samples, or how it ends without. States: built → started → closed.
 
-_LOAD_SECONDS = 120.0
-
 
 class StepSampler:
     """Calls the function at `path` in one worker process, which lives on between calls.
@@ -432,21 +430,17 @@ class StepSampler:
         self._params = params
         self._next_step = next_step
         self._groups_per_step = groups_per_step
-        self._seconds = seconds
         self._activity = activity
         self._ended = ended
         self._samples = SampleCodec(path, args, weights, warn)
         self._desk = DataSourceServer()
-        self._pool = WorkerPool(1)
+        self._function = UserFunction(path, load_rollout, "rollout_function_path", seconds)
         self.in_flight = 0
         self._calling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        try:
-            await self._pool.run(load_rollout, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}")
-        except WorkerError as error:
-            raise ConfigError(error.message, field="rollout.rollout_function_path") from error
+        await self._function.start()
         await self._desk.start()
         self._calling = asyncio.create_task(kept_running("call the rollout function", self._run, self._ended))
 
@@ -455,7 +449,7 @@ class StepSampler:
         if self._calling:
             self._calling.cancel()
             await asyncio.gather(self._calling, return_exceptions=True)
-        await self._pool.close()
+        await self._function.close()
         await self._desk.close()
 
     async def sample_all(
@@ -478,13 +472,11 @@ class StepSampler:
     async def _step(self, num_groups: int) -> None:
         rollout_id = await self._rollout_id()
         call = StepCall(self._path, self._groups, self._samples, self._weights, self._activity)
-        work = (self._path, self._call_args(num_groups), rollout_id, self._params.for_engine())
+        work = (self._call_args(num_groups), rollout_id, self._params.for_engine())
         log.info("rollout_function_called", hook=self._path, rollout_id=rollout_id, groups=num_groups)
         try:
             async with self._desk.opened(call) as desk:
-                report = await self._pool.run(
-                    run_rollout, *work, desk, timeout_seconds=self._seconds, name=f"hook {self._path}"
-                )
+                report = await self._function.call(run_rollout, *work, desk)
             call.charge(num_groups)
             call.finish(report)
             log.info("rollout_function_returned", hook=self._path, rollout_id=rollout_id, metrics=report.metrics)
