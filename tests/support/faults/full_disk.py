@@ -35,7 +35,7 @@ def payloads(it: LedgerUnderTest) -> dict[str, bytes]:
 
 def main() -> None:
     disk = Path(sys.argv[1])
-    store = SqliteStore(disk / "ledger", large_call_bytes=100_000)
+    store = SqliteStore(disk / "ledger", large_call_bytes=50_000)
     it = LedgerUnderTest(store)
     it.create(max_staleness=None)
     epoch = it.rewind()
@@ -45,7 +45,7 @@ def main() -> None:
     it.store.close()
 
     fill(disk, _LITTLE_BYTES)
-    it.store = store = SqliteStore(disk / "ledger", large_call_bytes=100_000)
+    it.store = store = SqliteStore(disk / "ledger", large_call_bytes=50_000)
     it.restart()
     before = store.free_bytes() or 0
     for step in range(4):
