@@ -448,31 +448,31 @@ def two_lines_are_swapped(run: AuditedRun) -> Sequence[str]:
 @planted
 def a_line_is_garbage(run: AuditedRun) -> Sequence[str]:
     run.record.insert(2, "%PDF-1.4 what is this")
-    return [r"^record: line 3 is not JSON"]
+    return [r"^record: line 3 .*%PDF"]
 
 
 @planted
 def a_line_has_another_shape(run: AuditedRun) -> Sequence[str]:
     run.record[7] = '{"step": 4}'
-    return [r"^record: line 8 has no digest", r"^record: has no line of step 4"]
+    return [r"^record: line 8 ", r"^record: has no line of step 4"]
 
 
 @planted
 def a_line_is_a_list(run: AuditedRun) -> Sequence[str]:
     run.record[7] = '[{"step": 4}]'
-    return [r"^record: line 8 is not an object"]
+    return [r"^record: line 8 "]
 
 
 @planted
 def a_line_has_a_text_for_a_step(run: AuditedRun) -> Sequence[str]:
     line_with(run, 7, {"step": "4"})
-    return [r"^record: line 8 has no step"]
+    return [r"^record: line 8 .*step"]
 
 
 @planted
 def a_line_has_samples_that_are_none(run: AuditedRun) -> Sequence[str]:
     line_with(run, 7, {"sample_ids": [1, 2, None, {}]})
-    return [r"^record: line 8 has no list of sample_ids"]
+    return [r"^record: line 8 "]
 
 
 @planted
