@@ -1,4 +1,4 @@
-"""Counts the product files that one prompt passes through: `python -m tools.prompt_way [TREE] [--list]`.
+"""Counts the product files on one prompt's way: `python -m tools.prompt_way [TREE]` prints each with its number of processes.
 
 A tiny run waits for prompts, gets some by `SubmitPrompts`, trains one step and commits it. A file counts when one of
 its functions runs in any of the run's processes between the submission and the commit. With `--publication` it counts
@@ -132,13 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tree", nargs="?", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--publication", action="store_true", help="from BeginPublish to CommitPublish")
-    parser.add_argument("--list", action="store_true", help="print the files, each with its number of processes")
     options = parser.parse_args()
     window = ("BeginPublish", "CommitPublish") if options.publication else ("SubmitPrompts", "CommitStep")
     files = files_on_the_way(options.tree.resolve(), *window)
-    if options.list:
-        for file, processes in sorted(files.items()):
-            print(f"{len(processes):3} {file}")
+    for file, processes in sorted(files.items()):
+        print(f"{len(processes):3} {file}")
     print(f"{len(files)} files from {window[0]} to {window[1]}")
 
 
