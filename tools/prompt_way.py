@@ -1,4 +1,4 @@
-"""Counts the product files on one prompt's way: `python -m tools.prompt_way [TREE]` prints each with its number of processes.
+"""Prints the product files on one prompt's way, and how many processes run each: `python -m tools.prompt_way [TREE]`.
 
 A tiny run waits for prompts, gets some by `SubmitPrompts`, trains one step and commits it. A file counts when one of
 its functions runs in any of the run's processes between the submission and the commit. With `--publication` it counts
