@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +21,21 @@ Readers = Mapping[str, Sequence[Callable[[Any], object]]]
 _OPTIONS = {option.name: option.section for option in described()}
 
 
+def _is_validated() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_name not in ("model_validate", "model_validate_json"):
+        frame = frame.f_back
+    return frame.f_back is not None
+
+
 @contextmanager
 def options_read() -> Iterator[set[str]]:
-    """Collects the options that are read from any section of a job in the block."""
+    """Collects the options that are read from any section of a job in the block, by others than its validators."""
     found: set[str] = set()
     plain = Section.__getattribute__
 
     def traced(section: Section, name: str) -> Any:
-        if name in _OPTIONS and type(section) is Job.model_fields[_OPTIONS[name]].annotation:
+        if name in _OPTIONS and type(section) is Job.model_fields[_OPTIONS[name]].annotation and not _is_validated():
             found.add(name)
         return plain(section, name)
 

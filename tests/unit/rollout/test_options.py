@@ -153,7 +153,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(CustomGenerateSampler)._seconds,
+        lambda b: b.started(CustomGenerateSampler)._function._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
@@ -199,7 +199,7 @@ FUNCTION: Readers = {
     "update_weight_transport": [lambda b: "ipc" if b.parts.receiver._disk._root.is_relative_to("/dev/shm") else "disk"],
     "custom_generate_function_path": [lambda b: b.sampler(CustomGenerateSampler)._path],
     "generate_per_sample": [lambda b: b.sampler(CustomGenerateSampler)._per_sample],
-    "generate_timeout_seconds": [lambda b: b.sampler(CustomGenerateSampler)._seconds],
+    "generate_timeout_seconds": [lambda b: b.sampler(CustomGenerateSampler)._function._seconds],
     "max_turns": [lambda b: b.sampler(CustomGenerateSampler)._args.max_turns],
 }
 AGENTS: Readers = {
@@ -221,7 +221,7 @@ STEPS: Readers = {
         lambda b: b.parts.evaluator._function._path,
     ],
     "rollout_timeout_seconds": [
-        lambda b: b.started(StepSampler)._seconds,
+        lambda b: b.started(StepSampler)._function._seconds,
         lambda b: b.parts.evaluator._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
@@ -270,7 +270,6 @@ OF_OTHERS = {
     "reward_key": "of an evaluation's request",
     "rm_type": "of an evaluation's request",
     "master_port": "of a publication",
-    "num_layers": "of config.json",
     "vocab_size": "of config.json",
 }
 """Attributes of something else that have an option's name."""
