@@ -53,8 +53,8 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
         entries = [before.get(each) for each in processes(job, name)]
         found[name] = ",".join(_earlier(entry, host) or str(Address(host, free_port(host))) for entry in entries)
     found |= {name: address for name in SERVICES if (address := address_in(job, name))}
-    if job.services.rollout_address is not None:
-        found[ROLLOUT] = job.services.rollout_address  # one of several has the share of as many as there are
+    for name in (BUFFER, ROLLOUT):  # one of several has the share of as many as there are
+        found |= {name: given} if (given := job.services.model_dump()[f"{name}_address"]) is not None else {}
     addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
 

@@ -423,7 +423,9 @@ def test_it_writes_nothing_into_the_runs_folder(
 
 def test_it_leaves_a_damaged_ledger_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(sqlite3.connect(run.ledger / "ledger.sqlite")) as database, database:
-        database.execute("UPDATE payloads SET body = zeroblob(length(body)) WHERE rowid = 1")
+        database.execute(
+            "UPDATE payloads SET body = zeroblob(length(body)) WHERE rowid = (SELECT min(rowid) FROM payloads)"
+        )
     before = everything_in(run.path)
     assert main(["audit", str(run.path), "--deep"]) == 1
     assert "damaged" in capsys.readouterr().out

@@ -151,7 +151,7 @@ SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precisio
 def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing_on_a_cpu(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, named: str
 ) -> None:
-    for module in ("job.rules.megatron_rules", "job.rules.warnings"):
+    for module in ("job.rules.training", "job.rules.warnings"):
         monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 0, raising=False)
     assert main(["check", str(job_file), *SERVICES, *flags.split()]) == 0
     assert named in said(capsys)
@@ -170,7 +170,7 @@ def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing
 def test_on_a_gpu_states_that_no_checkpoint_holds_are_refused(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
 ) -> None:
-    for module in ("job.rules.megatron_rules", "job.rules.warnings"):
+    for module in ("job.rules.training", "job.rules.warnings"):
         monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 8, raising=False)
     assert main(["check", str(job_file), *SERVICES, *flags.split()]) == (2 if refused else 0)
     if refused:

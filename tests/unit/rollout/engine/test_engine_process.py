@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
 class Engines:
     """Engines that do as they are told, and the folder for what is temporary."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
         self._monkeypatch = monkeypatch
-        self.temporary = folder / "temporary"
-        self.temporary.mkdir()
+        self.temporary = temporary
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
 
     def __call__(self, behaviour: str) -> SglangProcess:
@@ -68,8 +68,15 @@ class Engines:
 
 
 @pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
-    return Engines(tmp_path, monkeypatch)
+def temporary() -> Iterator[Path]:
+    """A path that is short enough for sockets, as pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def engines(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return Engines(tmp_path, temporary, monkeypatch)
 
 
 async def test_nothing_is_left_of_an_engine_that_does_not_start(engines: Engines) -> None:
@@ -101,11 +108,10 @@ async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) ->
 
 
 async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all its engines, also of those that the next one does not have."""
-    temporary, logs = tmp_path / "temporary", tmp_path / "logs"
-    temporary.mkdir()
+    logs = tmp_path / "logs"
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     killed = await asyncio.create_subprocess_exec(
         sys.executable, "-c", KILLED, str(logs), env={**os.environ, "TMPDIR": str(temporary)}

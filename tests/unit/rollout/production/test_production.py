@@ -228,7 +228,7 @@ async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tok
 async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(0)])
     length = len(PromptEncoder(tokenizer_folder, apply_chat_template=False).encode_text("hello").tokens)
-    rollout = RolloutSection(rollout_max_context_len=length + 3)
+    rollout = RolloutSection(rollout_max_context_len=length + 3, rollout_max_response_len=length + 2)
     architecture = SimpleNamespace(max_position_embeddings=4096)
     context = ContextLimit.of(rollout, {}, architecture)  # type: ignore[arg-type]
     async with production(tokenizer_folder, ledger, score(1.0), context=context) as made:
