@@ -272,7 +272,8 @@ class _Calls:
         if not self._tasks and not order.prepares and _has_children():
             reply = self._without_processes(reply, order.name)
         self._writer.write(packed(reply))
-        await self._writer.drain()
+        with suppress(ConnectionError):  # the service has ended, and so does this worker
+            await self._writer.drain()
 
     async def _run(self, order: Start) -> Reply:
         limit = asyncio.timeout(order.timeout_seconds)
