@@ -40,9 +40,9 @@ class Costs:
 
     put_points: tuple[tuple[float, float], ...] = figure(
         ((2_300, 64e-6), (18_000, 118e-6), (147_000, 393e-6)),
-        Measured(_STORES, "| 2.3 KB | 48 → 64 |"),
-        Measured(_STORES, "| 18 KB | 73 → 118 |"),
-        Measured(_STORES, "| 147 KB | 358 → 393 |"),
+        Measured(_STORES, "| 2.3 KB | 64 |"),
+        Measured(_STORES, "| 18 KB | 118 |"),
+        Measured(_STORES, "| 147 KB | 393 |"),
     )
     """(bytes of a sample's payload, a shard's CPU seconds to put it), in rising order."""
 
@@ -55,7 +55,7 @@ class Costs:
     transitions_per_group: int = figure(5, Assumed("lease, put, batch, consume, commit"))
 
     batch_per_group: float = figure(
-        7e-3 / 1024, Measured(_STORES, "LeaseBatch of 1,024 groups of 8 takes 11 → 7 ms of the server's CPU")
+        7e-3 / 1024, Measured(_STORES, "LeaseBatch of 1,024 groups of 8 takes 7 ms of the server's CPU")
     )
 
     shard_cores: int = figure(2, Measured(_SCALING, "Give each shard a core or two"))
