@@ -47,14 +47,13 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
 
     A service that was started in this folder before gets its address again, so that the others still find it.
     """
-    found, host = folder.running_addresses(), job.services.own_host
+    found, host, given = folder.running_addresses(), job.services.own_host, job.services.model_dump()
     before = folder.services_before()
     for name in services:
         entries = [before.get(each) for each in processes(job, name)]
         found[name] = ",".join(_earlier(entry, host) or str(Address(host, free_port(host))) for entry in entries)
-    found |= {name: address for name in SERVICES if (address := address_in(job, name))}
-    for name in (BUFFER, ROLLOUT):  # one of several has the share of as many as there are
-        found |= {name: given} if (given := job.services.model_dump()[f"{name}_address"]) is not None else {}
+    # All addresses of a service, also where one of several is started: its share depends on their number.
+    found |= {name: address for name in SERVICES if (address := given[f"{name}_address"])}
     addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
 

@@ -68,11 +68,6 @@ class LeasedGroups:
         self._oldest_version = 0
         self._news = asyncio.Event()
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of groups that no call has taken."""
-        return len(self._waiting)
-
     def answered(self, answer: buffer_pb2.LeaseGroupsResponse) -> None:
         """The ledger answered a request for leases. One that was answered early, by news for the producer, is no no."""
         if not answer.leases and answer.oldest_version == self._oldest_version:

@@ -146,8 +146,8 @@ class BufferSection(Section):
     )
     samples_per_insert: Share | None = Field(
         None,
-        description="Groups trained for each group generated: the target; the side that is more than a step's batch "
-        "ahead of it waits.",
+        description="Target number of trained groups for each generated group. The side that is more than a step's "
+        "batch ahead waits.",
     )
 
 

@@ -18,7 +18,6 @@ from headrace.rpc.roles import Role
 from headrace.rpc.tls import VARIABLE
 
 START_SECONDS = 300.0
-_PROGRAM = "import sys; from headrace.cli.main import main; sys.exit(main())"
 _ANYWHERE = "0.0.0.0"  # noqa: S104  # what is refused
 
 
