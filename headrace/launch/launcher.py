@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from headrace.launch.process import GRACE_SECONDS, ServiceSpec, grace_seconds
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, folder_here, gpu_environments, specs
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.process.guard import orphaned_guards
-from headrace.process.linux import kill_descendants
+from headrace.process.linux import identity_of, kill_descendants
 from headrace.rpc.access import Tokens
 from headrace.rpc.client import token_of
 from headrace.rpc.roles import Role
@@ -185,13 +186,31 @@ def _usable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Allows one of each service in a folder. The lock ends with the process."""
-    with (folder / f".{name}.lock").open("w") as file:
+    """Allows one of each service in a folder. The lock ends with the process, which the file names."""
+    with _lock_file(folder, name).open("a+") as file:
         if not lock(file):
             raise FailedPrecondition(
                 f"the {name} service of run {folder} is already running: choose another --run-name, or end it first"
             )
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "process": identity_of(os.getpid())}))
+        file.flush()
         yield
+
+
+def _lock_file(folder: Path, service: str) -> Path:
+    return folder / f".{service}.lock"
+
+
+def launchers(folder: RunFolder) -> list[int]:
+    """The processes on this machine that keep services of the run alive: `headrace train`, `headrace up`."""
+    found: set[int] = set()
+    for service in SERVICES:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # never started here, or of a release before
+            owner = json.loads(_lock_file(folder.path, service).read_text())
+            if identity_of(owner["pid"]) == owner["process"]:
+                found.add(owner["pid"])
+    return sorted(found)
 
 
 async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None], grace: Callable[[], float]) -> bool:

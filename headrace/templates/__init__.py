@@ -1,0 +1,1 @@
+"""What `headrace init` writes: a folder for each template, copied as it is, and its data."""
