@@ -207,16 +207,16 @@ def read_job(path: Path) -> Job:
 def to_toml(job: Job) -> str:
     """Every option that has a value, by section. Reading it back gives the same job."""
     tree = job.model_dump(exclude_none=True)
-    return tomli_w.dumps({section: _plain(table) for section, table in tree.items() if table})
+    return tomli_w.dumps({section: toml_value(table) for section, table in tree.items() if table})
 
 
-def _plain(value: Any) -> Any:
+def toml_value(value: Any) -> Any:
     """Converts paths to text, because TOML has no type for them."""
     match value:
         case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
+            return {key: toml_value(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [toml_value(inner) for inner in value]
         case Path():
             return str(value)
     return value
