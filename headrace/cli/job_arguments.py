@@ -28,6 +28,9 @@ FIRST = (
 )
 """What a first run sets, in the order in which people choose it."""
 
+_HERE = Path("job.toml")
+"""What `headrace init` writes."""
+
 _MORE = (
     "",
     "  --sglang-NAME VALUE                        any argument of SGLang's server",
@@ -47,10 +50,13 @@ _OTHERS = (
 def load_job(argv: Sequence[str], scope_of: Callable[[Job], Scope] = Scope.of_train) -> Job:
     """The job, checked for what the command starts. Raises ConfigError.
 
-    A file's values come first, HEADRACE_* variables replace them, and flags replace both.
+    A file's values come first, HEADRACE_* variables replace them, and flags replace both. Without a file it is job.toml
+    of this folder, if there is one.
     """
     has_file = bool(argv) and not argv[0].startswith("-")
-    path = Path(argv[0]) if has_file else None
+    path = Path(argv[0]) if has_file else _HERE if _HERE.is_file() else None
+    if path is not None and not has_file:
+        note(f"the job is {path.absolute()}")
     return load(path, argv[1:] if has_file else argv, os.environ, scope_of, note)
 
 

@@ -41,6 +41,12 @@ class Command:
 
 
 _COMMANDS: Mapping[str, Command] = {
+    "quickstart": Command("init:quickstart", "quickstart [FOLDER]", "train a small model here, and see what it learns"),
+    "init": Command("init:init", "init [FOLDER] [--template sums]", "write a job of your own, to change and to train"),
+    "doctor": Command("doctor:doctor", "doctor", "look at this machine, and say what mends each finding"),
+    "migrate": Command(
+        "migrate:migrate", "migrate slime | verl | trl | prime-rl FILE", "write a job from another project's"
+    ),
     "train": Command("jobs:train", "train JOB.toml [flags]", "run a job to its end"),
     "replay": Command(
         "jobs:replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
@@ -57,6 +63,13 @@ _COMMANDS: Mapping[str, Command] = {
     ),
     "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
+    "runs": Command("runs:runs", "runs [RUN RUN]", "list the runs here, or compare two"),
+    "watch": Command("control:watch", "watch [RUN]", "show a live run until it ends"),
+    "pause": Command("control:pause", "pause [RUN]", "pause training before the next step"),
+    "resume": Command("control:resume", "resume [RUN]", "continue a paused run"),
+    "save": Command("control:save", "save [RUN]", "write a checkpoint now"),
+    "stop": Command("control:stop", "stop [RUN]", "save a run and end it"),
+    "down": Command("control:down", "down [RUN]", "end all services of a run on this machine"),
     "status": Command("live:status", "status [RUN]", "show the state of a run and its services"),
     "samples": Command(
         "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"

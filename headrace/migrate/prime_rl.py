@@ -81,7 +81,7 @@ def migrate(path: Path) -> Migration:
 
 def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             yield from _leaves(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value

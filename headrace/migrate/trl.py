@@ -71,7 +71,7 @@ def migrate(path: Path) -> Migration:
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise InvalidArgument(f"{path} is no Python script: {error}") from error
     values = _assigned(tree)
-    calls = {name: call for name, call in _calls(tree)}
+    calls = dict(_calls(tree))
     trainer = next((calls[name] for name in _TRAINERS if name in calls), None)
     if trainer is None:
         raise InvalidArgument(f"{path} makes none of TRL's trainers: {', '.join(_TRAINERS)}")
@@ -207,7 +207,7 @@ def _iterations(migration: Migration, source: str, value: Any, others: Mapping[s
     if value == 1:
         migration.carry(source, note="each batch is trained once")
     else:
-        migration.drop(source, "each sample is trained once; --num-steps-per-rollout divides a batch into several steps")
+        migration.drop(source, "a sample is trained once; --num-steps-per-rollout makes several steps of a batch")
 
 
 def _checkpointing(migration: Migration, source: str, value: Any, others: Mapping[str, Any]) -> None:

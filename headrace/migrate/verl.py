@@ -140,7 +140,7 @@ def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgument(f"{path} is no YAML: {error}") from error
     if not isinstance(tree, dict) or "actor_rollout_ref" not in tree:
-        raise InvalidArgument(f"{path} has no actor_rollout_ref: name verl's configuration, or the script that starts it")
+        raise InvalidArgument(f"{path} has no actor_rollout_ref: name verl's YAML, or the script that starts it")
     yield from _leaves("", tree)
 
 
@@ -156,7 +156,7 @@ def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _of_script(path: Path) -> Iterator[tuple[str, Any]]:
     words = command_of(read_script(path), *_PROGRAMS)
     if words is None:
-        raise InvalidArgument(f"{path} starts none of {', '.join(_PROGRAMS)}: name the script that starts verl's training")
+        raise InvalidArgument(f"{path} starts none of {', '.join(_PROGRAMS)}: name the script that starts verl")
     for word in words[1:]:
         name, equals, value = word.partition("=")
         if equals and not name.startswith("-"):

@@ -53,7 +53,8 @@ async def starter_model(python: str, tell: Callable[[str], None]) -> Path:
 def _installed() -> Path | None:
     """The package's weights, without an import of the plugin around them."""
     spec = importlib.util.find_spec(_MODULE)
-    return _weights_in(Path(place)) if spec and (place := next(iter(spec.submodule_search_locations or ()), None)) else None
+    places = (spec.submodule_search_locations if spec else None) or ()
+    return next(filter(None, (_weights_in(Path(place)) for place in places)), None)
 
 
 def _weights_in(folder: Path) -> Path | None:

@@ -27,6 +27,7 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
 from headrace.process.child import run_once
 from headrace.process.memory import free_bytes
+from headrace.process.scratch import SHARED_MEMORY
 
 _GIB = 1 << 30
 _LEAST_PYTHON = (3, 11)
@@ -146,7 +147,9 @@ def _torch() -> Iterator[Finding]:
     try:
         ended = asyncio.run(run_once((sys.executable, "-c", _ASK_TORCH), environment, seconds=_TORCH_SECONDS))
     except TimeoutError:
-        yield Finding("torch", "problem", f"its import takes longer than {_TORCH_SECONDS:g} s", "is the disk very slow?")
+        yield Finding(
+            "torch", "problem", f"its import takes longer than {_TORCH_SECONDS:g} s", "is the disk very slow?"
+        )
         return
     if ended.exit_code:
         why = ended.last_lines[-1] if ended.last_lines else f"exit code {ended.exit_code}"
@@ -223,16 +226,17 @@ def _sync_seconds(folder: Path) -> float:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    folder = Path("/dev/shm")  # noqa: S108  # it is looked at, not used
-    if not folder.is_dir():
-        yield Finding("/dev/shm", "warning", "absent", "the weight transport ipc needs it; collective and disk do not")
+    if not SHARED_MEMORY.is_dir():
+        yield Finding(
+            str(SHARED_MEMORY), "warning", "absent", "the weight transport ipc needs it; collective and disk do not"
+        )
         return
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if free < _LEAST_SHARED_MEMORY:
         mends = "start the container with --shm-size 16g, or use --update-weight-transport disk"
-        yield Finding("/dev/shm", "warning", f"{free / _GIB:.2f} GiB free", mends)
+        yield Finding(str(SHARED_MEMORY), "warning", f"{free / _GIB:.2f} GiB free", mends)
     else:
-        yield Finding("/dev/shm", "ok", f"{free / _GIB:.1f} GiB free")
+        yield Finding(str(SHARED_MEMORY), "ok", f"{free / _GIB:.1f} GiB free")
 
 
 def _ports() -> Iterator[Finding]:

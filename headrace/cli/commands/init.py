@@ -54,7 +54,9 @@ TEMPLATES: Mapping[str, Template] = {
     show_default=True,
     help="; ".join(f"{name}: {each.help}" for name, each in TEMPLATES.items()),
 )
-@click.option("--model", help="A Hugging Face folder, or a name on the hub. Default: SmolLM2-135M-Instruct, prepared once.")
+@click.option(
+    "--model", help="A Hugging Face folder, or a name on the hub. Default: SmolLM2-135M-Instruct, prepared once."
+)
 def init(folder: Path, template: str, model: str | None) -> int:
     """Writes a job, its functions and its data into an empty folder: job.toml, reward.py, train.jsonl, eval.jsonl."""
     written = write_template(folder, template, model or str(prepared_model()))
@@ -124,10 +126,14 @@ def _show(run: RunFolder, folder: Path) -> None:
     console = Console()
     for line in lessons(run):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"""
+    console.print(
+        f"""
 picture   {folder / run.path}/curves.png
 model     {folder}/model, a Hugging Face folder
 next      cd {folder}
           headrace samples --eval --worst    what is still wrong
           headrace generate "2 + 2 = 4<|im_end|>\\n7 + 5 ="
-          edit reward.py and job.toml, and run `headrace train --run-name mine`""", highlight=False, markup=False)
+          edit reward.py and job.toml, and run `headrace train --run-name mine`""",
+        highlight=False,
+        markup=False,
+    )

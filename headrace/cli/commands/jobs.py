@@ -49,7 +49,15 @@ _FAST_READ_SECONDS = 2.0
 
 @click.command(cls=JobCommand)
 def train(words: Sequence[str]) -> int:
-    """Runs a job to its end. The exit code is 0 when the run is finished, 130 when it was interrupted."""
+    """Runs a job to its end. The exit code is 0 when the run is finished, 130 when it was interrupted.
+
+    Without a JOB.toml it takes job.toml of this folder, if there is one.
+    """
+    return train_words(words)
+
+
+def train_words(words: Sequence[str]) -> int:
+    """`headrace train` with these words."""
     job = load_job(words)
     run = RunFolder.of(job)
     previous = previous_run(run)

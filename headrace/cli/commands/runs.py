@@ -55,7 +55,7 @@ class RunSummary:
 @click.option("--run-dir", type=PATH, default=RUNS, show_default=True, help="The folder that holds the runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def runs(names: Sequence[str], run_dir: Path, as_json: bool) -> int:
-    """Lists the runs here, the newest first. With two names: what differs in their jobs, and their metrics side by side."""
+    """Lists the runs here, the newest first. With two names it compares their jobs and their metrics."""
     if names and len(names) != 2:
         raise click.UsageError(f"{len(names)} runs are named: name two runs to compare them, or none to list all")
     if names:

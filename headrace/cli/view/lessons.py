@@ -40,7 +40,9 @@ def _by_prompt(log: SampleLog, step: int) -> Mapping[str, Answer]:
 def _pairs(before: Mapping[str, Answer], after: Mapping[str, Answer]) -> list[tuple[Answer, Answer]]:
     """The same prompts before and after, those that changed most first."""
     pairs = [(before[key], after[key]) for key in before.keys() & after.keys()]
-    return sorted(pairs, key=lambda pair: ((pair[0].reward or 0.0) - (pair[1].reward or 0.0), pair[0].group_id))[:_SHOWN]
+    return sorted(pairs, key=lambda pair: ((pair[0].reward or 0.0) - (pair[1].reward or 0.0), pair[0].group_id))[
+        :_SHOWN
+    ]
 
 
 def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
