@@ -250,7 +250,7 @@ def _body(option: str, file: Path) -> list[ast.stmt]:
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
         message = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"{option} {file}: {where}: {message}", field=option) from error
+        raise ConfigError(f"{option} {file}: {where}: {message}") from error
 
 
 def completed(option: str, path: str, *, group_rm: bool = False) -> str:
@@ -267,12 +267,9 @@ def completed(option: str, path: str, *, group_rm: bool = False) -> str:
         there = ", ".join(node.name for node in definitions(option, Path(path))) or "nothing"
         raise ConfigError(
             f"{option} {path}: the file defines {there}, and none of them fits: the flag takes "
-            f"{_accepted(option, group_rm)}",
-            field=option,
+            f"{_accepted(option, group_rm)}"
         )
-    raise ConfigError(
-        f"{option} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}", field=option
-    )
+    raise ConfigError(f"{option} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}")
 
 
 def refuse_slimes(option: str, path: str) -> None:
@@ -282,8 +279,7 @@ def refuse_slimes(option: str, path: str) -> None:
     way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
     raise ConfigError(
         f"{option} {path} is a module of slime, which headrace does not have: "
-        f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}",
-        field=option,
+        f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}"
     )
 
 

@@ -12,24 +12,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from headrace.job.megatron.arguments import MEGATRON_ALIASES, MegatronArgs
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.names import MEGATRON, SLIME
 from headrace.job.schema.job import Job
 
-ALIASES: Mapping[str, str] = {
-    "tis_threshold": "tis_clip",
-    "tis_upper_bound": "tis_clip",
-    "tis_lower_bound": "tis_clip_low",
-    "mis_mode": "tis_mode",
-    "mis_level": "tis_level",
-    "mis_upper_bound": "tis_clip",
-    "mis_lower_bound": "tis_clip_low",
-    "mis_veto_threshold": "rs_veto_threshold",
-    "mis_batch_normalize": "tis_batch_normalize",
-    "async_buffer_size": "max_staleness",
-    "train_params": "only_train_params_name_list",
-    "freeze_params": "freeze_params_name_list",
-    **MEGATRON_ALIASES,
-}
+ALIASES: Mapping[str, str] = {**SLIME["aliases"], **MEGATRON["aliases"]}
 """Other names of options: slime's, Megatron's, and views."""
 
 OPPOSITES: Mapping[str, str] = {"grad_reduce_in_bf16": "grad_reduce_in_fp32"}

@@ -282,18 +282,17 @@ def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
 
 def _require_slurm() -> None:
     if shutil.which("srun") is None:
-        raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
+        raise ConfigError("placement slurm needs srun, which this machine does not have")
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
             "placement slurm starts ranks in an allocation, and this process is not in one: see "
-            "deploy/slurm/train.sbatch",
-            field="placement",
+            "deploy/slurm/train.sbatch"
         )
 
 
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
+        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'")
 
 
 def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, str]]:

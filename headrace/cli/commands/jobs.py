@@ -186,7 +186,7 @@ def _require_step(job: Job, step: int) -> None:
     steps = RecordedSteps(pattern).steps()
     if step < 0 or step not in steps:
         there = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise ConfigError(f"--from-step {step}: steps that were kept as {pattern}: {there}", field="from_step")
+        raise ConfigError(f"--from-step {step}: steps that were kept as {pattern}: {there}")
 
 
 def _renamed(job: Job, was: Job) -> object:

@@ -52,16 +52,16 @@ def _python(job: Job, service: str, scope: Scope) -> None:
     try:
         words = job.services.python_of(service)
     except ValueError as error:  # shlex's
-        raise ConfigError(f"{option}: {error}: close its quotes", field=option) from error
+        raise ConfigError(f"{option}: {error}: close its quotes") from error
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else "an empty text"
-        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter", field=option))
+        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter"))
 
 
 def _of_evaluations(job: Job, scope: Scope) -> None:
     config = job.eval.eval_config
     if config is not None and not config.is_file():
-        scope.missing(ConfigError(f"eval_config {config} does not exist", field="eval_config"), config)
+        scope.missing(ConfigError(f"eval_config {config} does not exist"), config)
         return
     for each in eval_sets(job.eval):
         label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
@@ -77,16 +77,13 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
 def _of_reward(job: Job, scope: Scope) -> None:
     prompt = job.reward.judge_prompt
     if prompt is not None and not prompt.is_file():
-        scope.missing(
-            ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out", field="judge_prompt")
-        )
+        scope.missing(ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out"))
     folder = job.reward.reward_model_path
     if folder is not None and not folder.is_dir():
         scope.missing(
             ConfigError(
                 f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
-                "constructed with",
-                field="reward_model_path",
+                "constructed with"
             )
         )
 
@@ -104,13 +101,13 @@ def _of_trainer(job: Job, scope: Scope) -> None:
     if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
         return
     if not folder.is_dir() or any(folder.iterdir()):
-        raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it", field="save_hf")
+        raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it")
 
 
 def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
     path = part.path
     if not path.is_file():
-        scope.missing(ConfigError(f"{option} {path} does not exist", field=option), path)
+        scope.missing(ConfigError(f"{option} {path} does not exist"), path)
         return
     if path.suffix == ".parquet":
         return  # the buffer, which has a reader for it, looks into it at its start
@@ -126,14 +123,14 @@ def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
                 if not job.data.skip_bad_lines:
                     _line(option, path, number, line, job)
     if empty:
-        raise ConfigError(f"{option} {path} has no lines", field=option)
+        raise ConfigError(f"{option} {path} has no lines")
 
 
 def _rows(option: str, file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from rows_of(file, path)
     except InvalidArgument as error:
-        raise ConfigError(f"{option} {error.message}", field=option) from error
+        raise ConfigError(f"{option} {error.message}") from error
 
 
 def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
@@ -141,10 +138,10 @@ def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
     try:
         row = parse_row(line)
     except InvalidArgument as error:
-        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines", field=option) from error
+        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines") from error
     for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
         if key is not None and key not in row and value_at(row, key) is None:
-            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)
+            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}")
 
 
 def hooks_of(job: Job) -> Iterator[tuple[str, str]]:
@@ -169,24 +166,23 @@ def _hook(option: str, hook: str, scope: Scope) -> None:
     if not file.endswith(".py"):
         return
     if not Path(file).is_file():
-        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist", field=option), Path(file))
+        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist"), Path(file))
         return
     if function not in (defined := [node.name for node in definitions(option, Path(file))]):
         there = f": it defines {', '.join(defined)}" if defined else ""
-        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}", field=option)
+        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}")
 
 
 def _starting_weights(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a folder to start or resume from that holds no checkpoint, or another model's."""
     load, initial = job.checkpoint.load, job.checkpoint.initial_megatron_checkpoint
     if load and load.exists() and not load.is_dir():
-        raise ConfigError(f"load {load} is not a folder: name the folder of checkpoints", field="load")
+        raise ConfigError(f"load {load} is not a folder: name the folder of checkpoints")
     if load and is_torch_dist(load):
         if initial is not None:
             raise ConfigError(
                 f"load {load} is Megatron's, so its weights are those to start with, and initial_megatron_checkpoint "
-                f"{initial} names others: give only one",
-                field="load",
+                f"{initial} names others: give only one"
             )
         _torch_dist("load", load, job)
     if initial and is_torch_dist(initial):
@@ -195,8 +191,7 @@ def _starting_weights(job: Job, scope: Scope) -> None:
         scope.missing(
             ConfigError(
                 f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
-                "name a step-… folder of a headrace run, or a torch_dist folder of Megatron",
-                field="initial_megatron_checkpoint",
+                "name a step-… folder of a headrace run, or a torch_dist folder of Megatron"
             )
         )
 
@@ -216,13 +211,13 @@ def _torch_dist(option: str, folder: Path, job: Job) -> None:
     try:
         matched(folder, read_architecture(job.model.hf_checkpoint))
     except ConfigError as error:
-        raise ConfigError(f"{option}: {error.message}", field=option) from error
+        raise ConfigError(f"{option}: {error.message}") from error
 
 
 def _model(option: str, folder: Path, scope: Scope) -> None:
     """Raises ConfigError unless it is a Hugging Face folder with weights and a tokenizer."""
     if not folder.is_dir():
-        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder", field=option))
+        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder"))
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -230,21 +225,18 @@ def _model(option: str, folder: Path, scope: Scope) -> None:
     if not any(folder.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
-        scope.missing(
-            ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
-        )
+        scope.missing(ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}"))
     files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
     closed = sorted(path.name for path in files if not os.access(path, os.R_OK))
     if closed:
         scope.missing(
             ConfigError(
                 f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
-                "bring what it leads to",
-                field=option,
+                "bring what it leads to"
             )
         )
     elif not missing and any((folder / name).is_file() for name in NAMES_OF_WEIGHTS) and (damage := damage_of(folder)):
-        raise ConfigError(f"{option} {folder}: {damage}: copy or download it again", field=option)
+        raise ConfigError(f"{option} {folder}: {damage}: copy or download it again")
 
 
 def check_folders(job: Job, scope: Scope) -> None:
@@ -268,7 +260,7 @@ def check_folders(job: Job, scope: Scope) -> None:
         except OSError as error:
             flag = f"--{name.replace('_', '-')}"
             refusal = ConfigError(
-                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}", field=name
+                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}"
             )
             scope.missing(refusal)
 
@@ -287,8 +279,7 @@ def check_passwords(job: Job) -> None:
         raise ConfigError(
             f"{found[0]} holds a URL with a password, and a run's folder stores its job as plain text: remove the "
             f"password "
-            "and let the service read it from its environment or from another file",
-            field=found[0],
+            "and let the service read it from its environment or from another file"
         )
 
 
@@ -301,8 +292,7 @@ def check_remote_code(job: Job, scope: Scope) -> None:
     if code.is_needed and _starts_engines(job) and not _engines_trust(job):
         raise ConfigError(
             f"{code.folder}: engines load the tokenizer too, which is code of the folder "
-            f"({', '.join(code.tokenizer)}): pass --sglang-trust-remote-code as well",
-            field="sglang.trust_remote_code",
+            f"({', '.join(code.tokenizer)}): pass --sglang-trust-remote-code as well"
         )
 
 

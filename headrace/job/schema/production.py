@@ -195,8 +195,7 @@ class RolloutSection(Section):
         if limit is not None and limit <= response:
             raise ConfigError(
                 f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len "
-                f"{response}: raise it, or lower that",
-                field="rollout_max_context_len",
+                f"{response}: raise it, or lower that"
             )
         return self
 

@@ -163,7 +163,7 @@ class TrainSection(Section):
             (self.use_rs, "rs_lower_bound", "rs_upper_bound", self.rejection_bounds),
         ):
             if is_used and low >= high:
-                raise ConfigError(f"{name} {low:g} is not below {above} {high:g}: lower it", field=name)
+                raise ConfigError(f"{name} {low:g} is not below {above} {high:g}: lower it")
         return self
 
     @property
