@@ -15,7 +15,7 @@ from headrace.devices import ORDER, RANK_DEVICES, DeviceShare
 from headrace.errors import ConfigError, Unavailable
 from headrace.hooks.slime_names import slime_environment
 from headrace.job.rules.machines import device_plan, meeting_of
-from headrace.job.rules.scope import Scope, services_here
+from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.launch.process import ServiceSpec
@@ -35,11 +35,6 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 
 _LOADS: Mapping[str, str] = {"rollout": "SGLang", "trainer": "torch and Megatron"}
-
-
-def without_address(job: Job) -> list[str]:
-    """The services that `headrace train` starts: those without an address in the job, and the trainer."""
-    return services_here(job)
 
 
 def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:

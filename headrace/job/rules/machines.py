@@ -24,24 +24,37 @@ def addresses_of(address: str | None) -> Sequence[Address]:
 
 
 def check_services(job: Job) -> None:
-    """Raises ConfigError when addresses and numbers of the rollout services contradict each other."""
-    services = job.services
-    addresses, count = addresses_of(services.rollout_address), services.rollout_services
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(
-            f"rollout_address {services.rollout_address} has an address twice: give each rollout service its own"
-        )
-    if count > 1 and addresses and len(addresses) != count:
-        raise ConfigError(
-            f"rollout_services {count} contradicts rollout_address, which names {len(addresses)}: leave "
-            "--rollout-services out where they are started elsewhere, or leave the address out to have them started "
-            "here"
-        )
-    if services.rollout_service is not None and addresses and services.rollout_service >= len(addresses):
-        raise ConfigError(
-            f"rollout_service {services.rollout_service} is not an index of the {len(addresses)} addresses of "
-            "rollout_address, which are counted from 0"
-        )
+    """Raises ConfigError when addresses and numbers of shards or rollout services contradict each other."""
+    services, buffer = job.services, job.buffer
+    addresses_of(services.rollout_address)
+    for option, address, (of_count, count), (of_index, index) in (
+        (
+            "buffer_address",
+            services.buffer_address,
+            ("buffer_shards", buffer.buffer_shards),
+            ("buffer_shard", buffer.buffer_shard),
+        ),
+        (
+            "rollout_address",
+            services.rollout_address,
+            ("rollout_services", services.rollout_services),
+            ("rollout_service", services.rollout_service),
+        ),
+    ):
+        places = address.split(",") if address else []
+        if len(set(places)) < len(places):
+            raise ConfigError(f"{option} {address} has an address twice: give each {of_index} its own")
+        if places and count not in (1, len(places)):
+            raise ConfigError(
+                f"{of_count} {count} contradicts {option}, which names {len(places)}: leave "
+                f"--{of_count.replace('_', '-')} out where they are started elsewhere, or leave the address out to "
+                "have them started here"
+            )
+        if places and index is not None and index >= len(places):
+            raise ConfigError(
+                f"{of_index} {index} is not an index of the {len(places)} addresses of {option}, which are counted "
+                "from 0"
+            )
     port = job.rollout.openai_port
     if port is not None and port + services.num_rollout_services - 1 > LAST_PORT:
         raise ConfigError(

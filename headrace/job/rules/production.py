@@ -23,7 +23,6 @@ _OF_ALL_ENGINES = reason_of_each(SGLANG["of_all_engines"])
 
 def check_production(job: Job) -> None:
     """Raises ConfigError for the first rule that a job breaks."""
-    _shards(job)
     _batches(job)
     for name, value in job.sglang.items():
         _check_argument(name, value)
@@ -39,32 +38,13 @@ def check_production(job: Job) -> None:
         )
 
 
-def _shards(job: Job) -> None:
-    """`buffer_shards` is the number of shards wherever an address says how many there are."""
-    buffer, groups = job.buffer, job.rollout.groups_per_step
-    addresses = job.services.buffer_address.split(",") if job.services.buffer_address else []
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"buffer_address {job.services.buffer_address} has an address twice: give each shard its own")
-    if addresses and buffer.buffer_shard is not None and buffer.buffer_shard >= len(addresses):
-        raise ConfigError(
-            f"buffer_shard {buffer.buffer_shard} is not an index of the {len(addresses)} addresses of buffer_address, "
-            "which are counted from 0"
-        )
-    if addresses and buffer.buffer_shards not in (1, len(addresses)):
-        raise ConfigError(
-            f"buffer_shards {buffer.buffer_shards} contradicts buffer_address, which names {len(addresses)}: leave "
-            "--buffer-shards out where buffers are started elsewhere, or leave the address out to have them started "
-            "here"
-        )
+def _batches(job: Job) -> None:
+    buffer, rollout, groups = job.buffer, job.rollout, job.rollout.groups_per_step
     if groups < job.num_shards:
         raise ConfigError(
             f"rollout_batch_size {groups} is less than the {job.num_shards} shards: every shard needs a group in every "
             "step"
         )
-
-
-def _batches(job: Job) -> None:
-    buffer, rollout, groups = job.buffer, job.rollout, job.rollout.groups_per_step
     behind = job.publish.update_weights_interval - 1
     if behind > buffer.max_staleness:
         raise ConfigError(

@@ -18,8 +18,8 @@ from headrace.cli.main import main
 from headrace.cli.runs import find_run
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.job.option import options
+from headrace.job.rules.scope import services_here
 from headrace.launch.launcher import Launcher
-from headrace.launch.specs import without_address
 from headrace.run_folder import RunFolder, ServiceEntry
 from tests.support.run_views import view_of
 
@@ -123,8 +123,8 @@ def test_help_all_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_services_with_an_address_are_not_started(load_with) -> None:
     job = load_with("--reward-address", "127.0.0.1:7003", "--trainer-address", "127.0.0.1:7004")
-    assert without_address(job) == ["buffer", "rollout", "trainer"]
-    launcher = Launcher(job, without_address(job), print)
+    assert services_here(job) == ["buffer", "rollout", "trainer"]
+    launcher = Launcher(job, services_here(job), print)
     assert launcher.job.services.reward_address == "127.0.0.1:7003"
     assert launcher.job.services.trainer_address == "127.0.0.1:7004"
     assert launcher.job.services.buffer_address is not None
