@@ -55,13 +55,13 @@ def _python(job: Job, service: str, scope: Scope) -> None:
         raise ConfigError(f"{option}: {error}: close its quotes") from error
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else "an empty text"
-        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter"))
+        scope.missing(f"{option}: {program} is no program here: name a Python interpreter")
 
 
 def _of_evaluations(job: Job, scope: Scope) -> None:
     config = job.eval.eval_config
     if config is not None and not config.is_file():
-        scope.missing(ConfigError(f"eval_config {config} does not exist"), config)
+        scope.missing(f"eval_config {config} does not exist", config)
         return
     for each in eval_sets(job.eval):
         label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
@@ -77,14 +77,12 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
 def _of_reward(job: Job, scope: Scope) -> None:
     prompt = job.reward.judge_prompt
     if prompt is not None and not prompt.is_file():
-        scope.missing(ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out"))
+        scope.missing(f"judge_prompt {prompt} is not a file: write one, or leave it out")
     folder = job.reward.reward_model_path
     if folder is not None and not folder.is_dir():
         scope.missing(
-            ConfigError(
-                f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
-                "constructed with"
-            )
+            f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
+            "constructed with"
         )
 
 
@@ -107,7 +105,7 @@ def _of_trainer(job: Job, scope: Scope) -> None:
 def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
     path = part.path
     if not path.is_file():
-        scope.missing(ConfigError(f"{option} {path} does not exist"), path)
+        scope.missing(f"{option} {path} does not exist", path)
         return
     if path.suffix == ".parquet":
         return  # the buffer, which has a reader for it, looks into it at its start
@@ -166,7 +164,7 @@ def _hook(option: str, hook: str, scope: Scope) -> None:
     if not file.endswith(".py"):
         return
     if not Path(file).is_file():
-        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist"), Path(file))
+        scope.missing(f"{option} {hook}: {file} does not exist", Path(file))
         return
     if function not in (defined := [node.name for node in definitions(option, Path(file))]):
         there = f": it defines {', '.join(defined)}" if defined else ""
@@ -189,10 +187,8 @@ def _starting_weights(job: Job, scope: Scope) -> None:
         _torch_dist("initial_megatron_checkpoint", initial, job)
     elif initial and not (initial / "manifest.json").is_file():
         scope.missing(
-            ConfigError(
-                f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
-                "name a step-… folder of a headrace run, or a torch_dist folder of Megatron"
-            )
+            f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
+            "name a step-… folder of a headrace run, or a torch_dist folder of Megatron"
         )
 
 
@@ -217,7 +213,7 @@ def _torch_dist(option: str, folder: Path, job: Job) -> None:
 def _model(option: str, folder: Path, scope: Scope) -> None:
     """Raises ConfigError unless it is a Hugging Face folder with weights and a tokenizer."""
     if not folder.is_dir():
-        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder"))
+        scope.missing(f"{option} {folder} is not a folder: name a Hugging Face model folder")
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -225,15 +221,13 @@ def _model(option: str, folder: Path, scope: Scope) -> None:
     if not any(folder.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
-        scope.missing(ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}"))
+        scope.missing(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}")
     files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
     closed = sorted(path.name for path in files if not os.access(path, os.R_OK))
     if closed:
         scope.missing(
-            ConfigError(
-                f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
-                "bring what it leads to"
-            )
+            f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
+            "bring what it leads to"
         )
     elif not missing and any((folder / name).is_file() for name in NAMES_OF_WEIGHTS) and (damage := damage_of(folder)):
         raise ConfigError(f"{option} {folder}: {damage}: copy or download it again")
@@ -259,10 +253,7 @@ def check_folders(job: Job, scope: Scope) -> None:
             _try(folder)
         except OSError as error:
             flag = f"--{name.replace('_', '-')}"
-            refusal = ConfigError(
-                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}"
-            )
-            scope.missing(refusal)
+            scope.missing(f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}")
 
 
 def _try(folder: Path) -> None:

@@ -103,9 +103,7 @@ def check_service_host(job: Job, scope: Scope) -> None:
     except Unavailable:
         ours = False
     if not ours:
-        scope.missing(
-            ConfigError(f"service_host {host.host} is no address of this machine: name one that `ip address` shows")
-        )
+        scope.missing(f"service_host {host.host} is no address of this machine: name one that `ip address` shows")
 
 
 def check_transport(job: Job) -> None:

@@ -229,20 +229,16 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
     sizes = sorted({group.size for group in placement.engine_groups})
     if len(sizes) > 1 and not num_gpus():
         scope.missing(
-            ConfigError(
-                f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
-                "none: give all groups the same num_gpus_per_engine"
-            )
+            f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
+            "none: give all groups the same num_gpus_per_engine"
         )
     if placement.rollout_placement == "ray":
         if importlib.util.find_spec("ray") is None:
-            scope.missing(ConfigError("rollout_placement ray needs the package ray: pip install 'headrace[ray]'"))
+            scope.missing("rollout_placement ray needs the package ray: pip install 'headrace[ray]'")
         if "RAY_ADDRESS" not in os.environ:
             scope.missing(
-                ConfigError(
-                    "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
-                    "RAY_ADDRESS"
-                )
+                "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
+                "RAY_ADDRESS"
             )
     if BlockFp8.of(job.model.hf_checkpoint) is not None:
         _block_fp8(job, scope)
@@ -251,10 +247,8 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
 def _block_fp8(job: Job, scope: Scope) -> None:
     if not num_gpus():
         scope.missing(
-            ConfigError(
-                f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
-                "this machine has none: name a folder in bfloat16 or float32"
-            )
+            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
+            "this machine has none: name a folder in bfloat16 or float32"
         )
     if megatron(job.megatron).dtype != "bfloat16":
         raise ConfigError(

@@ -155,9 +155,7 @@ def require_gpus(job: Job, scope: Scope) -> None:
     flags = megatron(job.megatron).needs_gpu()
     if flags and not num_gpus():
         scope.missing(
-            ConfigError(
-                f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
-            )
+            f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
         )
 
 
@@ -168,8 +166,6 @@ def require_states_that_are_saved(job: Job, scope: Scope) -> None:
     if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
         return
     scope.missing(
-        ConfigError(
-            f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
-            "hold yet, and every run ends with a checkpoint: leave it out"
-        )
+        f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
+        "hold yet, and every run ends with a checkpoint: leave it out"
     )
