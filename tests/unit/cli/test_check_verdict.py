@@ -23,10 +23,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--bf16"], "it has --bf16, and this machine has no GPU"),
         (["--elsewhere"], "--elsewhere"),
-        (["--rollout-num-gpus", "4096"], "it has --rollout-num-gpus 4096 on"),
         (["--sglang-mem-fraction-static", "0.7"], "it has --sglang-mem-fraction-static"),
-        (["--moe-permute-fusion"], "it has --moe-permute-fusion"),
-        (["--placement", "slurm"], "it has --placement slurm"),
     ],
 )
 def test_the_first_line_says_that_a_job_is_checked_for_another_machine(
@@ -52,8 +49,6 @@ def test_a_job_for_this_machine_has_no_such_line(job_file: Path, capsys: pytest.
     "script",
     [
         "echo 'Traceback (most recent call last):' >&2; echo 'KeyError: 7' >&2; exit 1",
-        "kill -SEGV $$",
-        "echo 'No module named services' >&2; exit 64",
     ],
 )
 @pytest.mark.parametrize("service", ["reward", "buffer"])
@@ -72,8 +67,6 @@ def test_a_check_that_breaks_is_no_check_that_found_nothing(
     ("flags", "warned"),
     [
         (["--lr", "0"], "lr 0: the policy never changes"),
-        (["--max-lr", "0.0", "--lr-decay-style", "cosine"], "lr 0: the policy never changes"),
-        (["--lr", "0", "--loss-type", "sft_loss", "--loss-mask-type", "qwen3"], "lr 0: the policy never changes"),
         (["--advantage-estimator", "ppo", "--critic-lr", "0"], "critic_lr 0: the critic never changes"),
     ],
 )
@@ -106,12 +99,6 @@ def test_bfloat16_is_called_slow_on_a_cpu_without_its_instructions(
     ("model_name", "flags", "needed"),
     [
         ("llama3.3-70B", ["--elsewhere"], "1 trainer rank of about 1,129 GB"),
-        ("qwen3-235B-A22B", ["--bf16"], "1 trainer rank of about 4,2"),
-        (
-            "llama3.1-405B",
-            ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "8", "--elsewhere"],
-            "8 trainer ranks of about 6,4",
-        ),
         ("mistral-small-24B", ["--lora-rank", "8", "--elsewhere"], "1 trainer rank of about 94 GB"),
     ],
 )
@@ -141,11 +128,7 @@ SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precisio
     ("flags", "named"),
     [
         (SLIMES, "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer: without effect"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "optimizer_offload_fraction: without effect"),
-        ("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload: without effect"),
-        ("--no-pin-cpu-grads --no-pin-cpu-params", "pin_cpu_grads, pin_cpu_params: without effect"),
         ("--no-check-for-nan-in-loss-and-grad", ""),
-        ("--check-for-nan-in-loss-and-grad", ""),
     ],
 )
 def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing_on_a_cpu(
@@ -161,9 +144,7 @@ def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing
     ("flags", "refused"),
     [
         (SLIMES, "--optimizer-cpu-offload, --use-precision-aware-optimizer"),
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "--use-precision-aware-optimizer"),
-        ("--overlap-cpu-optimizer-d2h-h2d --no-check-for-nan-in-loss-and-grad", None),
         ("--no-optimizer-cpu-offload", None),
     ],
 )
