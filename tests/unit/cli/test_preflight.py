@@ -256,8 +256,7 @@ def test_labels_of_common_data_sets_are_matched_by_their_answers(
     assert buffer.refusals == []
     (row,) = buffer.prompts.rows
     text = row.prompt().label
-    answer = {"math": r"\boxed{\frac34}", "exact_match": "Lugdunum", "f1": "Lugdunum"}.get(scorer, "")
-    answer = answer or {"deepscaler": r"</think>\boxed{1012}", "dapo": "Answer: 13"}[scorer]
+    answer = {"math": r"\boxed{\frac34}", "exact_match": "Lugdunum"}[scorer]
     score = importlib.import_module(f"services.reward.scorers.{scorer}").score(ScoreItem("1", "?", answer, text, {}))
     assert (score["score"] if isinstance(score, dict) else score) == 1.0
     assert asyncio.run(check_reward(options, lambda: buffer.prompts)).refusals == []
