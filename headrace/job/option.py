@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -15,6 +19,7 @@ from pydantic import BaseModel
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.names import MEGATRON, SLIME
 from headrace.job.schema.job import Job
+from headrace.job.schema.section import Section
 
 ALIASES: Mapping[str, str] = {**SLIME["aliases"], **MEGATRON["aliases"]}
 """Other names of options: slime's, Megatron's, and views."""
@@ -37,9 +42,15 @@ class Option:
     section: str
     name: str
     arity: Arity
-    description: str
+    model: type[BaseModel]
+    """The class of its section."""
     default: Any
     required: bool
+
+    @property
+    def description(self) -> str:
+        """Its field's own, of Megatron's; else the text below its field."""
+        return self.model.model_fields[self.name].description or _texts(self.model).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -75,12 +86,24 @@ def options() -> Mapping[str, Option]:
 
 def _of(section: str, model: type[BaseModel]) -> dict[str, Option]:
     return {
-        name: Option(
-            section, name, _arity(field.annotation), field.description or "", field.default, field.is_required()
-        )
+        name: Option(section, name, _arity(field.annotation), model, field.default, field.is_required())
         for name, field in model.model_fields.items()
         if name not in ALIASES
     }
+
+
+@cache
+def _texts(model: type[BaseModel]) -> Mapping[str, str]:
+    """The texts below a section's fields. Read from the source when somebody asks, which a run never does."""
+    found: dict[str, str] = {}
+    for each in (cls for cls in reversed(model.__mro__) if issubclass(cls, Section) and cls is not Section):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def _arity(annotation: Any) -> Arity:

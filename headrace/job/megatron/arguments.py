@@ -63,79 +63,115 @@ class ArchitectureArgs(MegatronFields):
     Each must equal the checkpoint's value, as those of its configs must.
     """
 
-    max_position_embeddings: Positive | None = Field(None, description="Longest sequence.")
-    vocab_size: Positive | None = Field(None, description="Rows of the embedding.")
-    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Epsilon of the norms.")
-    swiglu: bool | None = Field(None, description="Gated SiLU in the MLP.")
-    untie_embeddings_and_output_weights: bool | None = Field(None, description="Output layer with weights of its own.")
-    position_embedding_type: Literal["rope"] | None = Field(None, description="How positions are known.")
-    no_position_embedding: bool | None = Field(None, description="No learned positions: they are rotary.")
-    disable_bias_linear: bool | None = Field(None, description="No biases in linear layers.")
-    seq_length: Positive | None = Field(None, description="Longest sequence; at most max_position_embeddings.")
-    tokenizer_type: Literal["HuggingFaceTokenizer"] | None = Field(None, description="The checkpoint's own.")
-    group_query_attention: bool | None = Field(None, description="Fewer key/value heads than query heads.")
-    use_rotary_position_embeddings: bool | None = Field(None, description="Positions are rotary.")
-    use_rope_scaling: bool | None = Field(None, description="Llama 3's stretched rotary frequencies.")
-    post_self_attn_layernorm: bool | None = Field(None, description="A norm behind attention too.")
-    post_mlp_layernorm: bool | None = Field(None, description="A norm behind the MLP too.")
-    moe_layer_freq: Annotated[int | tuple[int, ...], LayerPattern] | None = Field(
-        None, description="Which layers have experts: 1, [0,1,1] or [0]*1+[1]*45."
-    )
-    spec: tuple[str, ...] = Field((), description="Module and function of slime's model: must be the checkpoint's.")
-    train_backend: Literal["megatron"] | None = Field(None, description="The trainer's only one.")
+    max_position_embeddings: Positive | None = None
+    """Longest sequence."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding."""
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Epsilon of the norms."""
+    swiglu: bool | None = None
+    """Gated SiLU in the MLP."""
+    untie_embeddings_and_output_weights: bool | None = None
+    """Output layer with weights of its own."""
+    position_embedding_type: Literal["rope"] | None = None
+    """How positions are known."""
+    no_position_embedding: bool | None = None
+    """No learned positions: they are rotary."""
+    disable_bias_linear: bool | None = None
+    """No biases in linear layers."""
+    seq_length: Positive | None = None
+    """Longest sequence; at most max_position_embeddings."""
+    tokenizer_type: Literal["HuggingFaceTokenizer"] | None = None
+    """The checkpoint's own."""
+    group_query_attention: bool | None = None
+    """Fewer key/value heads than query heads."""
+    use_rotary_position_embeddings: bool | None = None
+    """Positions are rotary."""
+    use_rope_scaling: bool | None = None
+    """Llama 3's stretched rotary frequencies."""
+    post_self_attn_layernorm: bool | None = None
+    """A norm behind attention too."""
+    post_mlp_layernorm: bool | None = None
+    """A norm behind the MLP too."""
+    moe_layer_freq: Annotated[int | tuple[int, ...], LayerPattern] | None = None
+    """Which layers have experts: 1, [0,1,1] or [0]*1+[1]*45."""
+    spec: tuple[str, ...] = ()
+    """Module and function of slime's model: must be the checkpoint's."""
+    train_backend: Literal["megatron"] | None = None
+    """The trainer's only one."""
 
 
 class MegatronArgs(ArchitectureArgs):
     """All Megatron flags; unknown ones are errors. None stands for Megatron's own default."""
 
-    tensor_model_parallel_size: Positive = Field(1, description="Ranks that share every layer.")
-    pipeline_model_parallel_size: Positive = Field(1, description="Stages of consecutive layers.")
-    virtual_pipeline_model_parallel_size: Positive | None = Field(
-        None, description="Virtual stages of a pipeline rank, which take turns; absent: its layers are one stage."
-    )
-    num_layers_per_virtual_pipeline_stage: Positive | None = Field(
-        None, description="The same by the number of layers in each."
-    )
-    expert_model_parallel_size: Positive = Field(1, description="Ranks that share out the experts of a layer.")
-    expert_tensor_parallel_size: Positive | None = Field(
-        None, description="Ranks that share each expert; absent: tensor_model_parallel_size."
-    )
-    context_parallel_size: Positive = Field(
-        1, description="Ranks that share a sequence: each has a part of its positions."
-    )
-    sequence_parallel: bool = Field(False, description="Share activations over tensor ranks.")
-    use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")
-    bf16: bool = Field(False, description="Weights and activations in bfloat16, fp32 master weights.")
-    recompute_activations: bool = Field(False, description="Recompute attention in the backward pass.")
-    attention_dropout: NoDropout = Field(0.0, description="Must be 0.")
-    hidden_dropout: NoDropout = Field(0.0, description="Must be 0.")
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="What updates the weights.")
-    lr: Rate = Field(1e-6, description="Highest learning rate.")
-    min_lr: Rate = Field(0.0, description="Lowest learning rate.")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
-        "constant", description="How it falls."
-    )
-    lr_decay_iters: Positive | None = Field(None, description="Optimizer steps of the decay; absent: all.")
-    lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of the warm-up.")
-    lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="The same as a share of the decay's steps."
-    )
-    init_lr: Rate = Field(0.0, description="Learning rate at the start of the warm-up.")
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = Field(
-        None, description="How a WSD schedule falls at its end."
-    )
-    wsd_decay_steps: Positive | None = Field(None, description="Optimizer steps of that end.")
-    weight_decay: Rate = Field(0.01, description="Decoupled weight decay.")
-    start_wd: Rate | None = Field(None, description="Weight decay at the start; absent: weight_decay.")
-    end_wd: Rate | None = Field(None, description="Weight decay at the end; absent: weight_decay.")
-    wd_incr_style: Literal["constant", "linear", "cosine"] = Field("constant", description="How it goes between them.")
-    wd_incr_steps: Positive | None = Field(None, description="Optimizer steps between them; absent: all.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Decay of the second moment.")
-    adam_eps: Annotated[float, Field(gt=0, le=1)] = Field(1e-8, description="Adam's epsilon.")
-    clip_grad: Annotated[float, Field(ge=0, le=1e9)] = Field(1.0, description="Largest gradient norm; 0: no clipping.")
-    grad_reduce_in_fp32: bool = Field(True, description="Gradients are summed over data ranks in float32.")
-    check_for_nan_in_grad: bool = Field(True, description="A gradient that is not a number ends the run.")
+    tensor_model_parallel_size: Positive = 1
+    """Ranks that share every layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Stages of consecutive layers."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Virtual stages of a pipeline rank, which take turns; absent: its layers are one stage."""
+    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    """The same by the number of layers in each."""
+    expert_model_parallel_size: Positive = 1
+    """Ranks that share out the experts of a layer."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Ranks that share each expert; absent: tensor_model_parallel_size."""
+    context_parallel_size: Positive = 1
+    """Ranks that share a sequence: each has a part of its positions."""
+    sequence_parallel: bool = False
+    """Share activations over tensor ranks."""
+    use_distributed_optimizer: bool = False
+    """Optimizer states are shared out over data ranks."""
+    bf16: bool = False
+    """Weights and activations in bfloat16, fp32 master weights."""
+    recompute_activations: bool = False
+    """Recompute attention in the backward pass."""
+    attention_dropout: NoDropout = 0.0
+    """Must be 0."""
+    hidden_dropout: NoDropout = 0.0
+    """Must be 0."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """What updates the weights."""
+    lr: Rate = 1e-6
+    """Highest learning rate."""
+    min_lr: Rate = 0.0
+    """Lowest learning rate."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How it falls."""
+    lr_decay_iters: Positive | None = None
+    """Optimizer steps of the decay; absent: all."""
+    lr_warmup_iters: NonNegative = 0
+    """Optimizer steps of the warm-up."""
+    lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The same as a share of the decay's steps."""
+    init_lr: Rate = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    """How a WSD schedule falls at its end."""
+    wsd_decay_steps: Positive | None = None
+    """Optimizer steps of that end."""
+    weight_decay: Rate = 0.01
+    """Decoupled weight decay."""
+    start_wd: Rate | None = None
+    """Weight decay at the start; absent: weight_decay."""
+    end_wd: Rate | None = None
+    """Weight decay at the end; absent: weight_decay."""
+    wd_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How it goes between them."""
+    wd_incr_steps: Positive | None = None
+    """Optimizer steps between them; absent: all."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    adam_eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Adam's epsilon."""
+    clip_grad: Annotated[float, Field(ge=0, le=1e9)] = 1.0
+    """Largest gradient norm; 0: no clipping."""
+    grad_reduce_in_fp32: bool = True
+    """Gradients are summed over data ranks in float32."""
+    check_for_nan_in_grad: bool = True
+    """A gradient that is not a number ends the run."""
 
     @field_validator(*RESERVED, mode="before")
     @classmethod

@@ -66,8 +66,10 @@ class Job(Section):
     services: ServicesSection = ServicesSection()
     placement: PlacementSection = PlacementSection()
     tracking: TrackingSection = TrackingSection()
-    megatron: Arguments = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
-    sglang: Arguments = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
+    megatron: Arguments = Field({})
+    """Megatron-core's own fields, by name; checked by the trainer."""
+    sglang: Arguments = Field({})
+    """SGLang's ServerArgs, by name; checked by rollout."""
 
     @property
     def needs_reward(self) -> bool:
