@@ -37,13 +37,13 @@ async def test_what_a_tree_had_is_told_though_its_largest_process_ended_before_i
     over = asyncio.Event()
     looks = [500 << 20, 28 << 20, 0]  # the last: nothing of it is there
 
-    def look(pid: int) -> int:
+    def look(pid: int, enough: int) -> int:
         if len(looks) == 1:
             loop.call_soon_threadsafe(over.set)
         return looks.pop(0) if looks else 0
 
     loop, memory = asyncio.get_running_loop(), ResidentMemory(os.getpid())
-    monkeypatch.setattr(child, "resident_of_tree", look)
+    monkeypatch.setattr(child, "of_tree", look)
     monkeypatch.setattr(child, "LOOK_SECONDS", 0.0)
     assert memory.most is None
     await memory.watch(over.wait)
