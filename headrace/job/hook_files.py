@@ -12,19 +12,11 @@ from enum import Enum
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.job.names import SLIME
 from headrace.limits import syntax_tree
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-_SLIMES: Mapping[str, str] = {
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
-        "write headrace.hooks.filter.check_reward_nonzero_std"
-    ),
-    "slime.rollout.rm_hub": "name a scorer with --rm-type",
-    "slime.rollout.sglang_rollout": "leave it out: headrace generates so by itself",
-    "slime.rollout.sft_rollout": "write --loss-type sft_loss --loss-mask-type",
-    "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: it goes on beside training",
-}
 _SLIME = ("slime.", "slime_plugins.")
 
 
@@ -276,7 +268,7 @@ def refuse_slimes(option: str, path: str) -> None:
     """Raises ConfigError for a module of slime, which headrace does not have."""
     if not path.startswith(_SLIME):
         return
-    way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
+    way = next((way for module, way in SLIME["modules"].items() if path.startswith(module)), None)
     raise ConfigError(
         f"{option} {path} is a module of slime, which headrace does not have: "
         f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}"

@@ -266,10 +266,9 @@ def _try(folder: Path) -> None:
 
 def check_passwords(job: Job) -> None:
     """Raises ConfigError for a URL with a password."""
-    if found := passwords(job.model_dump(mode="json")):
+    for name in passwords(job.model_dump(mode="json")):
         raise ConfigError(
-            f"{found[0]} holds a URL with a password, and a run's folder stores its job as plain text: remove the "
-            f"password "
+            f"{name} holds a URL with a password, and a run's folder stores its job as plain text: remove the password "
             "and let the service read it from its environment or from another file"
         )
 

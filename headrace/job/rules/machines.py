@@ -176,28 +176,20 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def check_nodes(job: Job) -> None:
     """Raises ConfigError for an option without effect, and where ranks on other machines do not reach a service."""
-    _check_unused(job.placement)
-    if job.placement.actor_num_nodes > 1:
-        _check_reached_by_ranks(job)
-
-
-def _check_unused(placement: PlacementSection) -> None:
+    placement = job.placement
     given = [name for name in ("node_rank", "master_addr", "master_port") if getattr(placement, name) is not None]
     if given and not _each_starts_its_own(placement):
         raise ConfigError(
             f"{given[0]} has no effect with actor_num_nodes {placement.actor_num_nodes} and placement "
             f"{placement.placement}: it is for several machines that each start their own ranks. Leave it out"
         )
-
-
-def _check_reached_by_ranks(job: Job) -> None:
     started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
-    for name, named in (("buffer", job.services.buffer_address), ("rollout", job.services.rollout_address)):
-        address = named or started_here
+    for name in ("buffer", "rollout") if placement.actor_num_nodes > 1 else ():
+        address = getattr(job.services, f"{name}_address") or started_here
         if address is None or any(each.is_loopback for each in addresses_of(address)):
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
-                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
+                f"actor_num_nodes {placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
                 f"{where}: start it at an address that they can reach and pass --{name}-address, or have it started "
                 "there with --service-host"
             )

@@ -167,18 +167,14 @@ def without_secrets(tree: Any, name: str = "") -> Any:
     return tree
 
 
-def passwords(tree: Any, name: str = "") -> list[str]:
+def passwords(tree: Any, name: str = "") -> Iterator[str]:
     """Names of values that are URLs with a password."""
-    return list(_passwords(tree, name))
-
-
-def _passwords(tree: Any, name: str) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _passwords(value, str(key))
+            yield from passwords(value, str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _passwords(value, name)
+            yield from passwords(value, name)
     elif isinstance(tree, str) and _PASSWORD.search(tree):
         yield name
 

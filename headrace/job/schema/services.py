@@ -59,12 +59,7 @@ class ServicesSection(Section):
 
     def python_of(self, service: str) -> Sequence[str]:
         """The words before `-m services.SERVICE`."""
-        given = {
-            "buffer": self.buffer_python,
-            "reward": self.reward_python,
-            "rollout": self.rollout_python,
-            "trainer": self.trainer_python,
-        }[service]
+        given: str | None = getattr(self, f"{service}_python")
         return [sys.executable] if given is None else shlex.split(given)
 
     @property
