@@ -7,9 +7,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from headrace.errors import ConfigError, InvalidArgument
+from headrace.errors import ConfigError
 from headrace.job.eval_sets import eval_sets
 from headrace.job.hook_files import HOOK_LEAVES, definitions, refuse_slimes
 from headrace.job.option import options
@@ -21,9 +20,7 @@ from headrace.models.folders import NAMES_OF_WEIGHTS, damage_of, is_torn
 from headrace.models.registry import read_architecture
 from headrace.models.tokenizer.tokenizer import RemoteCode
 from headrace.models.torch_dist import TRACKER, is_torch_dist, matched
-from headrace.prompts import parse_row, rows_of, value_at
 
-_LINES_LOOKED_AT = 1000
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
@@ -38,7 +35,7 @@ def check_files(job: Job, scope: Scope) -> None:
             _hook(option, path, scope)
     if "buffer" in scope.services:
         for text in job.data.prompt_data:
-            _prompts("prompt_data", PromptPath.parse(text), job, scope)
+            _prompts("prompt_data", PromptPath.parse(text), scope)
     if "rollout" in scope.services:
         _of_evaluations(job, scope)
     if "reward" in scope.services:
@@ -64,12 +61,7 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
         scope.missing(f"eval_config {config} does not exist", config)
         return
     for each in eval_sets(job.eval):
-        label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
-        input_key = each.input_key or job.eval.eval_input_key or job.data.input_key
-        keys = job.model_copy(
-            update={"data": job.data.model_copy(update={"input_key": input_key, "label_key": label_key})}
-        )
-        _prompts(f"eval_prompt_data {each.name}", each.prompts, keys, scope)
+        _prompts(f"eval_prompt_data {each.name}", each.prompts, scope)
         if each.custom_generate_function_path is not None:
             _hook("custom_generate_function_path", each.custom_generate_function_path, scope)
 
@@ -102,44 +94,10 @@ def _of_trainer(job: Job, scope: Scope) -> None:
         raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it")
 
 
-def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
-    path = part.path
-    if not path.is_file():
-        scope.missing(f"{option} {path} does not exist", path)
-        return
-    if path.suffix == ".parquet":
-        return  # the buffer, which has a reader for it, looks into it at its start
-    empty = True
-    last = part.first_row + _LINES_LOOKED_AT
-    last = last if part.end_row is None else min(last, part.end_row)
-    with path.open("rb") as file:
-        for number, line in _rows(option, file, path):
-            if number > last:
-                break
-            if number > part.first_row:
-                empty = False
-                if not job.data.skip_bad_lines:
-                    _line(option, path, number, line, job)
-    if empty:
-        raise ConfigError(f"{option} {path} has no lines")
-
-
-def _rows(option: str, file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        yield from rows_of(file, path)
-    except InvalidArgument as error:
-        raise ConfigError(f"{option} {error.message}") from error
-
-
-def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
-    where = f"{option} {path}, line {number}"
-    try:
-        row = parse_row(line)
-    except InvalidArgument as error:
-        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines") from error
-    for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
-        if key is not None and key not in row and value_at(row, key) is None:
-            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}")
+def _prompts(option: str, part: PromptPath, scope: Scope) -> None:
+    """What the file holds is for the check of the service that reads it."""
+    if not part.path.is_file():
+        scope.missing(f"{option} {part.path} does not exist", part.path)
 
 
 def hooks_of(job: Job) -> Iterator[tuple[str, str]]:

@@ -109,10 +109,12 @@ def test_check_and_train_refuse_the_same_before_anything_starts(
             "1 of 3 prompts (train.jsonl, line 3): metadata.rm_type is 'mth': did you mean 'math'?",
         ),
         (
-            [{"prompt": "x"}],
-            ("--skip-bad-lines", "--label-key", "label", "--rm-type", "exact_match"),
+            [{"question": "x"}],
+            ("--skip-bad-lines", "--rm-type", "exact_match"),
             "none of its rows is a prompt; the first: ",
         ),
+        ([*SUMS, {"question": "x"}], ("--rm-type", "random"), "train.jsonl, line 3: lacks 'prompt', has ['question']"),
+        (SUMS, ("--label-key", "answer", "--rm-type", "random"), "train.jsonl, line 1: lacks 'answer', has ['label'"),
     ],
 )
 def test_samples_that_could_never_be_rewarded_are_refused(
