@@ -95,8 +95,12 @@ def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
         stages = _of_so_many_layers(args.num_layers_per_virtual_pipeline_stage, architecture.num_layers, args)
     else:
         stages = args.virtual_pipeline_model_parallel_size or 1
-        if not _cuts_otherwise(args):
-            _require_divisor(stages, architecture.num_layers, args.pipeline_model_parallel_size)
+        ranks, num_layers = args.pipeline_model_parallel_size, architecture.num_layers
+        if stages > 1 and num_layers % (ranks * stages) and not _cuts_otherwise(args):
+            raise ConfigError(
+                f"num_virtual_stages_per_pipeline_rank {stages} x pipeline_model_parallel_size {ranks} does not divide "
+                f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}"
+            )
     if stages > 1 and args.pipeline_model_parallel_size == 1:
         raise ConfigError(
             f"{stages} virtual stages on one pipeline rank have no effect: pass "
@@ -124,14 +128,6 @@ def _of_so_many_layers(layers: int, num_layers: int, args: MegatronArgs) -> int:
             f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}"
         )
     return num_layers // (ranks * layers)
-
-
-def _require_divisor(stages: int, num_layers: int, ranks: int) -> None:
-    if stages > 1 and num_layers % (ranks * stages):
-        raise ConfigError(
-            f"num_virtual_stages_per_pipeline_rank {stages} x pipeline_model_parallel_size {ranks} does not divide "
-            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}"
-        )
 
 
 def _cuts_otherwise(args: MegatronArgs) -> list[str]:

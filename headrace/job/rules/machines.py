@@ -226,39 +226,29 @@ def check_colocation(job: Job) -> None:
     """Raises ConfigError for a job whose trainer and engines cannot take turns, or are not on the same devices."""
     if not job.placement.colocate:
         return
-    _synchronous(job)
-    _as_many_gpus(job)
-    several = job.placement.actor_num_nodes > 1
-    for what, instead in _not_on_each_machine(job) if several else _elsewhere(job):
-        shared = "the GPUs of each machine" if several else "the GPUs and the memory of one machine"
-        raise ConfigError(
-            f"colocate with {what}: trainer and engines share {shared}. {instead}, or leave --colocate out"
-        )
-    if job.publish.update_weight_transport == "collective":
-        raise ConfigError(
-            "update_weight_transport collective with colocate: trainer and engines are not on their GPUs at the same "
-            "time. Leave it out, which is ipc, or choose disk"
-        )
-
-
-def _synchronous(job: Job) -> None:
-    if job.debug.debug_rollout_only:
-        return
-    if job.buffer.max_staleness or job.publish.update_weights_interval > 1:
+    placement, publish = job.placement, job.publish
+    if (job.buffer.max_staleness or publish.update_weights_interval > 1) and not job.debug.debug_rollout_only:
         raise ConfigError(
             f"colocate cannot be combined with asynchronous training (max_staleness {job.buffer.max_staleness}, "
-            f"update_weights_interval {job.publish.update_weights_interval}): trainer and engines take turns on the "
-            "same GPUs. Leave --colocate out, or set both back to 0 and 1"
+            f"update_weights_interval {publish.update_weights_interval}): trainer and engines take turns on the same "
+            "GPUs. Leave --colocate out, or set both back to 0 and 1"
         )
-
-
-def _as_many_gpus(job: Job) -> None:
-    placement = job.placement
     if placement.rollout_num_gpus != placement.actor_num_gpus_per_node:
         raise ConfigError(
             f"colocate with rollout_num_gpus {placement.rollout_num_gpus} and {placement.actor_num_gpus_per_node} of "
             "the trainer on a machine (actor_num_gpus_per_node): a machine's engines are on its ranks' GPUs. Leave "
             "--rollout-num-gpus out"
+        )
+    several = placement.actor_num_nodes > 1
+    for what, instead in _not_on_each_machine(job) if several else _elsewhere(job):
+        shared = "the GPUs of each machine" if several else "the GPUs and the memory of one machine"
+        raise ConfigError(
+            f"colocate with {what}: trainer and engines share {shared}. {instead}, or leave --colocate out"
+        )
+    if publish.update_weight_transport == "collective":
+        raise ConfigError(
+            "update_weight_transport collective with colocate: trainer and engines are not on their GPUs at the same "
+            "time. Leave it out, which is ipc, or choose disk"
         )
 
 
