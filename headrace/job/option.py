@@ -49,8 +49,7 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Its field's own, of Megatron's; else the text below its field."""
-        return self.model.model_fields[self.name].description or _texts(self.model).get(self.name, "")
+        return _texts(self.model).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -94,8 +93,11 @@ def _of(section: str, model: type[BaseModel]) -> dict[str, Option]:
 
 @cache
 def _texts(model: type[BaseModel]) -> Mapping[str, str]:
-    """The texts below a section's fields. Read from the source when somebody asks, which a run never does."""
-    found: dict[str, str] = {}
+    """The texts below a section's fields, and Megatron's own descriptions.
+
+    Read from the source when somebody asks, which a run never does.
+    """
+    found = {name: field.description for name, field in model.model_fields.items() if field.description}
     for each in (cls for cls in reversed(model.__mro__) if issubclass(cls, Section) and cls is not Section):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(tree, ast.ClassDef)
