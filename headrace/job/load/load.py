@@ -131,16 +131,12 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Option]) -> Se
 M = TypeVar("M", bound=BaseModel)
 
 
-def _unheard(_: str) -> None:
-    """Ignores a note; for callers that read none."""
-
-
 def load(
     path: Path | None,
     argv: Sequence[str],
     environment: Mapping[str, str],
     scope_of: Callable[[Job], Scope] = Scope.of_train,
-    note: Callable[[str], None] = _unheard,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Job:
     """The job with everything derived, checked for the services that a command starts.
 
@@ -152,7 +148,7 @@ def load(
 
 
 def read(
-    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
+    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = lambda _: None
 ) -> Job:
     """The job as it was written: the types of its options are checked, nothing is derived."""
     known = options()

@@ -102,16 +102,6 @@ def check_images(job: Job, architecture: Architecture) -> None:
         )
 
 
-def image_plan(job: Job, architecture: Architecture | None) -> str | None:
-    """Says what becomes of the vision tower, and of images; None for a model of text."""
-    if architecture is None or architecture.vision is None:
-        return None
-    frozen = "the language part is trained; the vision tower is frozen, and exported as it is"
-    if (key := job.data.image_key) is None:
-        return f"{frozen}; no --multimodal-keys: prompts of files are text"
-    return f"of each row's {key!r}, where its prompt says <image>; {frozen}"
-
-
 def _check_argument(name: str, value: object, where: str = "") -> None:
     """Raises ConfigError, which begins with `where`, for one argument of SGLang's."""
     if (why := _refused_argument(name, value)) is not None:

@@ -329,9 +329,6 @@ async def loops(args, samples, evaluation=False):
 
 async def waits_for_a_server(args, sample, sampling_params):
     raise ConnectionRefusedError("search server 127.0.0.1:8000")
-
-async def plays(args, task, base_url):
-    raise LookupError(f"no browser for {task.label}")
 """
 
 
