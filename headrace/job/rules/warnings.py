@@ -13,8 +13,7 @@ from headrace.job.schema.job import Job
 
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
-    of_sampling = () if job.train.loss_type == "sft_loss" else _of_sampling(job)  # which then samples nothing
-    return [*_of_training(job), *_of_the_machine(job), *of_sampling, *_of_parts(job)]
+    return [*_of_training(job), *_of_the_machine(job), *_of_sampling(job), *_of_parts(job)]
 
 
 def _of_training(job: Job) -> Iterator[str]:
@@ -47,6 +46,8 @@ def _of_the_machine(job: Job) -> Iterator[str]:
 
 def _of_sampling(job: Job) -> Iterator[str]:
     train, rollout, hooks = job.train, job.rollout, job.hooks
+    if train.loss_type == "sft_loss":
+        return  # nothing is sampled
     narrowed = [f"rollout_top_p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     narrowed += [] if rollout.rollout_top_k is None else [f"rollout_top_k {rollout.rollout_top_k}"]
     if narrowed:
