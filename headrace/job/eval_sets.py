@@ -85,7 +85,7 @@ def own_rewards(sets: Sequence[EvalSet]) -> list[str]:
 
 
 def _read(path: Path) -> list[EvalSet]:
-    file = TableFile("eval_config", path)
+    file = TableFile("eval_config", path, str)
     try:
         tree = tomllib.loads(file.read())
     except (ValueError, RecursionError) as error:
@@ -97,7 +97,7 @@ def _read(path: Path) -> list[EvalSet]:
     for key in ("name", "path"):
         if key in defaults:
             file.refuse(f"[defaults] {key} would be the same for all: write it in each [[datasets]]")
-    tables = [file.require_table(f"data set {number}", table) for number, table in enumerate(datasets, 1)]
+    tables = [file.require_table("a data set", table) for table in datasets]
     return [_set(file, number, {**defaults, **table}) for number, table in enumerate(tables, 1)]
 
 

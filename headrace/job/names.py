@@ -13,11 +13,7 @@ MEGATRON: Mapping[str, Any] = _TABLE["megatron"]
 SGLANG: Mapping[str, Any] = _TABLE["sglang"]
 SLIME: Mapping[str, Any] = _TABLE["slime"]
 
-CONSTANTS: Sequence[str] = tuple(_TABLE["earlier"]["constants"])
-"""Options of earlier releases that are constants now."""
-
-MERGED: Mapping[str, str] = _TABLE["earlier"]["merged"]
-"""Options of earlier releases that another one is now, and which."""
+EARLIER: Mapping[str, Any] = _TABLE["earlier"]
 
 
 def reason_of_each(names_by_reason: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -31,10 +27,3 @@ PLACED_BY_US: Mapping[str, tuple[Any, str]] = {
     for name, default in (each["defaults"] | dict.fromkeys(each.get("without_default", ()))).items()
 }
 """SGLang's arguments that would give an engine other processes or GPUs than it is placed on: (default, why not)."""
-
-UNSUPPORTED: Mapping[str, str] = {
-    **reason_of_each(SLIME["refused"]),
-    **dict.fromkeys(CONSTANTS, "it is a constant, which fits every job: leave it out"),
-    **MERGED,
-}
-"""Why a name is refused, and what to do instead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +23,8 @@ class TableFile:
 
     option: str
     path: Path
+    key: Callable[[Any], str] = shown
+    """A key as a message has it."""
 
     def refuse(self, why: str) -> NoReturn:
         raise ConfigError(f"{self.option} {self.path}: {why}")
@@ -43,11 +45,11 @@ class TableFile:
     def require_keys(self, where: str, table: Mapping[Any, Any], known: Sequence[str]) -> None:
         for key in table:
             if key not in known:
-                self.refuse(f"{where}{shown(key)} is unknown{did_you_mean(str(key), known)}")
+                self.refuse(f"{where}{self.key(key)} is unknown{did_you_mean(str(key), known)}")
 
     def require_table(self, where: str, table: Any) -> Mapping[str, Any]:
         if not isinstance(table, dict):
-            self.refuse(f"{where} is {shown(table)}: write it as a table of keys and values")
+            self.refuse(f"{where} is {shown(table)}: write it as a mapping of keys to values")
         return table
 
     def validated(self, model: type[M], where: str, table: Mapping[Any, Any]) -> M:

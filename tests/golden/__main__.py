@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.job.names import CONSTANTS, MERGED
+from headrace.job.schema.job import CONSTANTS, MERGED
 from tests.golden.jobs import JOBS, ROOT, played
 from tests.golden.lines import resolved_lines
 from tests.golden.shapes import shapes

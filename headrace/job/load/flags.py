@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.job.names import UNSUPPORTED
+from headrace.job.names import SLIME, reason_of_each
 from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
+from headrace.job.schema.job import CONSTANTS, MERGED
 from headrace.job.schema.section import literal
 from headrace.limits import did_you_mean, shown, syntax_tree
 
@@ -46,6 +47,13 @@ def _fields(file: Path) -> list[str]:
         if not statement.target.id.startswith("_")
     ]
 
+
+UNSUPPORTED: Mapping[str, str] = {
+    **reason_of_each(SLIME["refused"]),
+    **dict.fromkeys(CONSTANTS, "it is a constant, which fits every job: leave it out"),
+    **MERGED,
+}
+"""Why a name is refused, and what to do instead."""
 
 SGLANG_PREFIX = "--sglang-"
 _SHOWN = 80

@@ -13,10 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.load import flags
-from headrace.job.load.flags import option_value, parse_flags
+from headrace.job.load.flags import UNSUPPORTED, option_value, parse_flags
 from headrace.job.load.resolve import resolve
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.names import UNSUPPORTED
 from headrace.job.option import ALIASES, Arity, Option, Setting, options
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope

@@ -13,7 +13,12 @@ from headrace.job.schema.job import Job
 
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
-    return [*_of_training(job), *_of_the_machine(job), *_of_sampling(job), *_of_parts(job)]
+    return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_parts(job)]
+
+
+def algorithm_warnings(job: Job) -> list[str]:
+    """None for supervised fine-tuning, which samples nothing."""
+    return [] if job.train.loss_type == "sft_loss" else list(_of_sampling(job))
 
 
 def _of_training(job: Job) -> Iterator[str]:
@@ -46,8 +51,6 @@ def _of_the_machine(job: Job) -> Iterator[str]:
 
 def _of_sampling(job: Job) -> Iterator[str]:
     train, rollout, hooks = job.train, job.rollout, job.hooks
-    if train.loss_type == "sft_loss":
-        return  # nothing is sampled
     narrowed = [f"rollout_top_p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     narrowed += [] if rollout.rollout_top_k is None else [f"rollout_top_k {rollout.rollout_top_k}"]
     if narrowed:

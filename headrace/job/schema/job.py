@@ -8,6 +8,7 @@ job.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import tomli_w
 from pydantic import AfterValidator, Field
 
 from headrace.errors import ConfigError
-from headrace.job.names import CONSTANTS, MERGED
+from headrace.job.names import EARLIER
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.run import (
@@ -31,6 +32,13 @@ from headrace.job.schema.services import BufferSection, RewardSection, ServicesS
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, LoraSection, TrainSection
 
 Arguments = Annotated[dict[str, Any], AfterValidator(normalize)]
+
+
+CONSTANTS: Sequence[str] = tuple(EARLIER["constants"])
+"""Options of earlier releases that are constants now."""
+
+MERGED: Mapping[str, str] = EARLIER["merged"]
+"""Options of earlier releases that another one is now, and which."""
 
 
 def without_constants(tree: Any) -> Any:

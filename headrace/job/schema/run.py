@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -167,16 +167,13 @@ def without_secrets(tree: Any, name: str = "") -> Any:
     return tree
 
 
-def passwords(tree: Any, name: str = "") -> Iterator[str]:
+def passwords(tree: Any, name: str = "") -> list[str]:
     """Names of values that are URLs with a password."""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from passwords(value, str(key))
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from passwords(value, name)
-    elif isinstance(tree, str) and _PASSWORD.search(tree):
-        yield name
+        return [found for key, value in tree.items() for found in passwords(value, str(key))]
+    if isinstance(tree, list | tuple):
+        return [found for value in tree for found in passwords(value, name)]
+    return [name] if isinstance(tree, str) and _PASSWORD.search(tree) else []
 
 
 def _is_secret(name: str) -> bool:

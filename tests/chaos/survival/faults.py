@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.process.linux import descendants, runs
+from headrace.process.linux import descendants, parent_of, runs
 from tests.support.faults.small_disk import SmallDisk
-from tests.support.processes.leftovers import parent_of
 from tests.support.processes.stand_in_run import StandInRun
 
 FULL_SECONDS = float(os.environ.get("HEADRACE_FULL_SECONDS", "2"))

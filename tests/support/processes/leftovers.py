@@ -16,10 +16,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from headrace.process.linux import marked, runs
+from headrace.process.linux import marked, parent_of, runs
 
 _ENDING_SECONDS = "ending_seconds"
 _LOOK_SECONDS = 0.1
@@ -41,13 +40,6 @@ class Leftover:
 
     def __str__(self) -> str:
         return f"{self.pid} (parent {self.parent}) {self.command}\n    started by {self.test}"
-
-
-def parent_of(pid: int) -> int:
-    """0 for a process that has ended, or that nobody here has started."""
-    with suppress(psutil.NoSuchProcess):
-        return int(psutil.Process(pid).ppid())
-    return 0
 
 
 def at_session_end(close: Callable[[], object]) -> None:

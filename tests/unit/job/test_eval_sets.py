@@ -100,12 +100,12 @@ AIME = '[[datasets]]\nname = "aime"\npath = "aime.jsonl"\n'
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (AIME + "temprature = 1.0", "data set aime: 'temprature' is unknown: did you mean temperature"),
-        ("[defaults]\ntop_q = 1.0\n" + AIME, "data set aime: 'top_q' is unknown"),
-        ("[default]\ntop_p = 1.0\n" + AIME, "'default' is unknown: did you mean defaults"),
-        ("[[dataset]]", "'dataset' is unknown: did you mean datasets"),
+        (AIME + "temprature = 1.0", "data set aime: temprature is unknown: did you mean temperature"),
+        ("[defaults]\ntop_q = 1.0\n" + AIME, "data set aime: top_q is unknown"),
+        ("[default]\ntop_p = 1.0\n" + AIME, "default is unknown: did you mean defaults"),
+        ("[[dataset]]", "dataset is unknown: did you mean datasets"),
         ("", "there must be one"),
-        ("datasets = [1]", "data set 1 is 1"),
+        ("datasets = [1]", "a data set is 1"),
         ('[defaults]\npath = "x"\n' + AIME, "path would be the same for all"),
         (AIME + "temperature = -1", "data set aime: temperature: "),
         (AIME + "interval = 0", "data set aime: interval: "),

@@ -10,10 +10,10 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
+from headrace.job.load.flags import UNSUPPORTED
 from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model import contradictions
-from headrace.job.names import UNSUPPORTED
 from headrace.job.option import ALIASES, OPPOSITES, options
 from headrace.job.rules.warnings import warnings
 from headrace.models.registry import PRESETS, architecture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.launch.health import is_serving
 from headrace.launch.supervisor import Supervisor
-from tests.support.processes.leftovers import parent_of
+from headrace.process.linux import parent_of
 from tests.unit.launch.test_supervisor import QUICK, Stage, alive, becomes, running
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from headrace.launch import launcher as launcher_module
 from headrace.launch.process import grace_seconds
-from headrace.process.linux import runs
-from tests.support.processes.leftovers import parent_of
+from headrace.process.linux import parent_of, runs
 from tests.unit.launch.test_supervisor import HERE
 
 

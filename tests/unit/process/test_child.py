@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.process.child import Child
-from headrace.process.linux import runs
+from headrace.process.linux import parent_of, runs
 from tests.support.faults.file_limit import files_end_at
-from tests.support.processes.leftovers import parent_of
 
 ELSEWHERE = (
     "import subprocess, sys, time\n"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from headrace.job.option import ALIASES, options
-from headrace.job.rules.warnings import warnings
+from headrace.job.rules.warnings import algorithm_warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
 LONE = "--n-samples-per-prompt 1"
@@ -53,7 +53,7 @@ def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
     ],
 )
 def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: str, warning: str) -> None:
-    (found,) = warnings(load_with(*flags.split()))
+    (found,) = algorithm_warnings(load_with(*flags.split()))
     assert re.search(warning, found)
 
 
@@ -67,4 +67,4 @@ def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: s
     ],
 )
 def test_what_is_meant_is_not_warned_of(load_with, flags: str) -> None:
-    assert warnings(load_with(*flags.split())) == []
+    assert algorithm_warnings(load_with(*flags.split())) == []

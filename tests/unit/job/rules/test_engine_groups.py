@@ -176,7 +176,7 @@ def test_contradictions_are_refused_with_the_way_out(load_with, flags: tuple[str
             "server group 1: 'num_gpu' is unknown: did you mean n",
         ),
         ("sglang: [{name: a, server_groups: [{num_gpus: no}]}]", "server group 1: num_gpus: .*got False"),
-        ("sglang: [{name: a, server_groups: [3]}]", "server group 1 is 3: write it as a table"),
+        ("sglang: [{name: a, server_groups: [3]}]", "server group 1 is 3: write it as a mapping"),
         ("sglang: {}", "there must be a list of models under the key sglang"),
         ("a: [b", "it is not YAML"),
         ("a: !!python/object/apply:os.system ['false']", "it is not YAML"),

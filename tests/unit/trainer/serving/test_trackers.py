@@ -91,7 +91,7 @@ def test_secrets_are_known_by_their_names_and_by_their_place_in_a_url() -> None:
         "plain": "http://host:80/path@2",
         "max_tokens": 5,
     }
-    assert list(passwords(tree)) == ["url"]
+    assert passwords(tree) == ["url"]
 
 
 @needs_wandb
