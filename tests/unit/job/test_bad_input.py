@@ -10,9 +10,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.load.load import load, read_environment, read_file
-from headrace.job.names import CONSTANTS
 from headrace.job.option import options
-from headrace.job.schema.job import Job, read_job
+from headrace.job.schema.job import CONSTANTS, Job, read_job
 from headrace.launch.specs import address_in
 
 REFUSED = r"""
