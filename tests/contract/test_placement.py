@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
@@ -110,11 +109,6 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
     assert "no such model" in ended.stderr
 
 
-def test_torchrun_is_refused_with_what_takes_its_place() -> None:
-    with pytest.raises(ValidationError, match="torchrun is no longer there: leave placement out"):
-        job("torchrun", 1, 1)
-
-
 def test_several_machines_need_slurm_or_ray_or_a_place_to_meet(folder: RunFolder) -> None:
     with refused(ConfigError, "actor_num_nodes 2", "--master-addr"):
         starter(job("local", 2, 1).placement, folder)
@@ -165,26 +159,6 @@ def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatc
     monkeypatch.setenv("PATH", "/nowhere")
     with refused(ConfigError, "srun"):
         starter(job("slurm", 1, 1).placement, folder)
-
-
-def test_ranks_of_slurm_are_asked_to_end_by_the_signal_that_srun_passes_on(folder: RunFolder) -> None:
-    code = (
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
-        f"pathlib.Path({str(folder.path)!r}, 'rank-' + __import__('os').environ['RANK']).touch()\n"
-        "time.sleep(120)"
-    )
-    command = [*starter(job("slurm", 2, 1).placement, folder), sys.executable, "-c", code]
-    step = subprocess.Popen(command, cwd=ROOT)
-    try:
-        while len(list(folder.path.glob("rank-*"))) < 2:
-            assert step.poll() is None
-            time.sleep(0.01)
-        step.terminate()
-        assert step.wait(60) == 0
-    finally:
-        step.kill()
-    assert not list(folder.logs.glob(".rendezvous*"))
 
 
 def test_a_task_of_slurm_has_its_place_and_the_first_machine_where_the_environment_names_it() -> None:

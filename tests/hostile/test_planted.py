@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.transaction import LedgerEvent
@@ -305,6 +306,15 @@ def a_sample_has_another_digest(run: AuditedRun) -> Sequence[str]:
     at = envelope.index(group.samples[0].digest)
     envelope[at : at + len(group.samples[1].digest)] = group.samples[1].digest
     set_group(run, group, samples=(replace(records[0], envelope=bytes(envelope)), *records[1:]))
+    return [rf"^digest: line \d+ feeds step {group.step} the batch"]
+
+
+@planted
+def a_sample_has_another_reward(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.COMMITTED)[0]
+    envelope = sample_pb2.SampleEnvelope.FromString(group.samples[0].envelope)
+    envelope.reward = 0.0
+    set_group(run, group, samples=(replace(group.samples[0], envelope=envelope.SerializeToString()), group.samples[1]))
     return [rf"^digest: line \d+ feeds step {group.step} the batch"]
 
 

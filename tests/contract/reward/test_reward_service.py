@@ -10,13 +10,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from headrace.hooks import section_args
 from headrace.job.schema.services import RewardSection
 from headrace.rpc import interceptor
@@ -163,14 +162,6 @@ async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: 
     assert [j.parts for j in judged if isinstance(j, Score)] == [{"score": 1.0, "acc": 1.0}] * 2
 
 
-@pytest.mark.parametrize(("function", "key"), [("verdict", "span"), ("words_only", "format")])
-async def test_a_part_that_is_no_number_is_never_the_reward(hooks: str, function: str, key: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:{function}", reward_key=key) as client:
-        (error,) = await client.score(items("7"), deadline_seconds=120)
-    assert isinstance(error, ScoreError)
-    assert error.reason in ("SCORER_NOT_FINITE", "SCORER_RAISED")
-
-
 async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
     """The results; a function that the service does not take at all is an error of every item."""
     try:
@@ -306,41 +297,11 @@ async def test_a_service_is_replaced_at_its_address_while_a_client_scores(hooks:
         assert [seven.value, eight.value] == rewards[seven.scorer]
 
 
-async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
-    address, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    async with process("--address", address, "--metrics-address", metrics, "--rm-type", "math") as service:
-        async with RewardClient(address) as client:
-            assert values(await client.score(items("7"), deadline_seconds=120)) == [1.0]
-        page = await asyncio.to_thread(lambda: urlopen(f"http://{metrics}/metrics").read().decode())
-        assert 'headrace_reward_items_total{outcome="SCORED",scorer="math"} 1.0' in page
-        service.send_signal(signal.SIGTERM)
-        assert await service.wait() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rm-type", "mth"], "headrace reward: rm_type is 'mth': did you mean 'math'?"),
-        (["--custom-rm-path", "nowhere/x.py:f"], "headrace reward: hook nowhere/x.py:f: no file"),
-        (["--address", "0.0.0.0:0", "--rm-type", "math"], "can be reached from other machines"),
-    ],
-)
-def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:
-    ended = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=180)
+def test_a_start_that_cannot_be_ends_with_one_line() -> None:
+    ended = subprocess.run(command("--rm-type", "mth"), env=environment(), capture_output=True, text=True, timeout=180)
     assert ended.returncode == 2
-    assert message in ended.stderr
+    assert "headrace reward: rm_type is 'mth': did you mean 'math'?" in ended.stderr
     assert ended.stderr.count("\n") == 1
-
-
-def test_a_taken_port_is_named() -> None:
-    async def take() -> None:
-        section = RewardSection(reward_workers=1, rm_type="exact_match")
-        first = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
-        with pytest.raises(Unavailable, match="in use"):
-            await RewardServer.start(section, section_args(section), Listen(first.rpc.address))
-        await first.stop(0)
-
-    asyncio.run(take())
 
 
 async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers_own_deadline(
