@@ -93,27 +93,6 @@ async def test_a_mistake_is_told_to_the_caller_who_made_it(client: BufferClient)
     assert (await client.stats("train")).groups["READY"] == NUM_GROUPS - 2
 
 
-async def test_the_groups_of_one_call_are_kept_or_refused_together(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    puts[5].samples[0].envelope.digest = bytes(32)
-    pairs = [puts[i : i + 2] for i in range(0, NUM_GROUPS, 2)]
-    answers = await asyncio.gather(*(client.put_groups(pair) for pair in pairs), return_exceptions=True)
-    assert [i for i, answer in enumerate(answers) if isinstance(answer, BaseException)] == [2]
-    assert (await client.stats("train")).groups["READY"] == NUM_GROUPS - 2
-
-
-async def test_a_caller_who_leaves_takes_nobody_along(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    calls = CountedCalls(client)
-    waiting = await put_behind(calls, puts)
-    for i in (0, 7):
-        waiting[i].cancel()
-    calls.opened.set()
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [i for i, answer in enumerate(answers) if isinstance(answer, asyncio.CancelledError)] == [0, 7]
-    assert sum(isinstance(answer, list) for answer in answers) == NUM_GROUPS - 2
-
-
 async def test_a_short_deadline_is_nobody_elses(client: BufferClient) -> None:
     puts = await leased_puts(client)
     calls = CountedCalls(client)
@@ -125,13 +104,3 @@ async def test_a_short_deadline_is_nobody_elses(client: BufferClient) -> None:
     answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(answers[7], DeadlineExceeded)
     assert sum(isinstance(answer, list) for answer in answers) == NUM_GROUPS - 1
-
-
-async def test_nobody_waits_for_a_client_that_was_closed(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    queue = PutQueue(CountedCalls(client))
-    waiting = [asyncio.create_task(queue.put([put], 30)) for put in puts]
-    await asyncio.sleep(0)
-    await queue.close()
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(answer, asyncio.CancelledError) for answer in answers)

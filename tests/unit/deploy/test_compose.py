@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.cli import main as command_line
 from headrace.errors import ConfigError
 from tests.support.deployments import DEPLOY, PORTS, PROBE, SERVICES, job_of, targets, variables_of_images
 
@@ -48,23 +47,3 @@ def test_a_service_is_probed_where_it_listens_and_waits_for_those_it_needs(servi
     for other, how in found["depends_on"].items():
         done = "service_completed_successfully" if other == "certs" else "service_healthy"
         assert how == {"condition": done}
-
-
-def test_containers_have_no_rights_no_published_ports_and_write_to_volumes_alone() -> None:
-    for name, service in COMPOSE["services"].items():
-        assert service["read_only"], name
-        assert service["cap_drop"] == ["ALL"], name
-        assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert "ports" not in service, name
-        assert all(volume.endswith(":ro") for volume in service["volumes"] if volume.startswith((".", "tls:/tls:")))
-    written = {volume.split(":")[0] for name in SERVICES for volume in COMPOSE["services"][name]["volumes"]}
-    assert {volume for volume in written if not volume.startswith(".")} == {*SERVICES, "tls"}
-    assert written - {*SERVICES, "tls"} <= {"../examples", "../models", "../examples/quickstart/job.toml"}
-
-
-def test_services_get_certificates_without_the_authoritys_key() -> None:
-    (script,) = COMPOSE["services"]["certs"]["command"]
-    command, copied = script.split(" && cd /authority && ")
-    assert command.split()[1] in command_line._COMMANDS
-    assert copied.split()[-4:] == ["ca.pem", "cert.pem", "key.pem", "/tls"]
-    assert not any("authority" in volume for name in SERVICES for volume in COMPOSE["services"][name]["volumes"])

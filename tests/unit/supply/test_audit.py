@@ -74,33 +74,6 @@ def test_a_package_that_pip_audit_skips_is_not_answered_for(tmp_path: Path) -> N
     assert ask("pypi", [ONE, TWO]) == {ONE: ["PYSEC-1 (mended in 1.1)"]}
 
 
-def test_a_service_that_cannot_be_reached_is_silent(tmp_path: Path) -> None:
-    ask = asked_of(program(tmp_path, "import sys; sys.exit('ConnectionError: no such host')"))
-    with pytest.raises(Silent, match="ConnectionError: no such host"):
-        ask("osv", [ONE])
-
-
-def test_two_versions_of_a_package_are_asked_one_after_the_other(tmp_path: Path) -> None:
-    """pip-audit refuses a file that has both."""
-    script = (
-        "import json, sys\nlines = open(sys.argv[sys.argv.index('-r') + 1]).read().split()\n"
-        "assert len({line.split('==')[0] for line in lines}) == len(lines)\n"
-        "rows = [dict(zip(('name', 'version'), line.split('==')), vulns=[]) for line in lines]\n"
-        "print(json.dumps({'dependencies': rows}))"
-    )
-    newer = Pin("one", "1.1")
-    assert asked_of(program(tmp_path, script))("osv", [ONE, TWO, newer]) == {ONE: [], TWO: [], newer: []}
-
-
-def test_an_old_list_is_read_with_its_date() -> None:
-    entry = {"cve": None, "id": "pyup.1", "specs": ["<1.1,>0.5", ">7"], "advisory": "", "v": ""}
-    old = OldList.read(json.dumps({"$meta": {"timestamp": 1625119202}, "One": [entry]}))
-    assert old.date == "2021-07-01"
-    assert [list(old.flaws(Pin("one", version))) for version in ("0.4", "1.0", "1.1", "8.0")] == [
-        [], ["pyup.1"], [], ["pyup.1"]
-    ]  # fmt: skip
-
-
 def test_every_pin_of_every_file_is_audited_and_each_service_has_a_bill() -> None:
     used = used_pins()
     assert {name for names in used.values() for name in names} == {file.name for file in files()}
@@ -108,13 +81,3 @@ def test_every_pin_of_every_file_is_audited_and_each_service_has_a_bill() -> Non
     for names in sbom.SETS.values():
         for name in names:
             assert set(pins_of(FOLDER / name)) <= used.keys()
-
-
-def test_a_line_that_pins_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text(
-        "# head\none==1.0 \\\n    --hash=sha256:00\ntwo[extra]==2.0 ; python_version < '3.12'\n"
-    )
-    assert pins_of(tmp_path / "x.txt") == [ONE, TWO]
-    (tmp_path / "x.txt").write_text("one>=1.0\n")
-    with pytest.raises(ValueError, match="x.txt has a line that pins no version: one>=1.0"):
-        pins_of(tmp_path / "x.txt")

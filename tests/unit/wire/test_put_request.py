@@ -64,15 +64,6 @@ def test_a_request_is_read_as_its_generated_class_reads_it(groups: list[pb.Group
     assert comparable(parse_puts(data)) == comparable([raw_put(group) for group in groups])
 
 
-@pytest.mark.parametrize("large_bytes", [0, 100, 128 << 10])
-@given(groups=st.lists(puts, max_size=3))
-def test_the_server_reads_what_the_client_wrote(groups: list[pb.GroupPut], large_bytes: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(put_request_module, "_LARGE_BYTES", large_bytes)
-        found = parse_puts(put_request(groups))
-    assert comparable(found) == comparable([raw_put(group) for group in groups])
-
-
 @given(st.lists(puts, min_size=1, max_size=2), st.data())
 @settings(max_examples=300)
 def test_bytes_that_are_no_request_are_refused_or_mean_the_same_to_both(
@@ -108,14 +99,6 @@ def test_bytes_that_are_no_request_are_refused_or_mean_the_same_to_both(
 def test_a_field_of_another_wire_type_is_an_unknown_one(data: bytes) -> None:
     expected = [raw_put(group) for group in pb.PutGroupsRequest.FromString(data).groups]
     assert comparable(parse_puts(data)) == comparable(expected)
-
-
-@pytest.mark.parametrize("data", [b"\x00\x00", b"\x07\x00", b"\x80\x80\x80\x80\x80\x01\x00", b"\x0a\x02\x00\x00"])
-def test_a_tag_that_none_is_is_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        pb.PutGroupsRequest.FromString(data)
-    with pytest.raises(DecodeError):
-        parse_puts(data)
 
 
 def test_a_field_that_comes_twice_is_merged_as_protobuf_merges_it() -> None:
