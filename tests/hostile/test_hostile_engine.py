@@ -16,7 +16,7 @@ from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.replies import BadAnswer
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
@@ -26,7 +26,7 @@ from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler
 from services.rollout.scoring import SampleScorer
-from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, response_to
+from tests.support.fakes.fake_engine import VOCAB_SIZE, response_to
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
 from tests.support.fakes.memory_ledger import MemoryLedger, lease
@@ -179,32 +179,6 @@ async def test_a_request_that_the_engine_refuses_fails_at_once_with_its_message(
         generator = Generator(client, ServedWeights())
         with pytest.raises(InvalidArgument, match="5000 tokens"):
             await generator.generate(PROMPT, PARAMS, request_id="r", seconds=60)
-
-
-@pytest.mark.parametrize("info", [{}, {"weight_version": "7"}])
-async def test_an_engine_that_names_no_weights_or_other_ones_is_started_again(info: object) -> None:
-    class Liar(FakeEngine):
-        def _control(self, path: str, body: dict[str, object]) -> object:  # type: ignore[override]
-            lies = path == "/model_info" and self is started[0] and path in self.calls[:-1]
-            return super()._control(path, body) if not lies else web.json_response(info)
-
-    from aiohttp import web
-
-    started: list[FakeEngine] = []
-
-    def build(number: int) -> FakeEngine:
-        started.append(Liar() if not started else FakeEngine())
-        return started[-1]
-
-    routing = RememberedRouting()
-    fleet = Fleet(1, 1, build, routing, FleetTiming(check_interval_seconds=0.005, missed_checks=2))
-    await fleet.start()
-    engine = fleet.engines[0]
-    async with asyncio.timeout(60):
-        while engine.restarts == 0 or engine.state is not EngineState.READY:  # another party's state
-            await asyncio.sleep(0.005)
-    assert routing.urls == {engine.url} == {started[1].url}
-    await fleet.stop()
 
 
 async def dripping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -14,15 +14,9 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.ledger_tools.export import export_parquet
-from headrace.sample_log import Answer, SampleLog
-from headrace.trajectory import Failure, Sample
-from services.buffer.store.postgres import PostgresStore
 from services.buffer.store.sqlite import SqliteStore
-from tests.support.ledgers.answers import answered
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
-from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
 
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
 
@@ -143,52 +137,6 @@ async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(
     assert "lacks 1 records or payloads that are damaged in the ledger itself; it holds all others" in said
     assert sample.envelope.sample_id in said
     assert not list(tmp_path.glob("copy-verified-*"))
-
-
-@needs_postgres
-async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = PostgresStore(cluster(), "backed_up")
-    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
-        await client.create_stream(STREAM)
-        sample_ids = await produce(client, 2)
-        assert await command("backup", server.address, str(tmp_path / "copy")) == 1
-        assert "pg_dump --schema headrace_backed_up DATABASE > FILE" in " ".join(capsys.readouterr().err.split())
-        dump = run_postgres("pg_dump", "--schema", "headrace_backed_up", cluster())
-    run_postgres("createdb", f"--maintenance-db={cluster()}", "restored")
-    restored = f"{cluster().removesuffix('/postgres')}/restored"
-    run_postgres("psql", "--quiet", restored, standard_input=dump)
-    async with (
-        served_buffer(PostgresStore(restored, "backed_up")) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        assert len(await client.fetch_samples("train", sample_ids)) == 4
-        await produce(client, 2, "goes on")
-
-
-async def test_what_was_committed_is_exported_with_its_text(served: Served, tmp_path: Path) -> None:
-    """From the run's log, and so is what the ledger has forgotten or never took."""
-    groups = (await served.client.list_groups("train", [pb.GROUP_STATE_CONSUMED])).groups
-    ids = [envelope.sample_id for group in groups for envelope in group.samples]
-    held = [Sample.unpack(packed) for packed in await served.client.fetch_samples("train", ids)]
-    log, file = SampleLog(tmp_path / "samples"), tmp_path / "samples.parquet"
-    forgotten = Answer.of(answered("forgotten", "2 + 2 =", " 5"), 1)
-    log.write_step(1, 0, [*(Answer.of(sample, 1) for sample in held), forgotten], 1 << 20)
-    failed = Answer.of(answered("failed", response="?", failure=Failure("SCORER_RAISED", "KeyError")))
-    log.write_failed(log.new_failed_file(), [failed], 1 << 20)
-    await served.client.commit("train", (await served.client.stats("train")).epoch, 1)
-    assert await export_parquet(served.address, "train", file, log) == 24 + 2
-    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
-    committed = [row for row in rows.values() if row["state"] == "COMMITTED" and row["sample_id"] != "forgotten"]
-    assert {row["sample_id"] for row in committed} == set(ids)
-    assert all(row["prompt"].startswith("What is q") and row["response"] == "ok" for row in committed)
-    assert [rows["forgotten"][name] for name in ("step", "response", "reward", "scorer")] == [0, " 5", 1.0, "math"]
-    assert [rows["failed"][name] for name in ("status", "response", "failure_reason")] == [
-        "failed",
-        "?",
-        "SCORER_RAISED",
-    ]
 
 
 async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:

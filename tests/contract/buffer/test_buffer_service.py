@@ -19,22 +19,19 @@ from headrace.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     OutOfRange,
     ResourceExhausted,
     Unavailable,
 )
-from headrace.job.schema.production import RolloutSection
-from headrace.job.schema.services import BufferSection
 from headrace.ledger_tools.audit_run import read_ledger
 from headrace.rpc import client as rpc
-from headrace.trajectory import Sample
+from services.buffer.ledger.stream import StreamConfig
 from services.buffer.ledger.transaction import Instant
 from services.buffer.runtime import commit
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
-from tests.support.processes.buffer_server import BufferProcess, served_buffer
+from tests.support.processes.buffer_server import served_buffer
 
 
 def stream(**changes: object) -> pb.StreamConfig:
@@ -56,28 +53,6 @@ async def client() -> AsyncIterator[BufferClient]:
     ):
         await client.create_stream(stream())
         yield client
-
-
-async def test_a_step_over_the_wire(client: BufferClient) -> None:
-    assert await client.submit_prompts("train", text_prompts("a", "b")) == ["train/0", "train/1"]
-    epoch = (await client.rewind("train", 0)).epoch
-    leases = (await client.lease_groups("train", "p", 8)).leases
-    assert [(x.prompt.text, x.n_samples, x.attempt) for x in leases] == [("What is a?", 2, 1), ("What is b?", 2, 1)]
-    assert 0 < leases[0].lease_seconds <= 60
-    results = await client.put_groups([complete_put(x) for x in leases])
-    assert {r.state for r in results} == {pb.GROUP_STATE_READY}
-    batch = await client.lease_batch("train", epoch, 0)
-    ids = [s.sample_id for g in batch.groups for s in g.samples]
-    samples = [Sample.unpack(packed) for packed in await client.fetch_samples("train", ids[::-1])]
-    assert [s.sample_id for s in samples] == ids[::-1]
-    assert samples[-1].tokens.tolist() == [1, 2, 3, 10, 5]
-    assert await client.consume("train", epoch, 0, batch.digest) == 1
-    assert await client.set_policy_version("train", epoch, 1) == 0
-    assert await client.commit("train", epoch, 1) == 2
-    stats = await client.stats("train")
-    assert (stats.step, stats.committed_step, stats.payload_bytes, stats.groups["COMMITTED"]) == (1, 1, 0, 2)
-    with pytest.raises(NotFound, match="committed"):
-        await client.fetch_samples("train", ids)
 
 
 async def test_waiting_producers_and_trainers_are_woken_by_the_change(client: BufferClient) -> None:
@@ -237,18 +212,6 @@ async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None
             await anext(watcher)
 
 
-async def test_groups_are_listed_by_page_and_by_id(client: BufferClient) -> None:
-    await client.submit_prompts("train", text_prompts("a", "b", "c"))
-    page = await client.list_groups("train", page_size=2)
-    assert [g.prompt.prompt_id for g in page.groups] == ["c", "b"]
-    rest = await client.list_groups("train", page_size=2, page_token=page.next_page_token)
-    assert ([g.prompt.prompt_id for g in rest.groups], rest.next_page_token) == (["a"], "")
-    some = await client.list_groups("train", group_ids=["train/0", "train/9"])
-    assert [g.group_id for g in some.groups] == ["train/0"]
-    with pytest.raises(InvalidArgument, match="was not returned by ListGroups"):
-        await client.list_groups("train", page_token="first")
-
-
 async def test_an_exhausted_file_ends_the_wait_for_a_batch(client: BufferClient, tmp_path: Path) -> None:
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(3)))
@@ -266,27 +229,18 @@ async def test_an_exhausted_file_ends_the_wait_for_a_batch(client: BufferClient,
     assert refused.value.reason == "EXHAUSTED"
 
 
-@pytest.mark.parametrize(("section", "status"), [({"max_payload_bytes": 1000}, "serving"), ({}, "refused")])
-async def test_a_restart_may_change_the_limits_and_nothing_else(
-    tmp_path: Path, section: dict[str, int], status: str
-) -> None:
-    first = BufferProcess(tmp_path, None)
-    await first.start()
-    async with BufferClient(first.address) as client:
+async def test_a_restart_may_change_the_limits_and_nothing_else(tmp_path: Path) -> None:
+    config = StreamConfig("train", n_samples_per_prompt=2, groups_per_step=4, max_staleness=9)
+    async with served_buffer(SqliteStore(tmp_path)) as (buffer, server), BufferClient(server.address) as client:
+        await buffer.create_stream(config)
         await client.submit_prompts("train", text_prompts("a"))
-    await first.kill()
-    rollout = RolloutSection(rollout_batch_size=4 if status == "serving" else 5, n_samples_per_prompt=2)
-    second = BufferProcess(tmp_path, None, buffer=BufferSection(max_staleness=3, **section), rollout=rollout)
-    await second.start()
-    if status == "refused":
-        assert await second.wait() == 1
-        assert "groups_per_step is 4, now 5; use another name" in second.log.splitlines()[-1]
-        return
-    async with BufferClient(second.address) as client:
-        (config,) = await client.list_streams()
-        assert (config.max_staleness, config.max_payload_bytes) == (3, 1000)
+    async with served_buffer(SqliteStore(tmp_path)) as (buffer, server), BufferClient(server.address) as client:
+        await buffer.set_limits(replace(config, max_staleness=3, max_payload_bytes=1000))
+        (found,) = await client.list_streams()
+        assert (found.max_staleness, found.max_payload_bytes) == (3, 1000)
         assert (await client.stats("train")).groups["QUEUED"] == 1
-    await second.kill()
+        with pytest.raises(AlreadyExists, match="groups_per_step is 4, now 5; use another name"):
+            await buffer.create_stream(replace(config, groups_per_step=5, max_staleness=3, max_payload_bytes=1000))
 
 
 async def test_two_samples_of_one_index_need_a_shared_rollout_id(client: BufferClient) -> None:

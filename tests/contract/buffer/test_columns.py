@@ -7,12 +7,10 @@ import dataclasses
 import hashlib
 import os
 import sqlite3
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
@@ -245,47 +243,7 @@ async def kill_in_the_middle(buffer: BufferProcess, folder: Path) -> None:
     await buffer.start()
 
 
-ROOM = 64 << 10
 """What all columns of the small buffer may have."""
-
-
-@asynccontextmanager
-async def small_buffer(tmp_path: Path) -> AsyncIterator[BufferClient]:
-    store, folder = SqliteStore(tmp_path / "ledger"), tmp_path / "ledger" / "columns"
-    async with (
-        served_buffer(store, columns_folder=folder, max_column_bytes=ROOM) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        yield client
-
-
-def chunk(data: bytes, end: int, *, offset: int = 0) -> pb.UploadColumnRequest:
-    sha256 = hashlib.sha256(data).digest()
-    return pb.UploadColumnRequest(sha256=sha256, num_bytes=len(data), offset=offset, data=data[offset:end])
-
-
-async def test_an_upload_whose_next_chunk_does_not_come_leaves_its_room_after_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And goes on from its beginning when its caller is back and there is room again."""
-    first, second = b"1" * (ROOM - 10), b"2" * 5_000
-    later = [0.0]
-    real = time.monotonic
-    monkeypatch.setattr("services.buffer.store.columns.time.monotonic", lambda: real() + later[0])
-    async with small_buffer(tmp_path) as client:
-        upload = client._stub.UploadColumn
-        assert (await upload(chunk(first, 20_000), timeout=60.0)).next_offset == 20_000
-        with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
-            await upload(chunk(second, 5_000), timeout=60.0)
-        later[0] = 30.0
-        assert (await upload(chunk(first, 40_000, offset=20_000), timeout=60.0)).next_offset == 40_000
-        later[0] += 61.0
-        (answer,) = await asyncio.gather(upload(chunk(second, 5_000), timeout=60.0), return_exceptions=True)
-        assert isinstance(answer, pb.UploadColumnResponse), answer
-        assert answer.complete
-        with pytest.raises(grpc.aio.AioRpcError, match="exceed 65536"):
-            await upload(chunk(first, ROOM, offset=40_000), timeout=60.0)
-        assert (await upload(chunk(b"3" * (ROOM - 6_000), 1), timeout=60.0)).next_offset == 1
 
 
 async def leased_with_partial(client: BufferClient, seed: int) -> pb.GroupLease:

@@ -21,7 +21,7 @@ from services.buffer.store.salvage import transaction
 from services.buffer.store.sqlite import PositionMark, SqliteStore, connect
 from tests.contract.buffer.test_buffer_stores import busy_ledger
 from tests.support.faults.durable_points import image
-from tests.support.ledgers.buffer_samples import text_prompts
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete
 from tests.support.processes.buffer_server import served_buffer
 
@@ -320,6 +320,23 @@ def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> Non
             database.executemany("INSERT INTO numbers VALUES (?)", [(1,), (None,)])
         assert database.execute("SELECT * FROM numbers").fetchall() == []
         assert not database.in_transaction
+
+
+async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        payloads: dict[tuple[str, str], bytes] = {}
+        for stream, sample_id in (("s", "0/x"), ("s/0", "x")):
+            await client.create_stream(pb.StreamConfig(name=stream, n_samples_per_prompt=1, groups_per_step=1))
+            await client.submit_prompts(stream, text_prompts(f"asked of {stream}"))
+            (lease,) = (await client.lease_groups(stream, "p", 1)).leases
+            put = complete_put(lease)
+            put.samples[0].envelope.sample_id = sample_id
+            await client.put_groups([put])
+            payloads[stream, sample_id] = put.samples[0].payload
+        assert len(set(payloads.values())) == 2
+        for (stream, sample_id), payload in payloads.items():
+            (sample,) = await client.fetch_samples(stream, [sample_id])
+            assert (sample.payload, sample.envelope.group_id) == (payload, f"{stream}/0")
 
 
 async def test_a_stream_whose_row_is_damaged_is_data_loss_alone(tmp_path: Path) -> None:

@@ -155,13 +155,6 @@ async def test_a_hook_says_its_files_digest(hooks: str) -> None:
     assert custom.description == "A bare integer is worth 0.3, the right one 0.7 more."
 
 
-async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:verdict", reward_key="acc") as client:
-        judged = await client.score(items("7", "8"), deadline_seconds=120)
-    assert values(judged) == [1.0, 1.0]
-    assert [j.parts for j in judged if isinstance(j, Score)] == [{"score": 1.0, "acc": 1.0}] * 2
-
-
 async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
     """The results; a function that the service does not take at all is an error of every item."""
     try:

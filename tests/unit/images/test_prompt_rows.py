@@ -12,14 +12,16 @@ import pytest
 from headrace.errors import InvalidArgument
 from headrace.images import with_images
 from headrace.job.eval_sets import EvalSet, eval_dataset
+from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+from headrace.job.schema.run import ModelSection
+from services.buffer.build import train_stream
 from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from tests.support.pictures import png
-from tests.unit.buffer.test_build import stream_of
 
 FOLDER = Path("/data/set")
 HERE = "/data/set/a.png"
@@ -78,9 +80,9 @@ def test_what_does_not_fit_is_refused_with_file_and_line(prompt: str, images: li
 
 def test_multimodal_keys_name_the_key_in_prompt_files_and_evaluations(tmp_path: Path) -> None:
     data = DataSection(prompt_data=("/a.jsonl",), multimodal_keys={"image": "pictures"})
-    config = stream_of(data=data)
+    rollout = RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2)
+    config = train_stream(Job(model=ModelSection(hf_checkpoint=Path("/none")), rollout=rollout, data=data))
     assert config_from_proto(config_to_proto(config)).files[0].image_key == "pictures"
-    assert stream_of(data=DataSection(prompt_data=("/a.jsonl",))).files[0].image_key is None
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "pictures": "b.png"}))
     asked = eval_dataset(EvalSet(name="e", path=path), EvalSection(), RolloutSection(), data)
