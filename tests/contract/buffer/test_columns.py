@@ -243,9 +243,6 @@ async def kill_in_the_middle(buffer: BufferProcess, folder: Path) -> None:
     await buffer.start()
 
 
-"""What all columns of the small buffer may have."""
-
-
 async def leased_with_partial(client: BufferClient, seed: int) -> pb.GroupLease:
     """Leases the one group and releases it with a partial sample that has a column of its own."""
     (lease,) = (await client.lease_groups("train", "p", 1)).leases

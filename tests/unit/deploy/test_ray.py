@@ -1,4 +1,4 @@
-"""deploy/ray: a RayJob of fields that KubeRay has, pods that Kubernetes takes, and flags that headrace has."""
+"""deploy/ray: pods that Kubernetes takes, and flags that headrace has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from headrace.job.option import options
 from headrace.job.rules.scope import Scope
 from tests.support.deployments import DEPLOY, targets
 
-"""Of ray.io/v1, as KubeRay's API reference has them; those that the file may use."""
 SUBMIT = DEPLOY / "ray" / "submit.sh"
 
 
@@ -52,6 +51,8 @@ def test_its_job_is_one_that_can_be_loaded_and_has_room(job_file: Path, monkeypa
     variables = {each["name"]: each.get("value", "10.0.0.7") for each in container["env"]}
     job = load(job_file, flags, variables, lambda job: Scope(["buffer", "reward", "rollout", "trainer"], "elsewhere"))
     assert str(job.run.run_dir) == "/runs"
+    auth = ray_job()["spec"]["rayClusterSpec"]["authOptions"]
+    assert auth == {"mode": "token"}, "whoever reaches a Ray cluster runs programs on it"
     room = sum(int(group["rayStartParams"]["num-cpus"]) * group.get("replicas", 1) for group in groups())
     assert job.placement.num_ranks + job.placement.num_engines <= room
     assert job.placement.actor_num_nodes == len(groups())
