@@ -11,7 +11,6 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
-from headrace.errors import FailedPrecondition
 from headrace.trajectory import Status
 from services.buffer.store.memory import MemoryStore
 from services.trainer.failure_budget import FailureBudget
@@ -117,21 +116,3 @@ async def test_the_buffer_counts_failures_drops_and_returns_by_their_reasons() -
     assert (production.num_groups_returned, production.last_return) == (1, "UNAVAILABLE: no engine")
     example = next(count for count in production.failures if count.reason == "REWARD_HOOK_RAISED")
     assert (example.example, example.group_id) == ("KeyError: 'answer'", leases[1].group_id)
-
-
-async def test_a_stream_that_is_read_to_its_end_says_what_failed(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    file = pb.FileSource(path=str(tmp_path / "prompts.jsonl"), input_key="prompt", num_epochs=1)
-    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=2, max_attempts=1, files=[file])
-    async with (
-        served_buffer(MemoryStore(), prompt_root=tmp_path) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        await client.create_stream(config)
-        epoch = (await client.rewind("train", 0)).epoch
-        leases = (await client.lease_groups("train", "p", 2)).leases
-        await client.put_groups([failed_put(lease) for lease in leases])
-        with pytest.raises(
-            FailedPrecondition, match="2 samples failed or were dropped, 2 of them by ENGINE_DOWN: nobody"
-        ):
-            await client.try_lease_batch("train", epoch, 0)

@@ -6,8 +6,6 @@ import asyncio
 import json
 import shutil
 import socket
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -142,17 +140,6 @@ def test_it_writes_nothing_into_the_runs_folder(run: RunFolder, capsys: pytest.C
     assert main(["audit", str(run.path), "--deep"]) == 0
     assert everything_in(run.path) == before
     assert "lost, doubled, unaccounted: 0 0 0" in capsys.readouterr().out
-
-
-def test_it_leaves_a_damaged_ledger_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    with closing(sqlite3.connect(run.ledger / "ledger.sqlite")) as database, database:
-        database.execute(
-            "UPDATE payloads SET body = zeroblob(length(body)) WHERE rowid = (SELECT min(rowid) FROM payloads)"
-        )
-    before = everything_in(run.path)
-    assert main(["audit", str(run.path), "--deep"]) == 1
-    assert "damaged" in capsys.readouterr().out
-    assert everything_in(run.path) == before
 
 
 def test_a_ledger_that_another_buffer_has_open_is_not_copied(

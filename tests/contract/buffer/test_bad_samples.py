@@ -223,3 +223,12 @@ async def test_a_call_has_1024_samples(client: BufferClient, sizes: tuple[int, .
     with refused(InvalidArgument, MAX_PUT_SAMPLES_PER_CALL, reason="BATCH_TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
     await nothing_is_stored(client, "many", len(sizes))
+
+
+async def test_the_envelopes_of_a_groups_partial_samples_have_16_mib(client: BufferClient) -> None:
+    (lease,) = await leased(client, "many")
+    partials = [enveloped(lease, i, 65_536) for i in range(257)]
+    release = pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=partials)
+    with refused(InvalidArgument, MAX_GROUP_ENVELOPE_BYTES, reason="TOO_LARGE"):
+        await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=[release]))
+    await nothing_is_stored(client, "many", 1)

@@ -196,22 +196,6 @@ async def test_a_watch_from_a_deleted_position_is_refused_with_the_oldest_and_fr
             await read_ledger(client, "train", 60.0)
 
 
-async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None:
-    async with (
-        served_buffer(MemoryStore(), max_watch_lag=10) as (buffer, server),
-        BufferClient(server.address) as client,
-    ):
-        await client.create_stream(stream(max_queued_groups=100))
-        watcher = buffer.events.watch(1)
-        assert len(await anext(watcher)) == 1
-        live = asyncio.ensure_future(anext(watcher))
-        await client.submit_prompts("train", text_prompts("a"))
-        assert len(await live) == 1
-        await client.submit_prompts("train", text_prompts(*(f"p{i}" for i in range(20))))
-        with pytest.raises(OutOfRange, match="20 events behind, more than 10"):
-            await anext(watcher)
-
-
 async def test_an_exhausted_file_ends_the_wait_for_a_batch(client: BufferClient, tmp_path: Path) -> None:
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(3)))

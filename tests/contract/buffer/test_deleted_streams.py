@@ -12,7 +12,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.errors import Aborted, HeadraceError
+from headrace.errors import HeadraceError
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy
@@ -160,23 +160,6 @@ async def _outcome(call: Awaitable[Any]) -> Any:
 async def _everything(client: BufferClient) -> Any:
     assert "s" in [stream.name for stream in await client.list_streams()], "the next stream was deleted"
     return (await client.stats("s")).SerializeToString(deterministic=True), await client.list_groups("s")
-
-
-async def test_the_trainer_of_a_deleted_stream_is_fenced_from_the_next_one() -> None:
-    async with (
-        served_buffer(MemoryStore()) as (_, server),
-        BufferClient(server.address) as old,
-        BufferClient(server.address) as new,
-    ):
-        late = Late(old)
-        await late.prepare()
-        await new.delete_stream("s", force=True)
-        await new.create_stream(config("s", max_attempts=1))
-        epoch = (await new.rewind("s", 0)).epoch
-        for method in ("LeaseBatch", "ConsumeBatch", "CommitStep", "SetPolicyVersion"):
-            with pytest.raises(Aborted):
-                await RETRIED[method](Late(old, late.epoch, late.leases, late.digest))
-        assert (await new.stats("s")).epoch == epoch
 
 
 async def test_each_stream_of_a_name_has_an_id_of_its_own_that_a_start_does_not_change(tmp_path: Path) -> None:

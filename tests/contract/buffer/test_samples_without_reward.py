@@ -16,7 +16,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.run import ModelSection
 from headrace.job.schema.training import DistillationSection, TrainSection
-from headrace.trajectory import Failure, Sample, Status
+from headrace.trajectory import Sample, Status
 from services.buffer.build import train_stream
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite import SqliteStore
@@ -81,27 +81,6 @@ async def test_a_trained_sample_without_a_reward_fails_alone_where_the_job_train
         assert [envelope.status for envelope in others] == [COMPLETED] * 4
         (again,) = await client.put_groups([put_of(first, [ok, bare, zero, cut])])
         assert again.duplicate
-
-
-async def test_samples_of_any_kind_without_a_reward_fail_and_those_that_failed_keep_their_reason(
-    tmp_path: Path,
-) -> None:
-    """None of the group has a reward; the ledger is started again."""
-    job = job_of(BY_REWARDS)
-    async with stream_of(job, SqliteStore(tmp_path)) as client:
-        (lease,) = await leased(client, 1)
-        samples = [replace(completed_sample(lease, i, 0), reward=None) for i in range(4)]
-        samples[1] = replace(samples[1], status=Status.FAILED, failure=Failure("ENGINE_DOWN", "nobody answered"))
-        samples[2] = replace(samples[2], loss_mask=samples[2].loss_mask * 0)
-        samples[3] = replace(samples[3], status=Status.TRUNCATED)
-        await client.put_groups([put_of(lease, samples)])
-    async with stream_of(job, SqliteStore(tmp_path)) as client:
-        (envelopes,) = await stored(client)
-        assert [envelope.status for envelope in envelopes] == [FAILED] * 4
-        reasons = [envelope.failure.reason for envelope in envelopes]
-        assert reasons == ["NO_REWARD", "ENGINE_DOWN", "NO_REWARD", "NO_REWARD"]
-        for sample in await client.fetch_samples("train", [envelope.sample_id for envelope in envelopes]):
-            assert Sample.unpack(sample).status is Status.FAILED
 
 
 @pytest.mark.parametrize(

@@ -151,15 +151,6 @@ async def test_names_that_data_sets_checkers_import_are_known(body: str) -> None
     assert await code.score(item(script, {"inputs": ["3"], "outputs": ["3"]})) == 1.0
 
 
-async def test_names_of_checkers_do_not_stand_in_for_the_tested_function() -> None:
-    assert await reward_of("x = 1\ndef gcd(a, b):\n    return 7", "assert isclose(gcd(12, 8), 4)") == 0.0
-    assert await reward_of("def median(a):\n    return 0", "assert math.isclose(median([1, 2, 6]), 2)") == 0.0
-    assert (
-        await reward_of("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25", "assert sum(1, 2) > 2") == 1.0
-    )
-    assert await reward_of("def permutations(s):\n    return [s]", "assert set(permutations('ab')) == {'ab'}") == 1.0
-
-
 @pytest.mark.parametrize(
     ("result", "expected", "reward"),
     [
