@@ -16,15 +16,12 @@ import pytest
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
-from headrace.hooks import section_args
-from headrace.job.schema.services import RewardSection
 from headrace.rpc import interceptor
 from headrace.rpc.client import call
 from headrace.rpc.net import free_port
-from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward import registry, scoring
-from services.reward.server import RewardServer
+from tests.support.processes.reward_server import served_reward
 from tests.support.refusals import refused
 
 HOOKS = '''
@@ -86,17 +83,6 @@ def hooks(tmp_path: Path) -> str:
     return str(file)
 
 
-@asynccontextmanager
-async def serving(address: str = "127.0.0.1:0", **leaves: object) -> AsyncIterator[RewardClient]:
-    section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), Listen(address))
-    try:
-        async with RewardClient(server.rpc.address) as client:
-            yield client
-    finally:
-        await server.stop(1)
-
-
 def items(*responses: str, label: str | None = "7", **metadata: object) -> list[ScoreItem]:
     return [ScoreItem(str(i), "3 + 4 =", r, label=label, metadata=metadata) for i, r in enumerate(responses)]
 
@@ -106,7 +92,7 @@ def values(judgements: list[Score | ScoreError]) -> list[float | str]:
 
 
 async def test_mathematics_is_judged_and_says_by_whom() -> None:
-    async with serving(rm_type="math") as client:
+    async with served_reward(rm_type="math") as client:
         right, wrong = await client.score(items(r"\boxed{7}", "8"), deadline_seconds=120)
         assert right == Score(1.0, "math", "math-verify 0.9.0")
         assert wrong.value == 0.0
@@ -118,7 +104,7 @@ async def test_mathematics_is_judged_and_says_by_whom() -> None:
 async def test_each_item_may_choose_its_scorer() -> None:
     asked = items("yes", label="yes", rm_type="exact_match") + items("17", label=None, rm_type="nonsense")
     asked = [ScoreItem(str(i), a.prompt, a.response, a.label, a.metadata) for i, a in enumerate(asked + items("a7b"))]
-    async with serving(rm_type="regex") as client:
+    async with served_reward(rm_type="regex") as client:
         exact, unknown, default = await client.score(asked, deadline_seconds=120)
     assert (exact.scorer, default.scorer) == ("exact_match", "regex")
     assert unknown.reason == "SCORER_UNKNOWN"
@@ -126,7 +112,7 @@ async def test_each_item_may_choose_its_scorer() -> None:
 
 
 async def test_no_scorer_is_an_error_not_a_zero() -> None:
-    async with serving() as client:
+    async with served_reward() as client:
         assert values(await client.score(items("7"), deadline_seconds=120)) == ["SCORER_UNKNOWN"]
         assert values(await client.score(items("7"), "exact_match", deadline_seconds=120)) == [1.0]
         with refused(NotFound, "exact_macth", "exact_match", reason="SCORER_UNKNOWN"):
@@ -135,7 +121,7 @@ async def test_no_scorer_is_an_error_not_a_zero() -> None:
 
 async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
     asked = items("7", "loop", "8", "crash", "x", "raise", "none", "nan", "text", "exit", "7")
-    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=2.0) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=2.0) as client:
         judged = await client.score(asked, deadline_seconds=120)
         again = await client.score(items("7"), deadline_seconds=120)
     expected = [1.0, "SCORER_TIMEOUT", 0.3, "SCORER_CRASHED", 0.0, "SCORER_RAISED"]
@@ -147,7 +133,7 @@ async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
 
 
 async def test_a_hook_says_its_files_digest(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward") as client:
         (score,) = await client.score(items("7"), deadline_seconds=120)
         (custom,) = [s for s in await client.list_scorers() if s.is_default]
     assert score.scorer_version == custom.version
@@ -158,7 +144,7 @@ async def test_a_hook_says_its_files_digest(hooks: str) -> None:
 async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
     """The results; a function that the service does not take at all is an error of every item."""
     try:
-        async with serving(custom_rm_path=path) as client:
+        async with served_reward(custom_rm_path=path) as client:
             return await client.score(asked, deadline_seconds=120)
     except ConfigError as error:
         return [ScoreError("REFUSED", error.message)] * len(asked)
@@ -185,30 +171,30 @@ async def test_trls_form_may_take_completions_alone_and_names_a_column_that_no_r
 
 
 async def test_a_dict_needs_its_key(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:parts", reward_key="length") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:parts", reward_key="length") as client:
         (score,) = await client.score(items("abc"), deadline_seconds=120)
         assert (score.value, score.parts) == (3.0, {"correct": 1.0, "length": 3.0})
-    async with serving(custom_rm_path=f"{hooks}:parts") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:parts") as client:
         (error,) = await client.score(items("abc"), deadline_seconds=120)
         assert error.message.endswith("gave the parts ['correct', 'length']: set --reward-key")
 
 
 async def test_a_group_scorer_sees_each_group_whole(hooks: str) -> None:
     asked = [ScoreItem(str(i), "", "", group_id=g) for i, g in enumerate("aabba")]
-    async with serving(custom_rm_path=f"{hooks}:group", group_rm=True) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:group", group_rm=True) as client:
         assert values(await client.score(asked, deadline_seconds=120)) == [3.0, 3.0, 2.0, 2.0, 3.0]
 
 
 async def test_a_class_is_made_with_its_model(hooks: str, tmp_path: Path) -> None:
-    async with serving(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
         assert values(await client.score(items("a", "bcd"), deadline_seconds=120)) == [1.0, 3.0]
     with refused(ConfigError, "--reward-model-path"):
-        async with serving(custom_rm_path=f"{hooks}:Model"):
+        async with served_reward(custom_rm_path=f"{hooks}:Model"):
             pass
 
 
 async def test_bad_requests_are_refused() -> None:
-    async with serving(rm_type="math") as client:
+    async with served_reward(rm_type="math") as client:
         with pytest.raises(InvalidArgument, match="unique"):
             await client.score([*items("7"), *items("7")], deadline_seconds=10)
         with refused(InvalidArgument, 4096):
@@ -217,7 +203,7 @@ async def test_bad_requests_are_refused() -> None:
 
 async def test_a_full_queue_says_when_to_come_back(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "MAX_SCORE_ITEMS", 2)
-    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
         slow = asyncio.create_task(client.score(items("wait"), deadline_seconds=120))
         refused: ResourceExhausted | None = None
         while refused is None:
@@ -301,7 +287,7 @@ async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers
     hooks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interceptor, "MAX_CALL_SECONDS", 3.0)
-    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward") as client:
         (score,) = await client.score([ScoreItem("1", "", "slow once", label="7")], deadline_seconds=300)
     assert isinstance(score, Score)
     assert Path(f"{hooks}.slow").exists()

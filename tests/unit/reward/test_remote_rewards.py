@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
-from headrace.hooks import section_args
-from headrace.job.schema.services import RewardSection
 from headrace.rpc.net import free_port
-from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward.server import RewardServer
+from tests.support.processes.reward_server import served_reward
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 
@@ -75,17 +70,6 @@ def answering() -> Iterator[Callable[[Answer], AnsweringServer]]:
         server.close()
 
 
-@asynccontextmanager
-async def serving(**leaves: Any) -> AsyncIterator[RewardClient]:
-    section = RewardSection.model_validate({"reward_workers": 1, **leaves})
-    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
-    try:
-        async with RewardClient(server.rpc.address) as client:
-            yield client
-    finally:
-        await server.stop(1)
-
-
 def item(response: str, **metadata: object) -> ScoreItem:
     return ScoreItem(response or "empty", "2 + 5 =", response, "7", metadata)
 
@@ -113,7 +97,7 @@ async def test_a_server_of_the_users_own_gives_rewards_and_each_failure_is_its_o
 
     remote = answering(answer)
     names = ("7", "8", "wrapped", "parts", "busy", "refused", "no number", "no json", "nan")
-    async with serving(rm_type="remote_rm", rm_url=f"{remote.url}/score", reward_key="short") as client:
+    async with served_reward(rm_type="remote_rm", rm_url=f"{remote.url}/score", reward_key="short") as client:
         results = dict(
             zip(names, await client.score([item(name, level=3) for name in names], deadline_seconds=120), strict=True)
         )
@@ -145,7 +129,7 @@ async def test_a_server_that_is_away_or_silent_is_a_failure_that_may_pass(
         return 200, b"1"
 
     for url in (f"http://127.0.0.1:{free_port()}", answering(silent).url):
-        async with serving(rm_type="remote_rm", rm_url=url, reward_timeout_seconds=1.0) as client:
+        async with served_reward(rm_type="remote_rm", rm_url=url, reward_timeout_seconds=1.0) as client:
             (result,) = await client.score([item("7")], deadline_seconds=120)
         assert isinstance(result, ScoreError)
         assert result.retryable
@@ -164,7 +148,7 @@ async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
     judge, prompt = answering(answer), tmp_path / "prompt.txt"
     prompt.write_text('Q {prompt} A {response} L {label}. Answer as {{"grade": n}}.')
     flags = {"judge_url": f"{judge.url}/v1", "judge_model": "big", "judge_prompt": prompt, "judge_scale": 5.0}
-    async with serving(rm_type="judge", **flags) as client:
+    async with served_reward(rm_type="judge", **flags) as client:
         good, bad = await client.score([item("seven"), item("silence")], deadline_seconds=120)
     assert isinstance(good, Score)
     assert good.value == pytest.approx(0.8)
@@ -188,7 +172,7 @@ async def test_a_judge_is_asked_for_json_and_its_verdict_is_read(
 
     judge = answering(answer)
     flags = {"judge_url": judge.url, "judge_model": "big", "judge_scale": 4.0, "judge_json": True}
-    async with serving(rm_type="judge", **flags) as client:
+    async with served_reward(rm_type="judge", **flags) as client:
         (result,) = await client.score([item("seven")], deadline_seconds=120)
     assert isinstance(result, Score)
     assert result.value == 0.5
@@ -207,7 +191,7 @@ async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
         {"judge_url": door.url, "judge_model": "m", "rm_type": "judge"},
         {"rm_url": door.url, "rm_type": "remote_rm"},
     ):
-        async with serving(**flags) as client:
+        async with served_reward(**flags) as client:
             (result,) = await client.score([item("7")], deadline_seconds=120)
         assert (thief.visits, thief.keys) == ([], [])
         assert isinstance(result, ScoreError)
@@ -225,5 +209,5 @@ async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
 )
 async def test_a_server_that_nobody_named_is_said_before_the_first_item(leaves: dict[str, str], way_out: str) -> None:
     with pytest.raises(ConfigError, match=way_out):
-        async with serving(**leaves):
+        async with served_reward(**leaves):
             pass
