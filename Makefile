@@ -105,7 +105,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		tests/contract/test_placement.py tests/unit/rollout/engine/test_ray_engines.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
 	@HEADRACE_PLACEMENTS=1 $(BIN)/python -m pytest tests/e2e/test_nothing_to_learn.py
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
-	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py

@@ -13,21 +13,9 @@ from headrace.rpc.status import code_of
 
 ROOT = Path(__file__).parents[2]
 SERVERS = [
-    "aiohttp",
-    "uvloop",
-    "psycopg",
-    "prometheus_client",
-    "grpc_health.v1",
-    "grpc_reflection.v1alpha",
-    "pyarrow",
-    "torch",
-    "transformers",
-    "pydantic",
-    "services",
-    "headrace.rpc.server",
-    "headrace.rpc.interceptor",
-    "headrace.launch",
-    "headrace.cli",
+    *("aiohttp", "uvloop", "psycopg", "prometheus_client", "grpc_health.v1", "grpc_reflection.v1alpha", "pyarrow"),
+    *("torch", "transformers", "pydantic", "services"),
+    *("headrace.rpc.server", "headrace.rpc.interceptor", "headrace.launch", "headrace.cli"),
 ]
 
 

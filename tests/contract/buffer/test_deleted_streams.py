@@ -108,15 +108,8 @@ RETRIED: dict[str, Callable[[Late], Awaitable[Any]]] = {
     "DeleteStream": lambda late: late.client.delete_stream("s", force=True),
     "SubmitPrompts": lambda late: late.client.submit_prompts("s", some_prompts(2, first=90)),
     "LeaseGroups": lambda late: late.client.lease_groups("s", "p", 1, request_id="after"),
-    "RenewLeases": lambda late: late.client.renew_leases([late.leases[3].lease_id]),
-    "ReleaseLeases": lambda late: late.client.release_leases([pb.LeaseRelease(lease_id=late.leases[3].lease_id)]),
     "PutGroups": lambda late: late.client.put_groups([complete_put(late.leases[3])]),
-    "RetryGroups": lambda late: late.client.retry_groups("s", request_id="again"),
-    "DropGroups": lambda late: late.client.drop_groups("s", [late.leases[3].group_id], "poison", request_id="drop"),
-    "LeaseBatch": lambda late: late.client.try_lease_batch("s", late.epoch, 0),
     "ConsumeBatch": lambda late: late.client.consume("s", late.epoch, 0, late.digest),
-    "CommitStep": lambda late: late.client.commit("s", late.epoch, 0),
-    "SetPolicyVersion": lambda late: late.client.set_policy_version("s", late.epoch, 0),
     "Rewind": lambda late: late.client.rewind("s", 0, request_id="second"),
 }
 
@@ -160,20 +153,3 @@ async def _outcome(call: Awaitable[Any]) -> Any:
 async def _everything(client: BufferClient) -> Any:
     assert "s" in [stream.name for stream in await client.list_streams()], "the next stream was deleted"
     return (await client.stats("s")).SerializeToString(deterministic=True), await client.list_groups("s")
-
-
-async def test_each_stream_of_a_name_has_an_id_of_its_own_that_a_start_does_not_change(tmp_path: Path) -> None:
-    ids: list[str] = []
-    for start in range(2):
-        async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
-            if start:
-                assert (await client.stats("s")).stream_id == ids[-1]
-            for _ in range(3):
-                ids.append((await client.create_stream(config("s"))).stream_id)
-                assert (await client.create_stream(config("s"))).stream_id == ids[-1]
-                assert (await client.stats("s")).stream_id == ids[-1]
-                await client.delete_stream("s")
-            ids.append((await client.create_stream(config("s"))).stream_id)
-            await client.create_stream(config("t"))
-            assert (await client.stats("t")).stream_id not in ids
-    assert len(set(ids)) == len(ids) - 1, "after the start the stream was the same"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,15 +96,6 @@ def test_sqlite_is_told_to_sync_every_commit(tmp_path: Path) -> None:
     assert writer.execute("PRAGMA synchronous").fetchone() == (2,)
     assert writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     store.close()
-
-
-def test_the_lock_is_held_until_the_store_is_closed(tmp_path: Path) -> None:
-    program = f"import fcntl; fcntl.flock(open({str(tmp_path / 'lock')!r}, 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    store = SqliteStore(tmp_path)
-    locked = [sys.executable, "-c", program]
-    assert subprocess.run(locked, check=False, capture_output=True).returncode != 0
-    store.close()
-    assert subprocess.run(locked, check=False, capture_output=True).returncode == 0
 
 
 def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

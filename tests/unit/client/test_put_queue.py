@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.put_queue import PutQueue
 from headrace.errors import DataLoss, DeadlineExceeded, NotFound
@@ -65,18 +64,6 @@ async def test_puts_that_come_while_others_are_on_the_wire_share_a_call(client: 
     assert [result.group_id for result in results] == [put.group_id for put in puts]
     assert {result.state for result in results} == {pb.GROUP_STATE_READY}
     assert calls.num_groups == [1, 1, NUM_GROUPS - 2]
-
-
-async def test_large_puts_do_not_wait_for_an_answer(client: BufferClient) -> None:
-    calls = CountedCalls(client)
-    queue = PutQueue(calls)
-    large = pb.GroupPut(lease_id="l", group_id="train/0", failure=sample_pb2.Failure(message="x" * (1 << 20)))
-    waiting = [asyncio.create_task(queue.put([large], 30)) for _ in range(6)]
-    while len(calls.num_groups) < 6:
-        await asyncio.sleep(0)
-    await queue.close()
-    await asyncio.wait(waiting)
-    assert calls.num_groups == [1] * 6
 
 
 async def test_a_mistake_is_told_to_the_caller_who_made_it(client: BufferClient) -> None:

@@ -1,4 +1,4 @@
-"""deploy/slurm/train.sbatch: options that exist, the command that it starts, and when its job is requeued."""
+"""deploy/slurm/train.sbatch: the command that it starts, and when its job is requeued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from headrace.job.option import options
 from tests.support.deployments import DEPLOY
 
 SCRIPT = DEPLOY / "slurm" / "train.sbatch"
-"""Of sbatch, as its manual has them; those that the script may use."""
 HEADRACE = """#!{python}
 import json, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(os.environ["CODE_WHEN_ASKED"])))
@@ -69,14 +68,6 @@ def test_a_job_of_several_machines_starts_services_where_slurm_reaches_the_first
     }
     assert variables == {"HEADRACE_SERVICE_HOST": "10.0.0.7", "MASTER_ADDR": "10.0.0.7"}
     assert set(variables) - {"MASTER_ADDR"} <= {option.variable for option in options().values()}
-
-
-def test_one_machine_needs_no_address(place: Path) -> None:
-    assert start(place, "job.toml", SLURM_JOB_NUM_NODES="1", SLURM_NTASKS_PER_NODE="8(x2)", CODE="3").wait(60) == 3
-    words, variables = told(place)
-    assert words[words.index("--actor-num-gpus-per-node") + 1] == "8"
-    assert variables == {}
-    assert not (place / "asked").exists(), "a run that fails does not go back into the queue"
 
 
 @pytest.mark.parametrize(

@@ -172,22 +172,6 @@ async def test_results_in_floating_point_have_a_tolerance_and_whole_numbers_none
         assert await reward_of(program, f"assert f(1) == {expected!r}") == reward
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import enum, pickle\nclass Colour(enum.Enum):\n    RED = 4\n"
-        "def f(a):\n    return pickle.loads(pickle.dumps(Colour(a))).value",
-        "from __future__ import annotations\nfrom dataclasses import dataclass, field, replace\n"
-        "@dataclass(slots=True)\nclass Node:\n    x: int\n    below: list[Node] = field(default_factory=list)\n"
-        "def f(a):\n    return replace(Node(0), x=a).x",
-        "import sys\ndef f(a):\n    return a\nif __name__ == '__main__':\n    sys.exit(int(input()))",
-    ],
-)
-async def test_a_tested_program_is_a_module_like_any_other(body: str) -> None:
-    assert await code.score(item(body, {"fn_name": "f", "inputs": [[4]], "outputs": [4]})) == 1.0
-    assert await reward_of(body, "assert f(4) == 4", test_setup_code="import math") == 1.0
-
-
 ASSERTIONS = {
     "assert set(f(3)) == set((4, 5))": "[5, 4]",
     "assert isclose(f(3), 3.2)": "3.2",
@@ -250,13 +234,6 @@ async def test_numbers_whose_hashes_collide_do_not_hold_the_scorer() -> None:
     ):
         with within_cpu_seconds(5.0):
             assert await code.score(item(program, tests)) == 0.0
-
-
-@pytest.mark.parametrize("word", ["9" * 900_000 + "x", "1e999999999", "(" * 900_000])
-async def test_words_that_are_nearly_numbers_do_not_hold_the_scorer(word: str) -> None:
-    with within_cpu_seconds(3.0):
-        assert not same_output(word, "9" * 30)
-        assert not same_output(word, "(1.5),")
 
 
 @contextmanager

@@ -14,44 +14,19 @@ from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised
 
 ROOT = Path(__file__).parents[3]
 MODULES = frozenset(
-    [
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "cloudpickle",
-        "dill",
-        "joblib",
-        "jsonpickle",
-        "marshal",
-        "shelve",
-        "runpy",
-        "yaml",
-        "multiprocessing",
-        "code",
-        "codeop",
-        "xmlrpc",
-    ]
+    {
+        *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "runpy"),
+        *("yaml", "multiprocessing", "code", "codeop", "xmlrpc"),
+    }
 )
 """What reads objects or runs code: importing one is enough to be listed."""
 BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 METHODS = frozenset(
-    [
-        "import_module",
-        "exec_module",
-        "load_module",
-        "run_module",
-        "run_path",
-        "from_pretrained",
-        "recv_pyobj",
-        "all_gather_object",
-        "broadcast_object_list",
-        "gather_object",
-        "scatter_object_list",
-        "send_object_list",
-        "recv_object_list",
-        "read_pickle",
-        "load_state_dict_from_url",
-    ]
+    {
+        *("import_module", "exec_module", "load_module", "run_module", "run_path", "from_pretrained", "recv_pyobj"),
+        *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list"),
+        *("recv_object_list", "read_pickle", "load_state_dict_from_url"),
+    }
 )
 """By their last name, whatever they are called on."""
 WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickle.load", "pickle.Unpickler"})
