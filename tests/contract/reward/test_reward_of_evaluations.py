@@ -32,7 +32,7 @@ async def test_a_data_sets_own_function_scores_its_items_and_no_others(training:
     own = f"{source}:evaluated"
     named = [{"rm_type": own}, {}, {"rm_type": f"{source}:secret"}]
     items = [ScoreItem(str(number), "3 + 4 =", "a7b", "7", metadata) for number, metadata in enumerate(named)]
-    async with served_reward(of_evaluations=[own], **leaves) as client:
+    async with served_reward([own], **leaves) as client:
         evaluated, trained, foreign = await client.score(items, deadline_seconds=120)
     assert isinstance(evaluated, Score)
     assert isinstance(trained, Score)
@@ -50,5 +50,5 @@ async def test_a_data_sets_own_function_scores_its_items_and_no_others(training:
 @pytest.mark.parametrize(("name", "said"), [("Model", "a class made with a model's folder"), ("nobody", "nobody")])
 async def test_a_function_that_cannot_be_called_ends_the_start(source: str, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        async with served_reward(of_evaluations=[f"{source}:{name}"], rm_type="math"):
+        async with served_reward([f"{source}:{name}"], rm_type="math"):
             pass

@@ -10,8 +10,6 @@ _FILLER = ".filler"
 _CHUNK = 64 << 10
 
 
-
-
 def in_own_namespace(command: list[str]) -> list[str]:
     """The command, in a mount namespace in which it may mount; what it mounts is gone when it ends."""
     return [*_UNSHARE, *command]

@@ -14,7 +14,7 @@ from services.reward.server import RewardServer
 
 
 @asynccontextmanager
-async def served_reward(*, of_evaluations: Sequence[str] = (), **leaves: Any) -> AsyncIterator[RewardClient]:
+async def served_reward(of_evaluations: Sequence[str] = (), /, **leaves: Any) -> AsyncIterator[RewardClient]:
     """One worker, where the leaves of the job's section do not say otherwise."""
     section = RewardSection.model_validate({"reward_workers": 1, **leaves})
     args, listen = section_args(section), Listen("127.0.0.1:0")
