@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +108,7 @@ async def _status(address: str) -> str:
     return output.decode()
 
 
+@pytest.mark.skipif("HEADRACE_POSTGRES_CUTS" not in os.environ, reason="long: make chaos sets HEADRACE_POSTGRES_CUTS")
 @pytest.mark.timeout(600)
 async def test_sessions_that_are_ended_at_random_points_cost_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
     buffer = buffer_of(tmp_path, postgres, "cut")
@@ -163,4 +166,21 @@ def test_a_commit_of_unknown_outcome_is_made_once(postgres: PostgresServer, monk
         it.submit(f"prompt {position}")
         assert [event.position for event in store.read_events(position + 1, 10)] == [position + 1]
     assert len(store.load().groups) == 4
+    store.close()
+
+
+def test_a_server_that_hangs_is_cut_and_the_commit_made_again(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres_store, "_CONNECT_SECONDS", 2)
+    monkeypatch.setattr(postgres_store.answered.__wrapped__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
+    store = PostgresStore(postgres.dsn, "hangs", wait_seconds=60.0)
+    it = LedgerUnderTest(store)
+    it.create()
+    postgres.signal(signal.SIGSTOP)
+    waking = threading.Timer(4.0, postgres.signal, (signal.SIGCONT,))
+    waking.start()
+    it.submit("after all")
+    waking.join()
+    assert len(store.load().groups) == 1
     store.close()

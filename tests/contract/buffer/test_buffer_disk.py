@@ -28,7 +28,7 @@ def process(folder: Path) -> BufferProcess:
     return BufferProcess(folder, None, buffer=BufferSection(max_staleness=9))
 
 
-@pytest.mark.parametrize("failpoint", ["sync:EIO:2", "written:kill:2", "commit:EIO:9"])
+@pytest.mark.parametrize("failpoint", ["sync:EIO:2", "written:kill:2"])
 async def test_a_disk_that_fails_ends_the_process_and_clients_go_on_after_its_restart(
     tmp_path: Path, failpoint: str
 ) -> None:

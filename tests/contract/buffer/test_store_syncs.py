@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sqlite3
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,6 +86,39 @@ async def test_an_uploaded_column_and_its_name_are_synced_before_the_answer(
         synced.clear()
         await client.upload_column(LargeColumn(bytes.fromhex(name), data))
         assert synced == [f"{name}.part", f"{name}.part becomes {name}", "columns"]
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
+    """Its log is synced by the real system call between two answers; a connection that forgot FULL would not."""
+    program = (
+        "from pathlib import Path\n"
+        "from services.buffer.store.sqlite import SqliteStore\n"
+        "from tests.support.ledgers.ledger_under_test import LedgerUnderTest\n"
+        "import os, sys\n"
+        f"it = LedgerUnderTest(SqliteStore(Path({str(tmp_path / 'ledger')!r})))\n"
+        "it.create()\n"
+        "for i in range(20): it.submit(f'q{i}'); os.write(1, b'answered\\n')\n"
+    )
+    trace = tmp_path / "trace"
+    watched = [
+        "strace",
+        "-f",
+        "-y",
+        "-e",
+        "trace=fsync,fdatasync,write",
+        "-o",
+        str(trace),
+        sys.executable,
+        "-c",
+        program,
+    ]
+    subprocess.run(watched, check=True, capture_output=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    told = [line for line in trace.read_text().splitlines() if "sync(" in line or '"answered' in line]
+    answers = [i for i, line in enumerate(told) if '"answered' in line]
+    assert len(answers) == 20
+    for before, after in pairwise(answers):
+        assert any("ledger.sqlite-wal" in line for line in told[before:after])
 
 
 def test_sqlite_is_told_to_sync_every_commit(tmp_path: Path) -> None:
