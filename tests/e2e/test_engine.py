@@ -7,21 +7,19 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted, Unavailable
+from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted
 from headrace.job.schema.job import Job
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import EngineOptions, has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.replies import BadAnswer, Finish
+from services.rollout.engine.replies import Finish
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.fleet_build import sglang_factory
@@ -92,28 +90,6 @@ async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None
     assert open_to_others(listens) == [], listens
 
 
-def test_on_a_cpu_schedulers_and_detokenizers_are_forks_of_their_servers(stack: Stack) -> None:
-    assert forks_below(os.getpid()) == [*["sglang::detokenizer"] * 2, *["sglang::scheduler"] * 2]
-
-
-def forks_below(pid: int) -> list[str]:
-    """The names of its descendants that were forked: the kernel put their C library where their parent's is."""
-    below = psutil.Process(pid).children(recursive=True)
-    return sorted(each.name() for each in below if _libc_at(each.pid) == _libc_at(each.ppid()))
-
-
-def _libc_at(pid: int) -> str:
-    """Random in each new program, unchanged in a fork."""
-    return next(line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/libc.so" in line)
-
-
-async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> None:
-    params = SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(150)))
-    generation = await stack.generator.generate(PROMPT, params, request_id="stop", seconds=240)
-    assert generation.finish is Finish.STOP
-    assert generation.tokens[-1] < 150
-
-
 @pytest.mark.parametrize("holds", REQUESTS, ids=lambda check: check.__name__)
 async def test_requests_of_every_form(stack: Stack, holds: Callable[[Stack], Awaitable[None]]) -> None:
     await holds(stack)
@@ -130,19 +106,6 @@ async def test_an_input_longer_than_the_context_is_refused_at_once_with_the_engi
         asking = stack.generator.generate(prompt, params, request_id="long", seconds=240)
     with pytest.raises(InvalidArgument, match=r"(?i)length|context|longer"):
         await asking
-
-
-async def test_engines_that_are_examined_and_answer_well_stay(stack: Stack) -> None:
-    restarts = [engine.restarts for engine in stack.fleet.engines]
-    stack.fleet.suspect(BadAnswer("not_json", "nobody's"))
-    async with asyncio.timeout(120):
-        while any(engine.is_suspect for engine in stack.fleet.engines):  # another party's state
-            await asyncio.sleep(0.05)
-    generation = await stack.generator.generate(PROMPT, SamplingParams(max_new_tokens=4), request_id="e", seconds=240)
-    assert generation.tokens
-    assert [(e.bad_answers, e.restarts, e.state) for e in stack.fleet.engines] == [
-        (0, before, EngineState.READY) for before in restarts
-    ]
 
 
 async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None:
@@ -274,21 +237,6 @@ async def test_an_engine_leaves_the_fleet_while_it_generates_and_its_group_is_go
     assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
 
 
-@whole_run
-async def test_an_engine_comes_to_the_fleet_while_another_generates(stack: Stack) -> None:
-    version = stack.fleet.policy_version
-    async with always_in_flight(stack, "through-the-coming") as finished:
-        assert (await Scaler(stack.fleet, Capacity()).scale(2, drain_seconds=0)).coming == ("engine-1",)
-        async with asyncio.timeout(600):
-            while [e.state for e in stack.fleet.engines] != [EngineState.READY, EngineState.STALE]:
-                await asyncio.sleep(0.1)  # another party's state
-        served = dict(stack.model.named_parameters())
-        await publish(stack, a_group(), served, version=version, engine_ids=("engine-1",))
-        both = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
-    assert both.engine_ids == ("engine-0", "engine-1")
-    assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
-
-
 async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack: Stack) -> None:
     version = stack.fleet.policy_version
     weights = shifted(stack.model, 0.01)
@@ -298,13 +246,3 @@ async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack:
         await publish(stack, sender, weights, version=version + 1, checksums=lies)
     assert stack.fleet.policy_version == version
     assert {e.state for e in stack.fleet.engines} <= {EngineState.DOWN, EngineState.STARTING, EngineState.STALE}
-
-
-@whole_run
-async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, tmp_path: Path) -> None:
-    options = EngineOptions(stack.checkpoint, 1, 0, {"attention_backend": "no_such_backend"}, threads=1)
-    engine = SglangProcess(options, 0, tmp_path / "engine-0.log", has_accelerator=await has_accelerator())
-    with pytest.raises(Unavailable, match="no_such_backend") as caught:
-        await engine.start(seconds=240)
-    assert caught.value.reason == "ENGINE_START_FAILED"
-    await engine.stop()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
+
+from services.rollout import fleet_build
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from tests.support.fakes.fake_engine import FakeEngine
 
@@ -26,6 +29,29 @@ class RememberedRouting:
     async def remove(self, engine_url: str) -> None:
         await self.answers.wait()
         self.urls.discard(engine_url)
+
+
+class _NoRouter(RememberedRouting):
+    """Stands where sglang-router does, before one engine: those who ask it ask the engine."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    async def start(self) -> None: ...
+
+    async def supervise(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None: ...
+
+
+@contextlib.contextmanager
+def without_router(engine: FakeEngine) -> Iterator[None]:
+    """Services that are built in the block start no router: all requests go to the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_build, "Router", lambda *_, **__: _NoRouter(engine.url))
+        yield
 
 
 @dataclass

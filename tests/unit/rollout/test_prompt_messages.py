@@ -40,20 +40,15 @@ def asked(name: str, *messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_in_parts_is_one_text(name: str) -> None:
-    for parts in (
-        [{"type": "text", "text": SAID}],
-        [{"type": "text", "text": SAID[:7]}, {"type": "text", "text": SAID[7:]}],
-        [SAID],
-        [{"type": "input_text", "text": SAID}],
-    ):
+    well = {"role": "user", "content": "Well?"}
+    for parts in ([{"type": "text", "text": SAID[:7]}, {"type": "input_text", "text": SAID[7:]}], [SAID]):
         for role in ("user", "system"):
-            well = {"role": "user", "content": "Well?"}
             as_text = asked(name, {"role": role, "content": SAID}, well)
             assert asked(name, {"role": role, "content": parts}, well) == as_text
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("role", ["human", "gpt", "developer", "function", "ipython", "Users", "critic"])
+@pytest.mark.parametrize("role", ["human", "developer", "function", "Users"])
 def test_no_role_vanishes(name: str, role: str) -> None:
     for messages in (
         [{"role": role, "content": SAID}],
@@ -67,14 +62,6 @@ def test_no_role_vanishes(name: str, role: str) -> None:
             assert messages[-1]["content"] != "e" or re.search(r'[>\n]"?e"?(<|$)', text), text
         else:
             assert repr(role) in text or "template refused" in text
-
-
-@pytest.mark.parametrize(
-    ("role", "way_out"), [("human", "rename the role to 'user'"), ("function", "rename the role to 'tool'")]
-)
-def test_a_refusal_names_the_role_and_the_way_out(role: str, way_out: str) -> None:
-    text = asked("qwen3", {"role": "user", "content": "a"}, {"role": role, "content": "b"})
-    assert text == f"refused: the chat template writes nothing of message 1, whose role is {role!r}: {way_out}"
 
 
 def test_every_message_counts_and_not_roles_alone() -> None:

@@ -48,28 +48,6 @@ def test_a_lap_begins_where_the_one_before_it_ended(clock: Clock) -> None:
         clock.seconds += 3.0
     clock.seconds += 1.0
     assert activity.lap() == pytest.approx(0.75)
-    assert activity.lap() is None  # of no time there is no share
-
-
-def test_an_engine_is_not_busy_in_a_standstill(clock: Clock) -> None:
-    activity = Activity(1, clock)
-    activity.lap()
-    with activity.requests():
-        clock.seconds += 1.0
-        activity.stand_still()
-        clock.seconds += 2.0
-        activity.go_on()
-        clock.seconds += 1.0
-    assert activity.lap() == pytest.approx(0.5)
-
-
-def test_a_request_that_fails_is_over(clock: Clock) -> None:
-    activity = Activity(1, clock)
-    activity.lap()
-    with pytest.raises(KeyError), activity.requests():
-        raise KeyError
-    clock.seconds += 1.0
-    assert activity.lap() == 0.0
 
 
 async def test_a_commit_answers_the_share_since_the_commit_before(fakes: FakeFleet, clock: Clock) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ import pytest
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job
-from headrace.process.scratch import Scratch, delete_scratch
+from headrace.process.scratch import Scratch
 from services.rollout.engine import launch
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.process import SglangProcess
@@ -91,59 +88,12 @@ async def test_an_argument_that_the_launcher_refuses_is_a_mistake_in_the_job(eng
     assert not list(engines.temporary.iterdir())
 
 
-async def test_nothing_is_left_of_an_engine_that_ends_by_itself(engines: Engines) -> None:
-    engine = engines("ends")
-    await engine.start(seconds=50.0)
-    async with asyncio.timeout(60):
-        assert await engine.wait() == 0
-    assert not list(engines.temporary.iterdir())
-
-
 async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) -> None:
     engine = engines("serves")
     await engine.start(seconds=50.0)
     assert list(engines.temporary.iterdir())
     await engine.stop()
     assert not list(engines.temporary.iterdir())
-
-
-async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of all its engines, also of those that the next one does not have."""
-    logs = tmp_path / "logs"
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    killed = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", KILLED, str(logs), env={**os.environ, "TMPDIR": str(temporary)}
-    )
-    assert await killed.wait() == -signal.SIGKILL
-    strangers = temporary / "of another program"
-    strangers.mkdir()
-    assert len(list(temporary.iterdir())) == 3
-    delete_scratch(logs, "engine-*")
-    assert list(temporary.iterdir()) == [strangers]
-
-
-KILLED = """
-import os, signal, sys, tempfile
-from pathlib import Path
-from headrace.process.scratch import Scratch
-
-for engine in range(2):
-    scratch = Scratch(Path(sys.argv[1]), f"engine-{engine}")
-    scratch.make()
-    (scratch.folder / "ranks").write_text("ranks meet here")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_an_engines_folder_is_its_users_alone_and_short_enough_for_sockets(tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path, "engine-7")
-    scratch.make()
-    assert scratch.folder.stat().st_mode & 0o777 == 0o700
-    assert len(scratch.folder.name) + len("/tmp//tmpabcdefgh") < 60
-    scratch.delete()
-    assert not scratch.folder.exists()
 
 
 def test_the_service_deletes_leftovers_before_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,7 @@ from headrace.rpc.net import Address, free_port
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.process import ExternalEngine
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 
 TIMING = FleetTiming(
     start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=0.2, missed_checks=3, max_restarts=5
@@ -30,12 +29,6 @@ async def others() -> AsyncIterator[FakeEngine]:
     await engine.start(seconds=60)
     yield engine
     await engine.stop()
-
-
-async def until(fact) -> None:
-    async with asyncio.timeout(60):
-        while not fact():
-            await asyncio.sleep(0.01)
 
 
 async def test_it_has_unknown_weights_until_it_is_given_some_and_is_left_running(others: FakeEngine) -> None:
@@ -63,6 +56,7 @@ async def test_one_that_goes_away_is_tried_again_and_is_not_trusted_when_it_come
     await fleet.switch_to(3)
     await fleet.serve(engine, 3)
     others.faults["/model_info"] = others.faults["/server_info"] = "hang"
+    until = FakeFleet(fleet, routing).until
     await until(lambda: engine.state is not EngineState.READY)
     assert routing.urls == set()
     others.faults.clear()
@@ -86,7 +80,6 @@ async def test_an_engine_of_another_size_is_refused_and_one_that_is_not_there_is
     ("flags", "said"),
     [
         (("127.0.0.1:1", "127.0.0.1:1"), "has an address twice"),
-        (("somewhere",), "is not host:port"),
         (("127.0.0.1:1", "--rollout-num-gpus", "3"), "1 engines of 1 have 1; leave one of them out"),
         (("10.0.0.7:1", "--update-weight-transport", "ipc"), "10.0.0.7:1 may be another"),
         (("127.0.0.1:1", "--debug-rollout-only"), "nothing would give them"),
@@ -96,8 +89,3 @@ def test_what_cannot_be_asked_of_them_is_refused(load_with, flags: tuple[str, ..
     with pytest.raises(ConfigError) as refused:
         load_with("--rollout-external-engine-addrs", *flags)
     assert said in refused.value.message
-
-
-def test_their_addresses_say_how_many_engines_there_are(load_with) -> None:
-    two = ("--rollout-external-engine-addrs", "10.0.0.7:1", "10.0.0.8:1", "--rollout-num-gpus-per-engine", "2")
-    assert load_with(*two).placement.num_engines == 2

@@ -6,13 +6,7 @@ import pytest
 
 from headrace.errors import Unavailable
 from services.rollout.engine.fleet import Engine, EngineSlot, EngineState
-from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
-
-
-async def test_started_engines_are_in_routing(fakes: FakeFleet) -> None:
-    assert [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY]
-    assert fakes.routing.urls == {e.url for e in fakes.fleet.engines}
 
 
 async def test_every_engine_freezes_its_garbage_collection_before_it_serves(fakes: FakeFleet) -> None:
@@ -94,18 +88,6 @@ async def test_an_engine_that_failed_publications_end_is_started_again_each_time
             await fakes.until(lambda count=restarts: (one.restarts, one.state) == (count, EngineState.READY))
             await fakes.fleet.give_up(one, "publication aborted")
         await fakes.until(lambda: (one.restarts, one.state) == (4, EngineState.READY))
-
-
-async def test_an_engine_that_does_not_start_any_more_stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fake_fleet(max_restarts=1) as fakes:
-
-        async def refuse(self: FakeEngine, *, seconds: float) -> None:
-            raise Unavailable("no memory is left on the device")
-
-        monkeypatch.setattr(FakeEngine, "start", refuse)
-        fakes.fake(0).die()
-        await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.QUARANTINED)
-        assert fakes.fleet.engines[0].trouble == "no memory is left on the device"
 
 
 def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:

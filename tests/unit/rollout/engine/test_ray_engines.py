@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import signal
@@ -13,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import Job
 from headrace.process.linux import runs
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.fleet_build import capacity
 from tests.long_forms import whole_run
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.gloo_engine import GlooEngineProcess
@@ -86,28 +83,11 @@ async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fle
     await fakes.until(lambda: not runs(second))
 
 
-@pytest.mark.skipif(not has_ray, reason="ray is not installed")
-@whole_run
-async def test_an_engine_without_a_machine_says_what_the_cluster_has(
-    cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from headrace.errors import Unavailable
-    from services.rollout.engine import ray_engine
-
-    ray_engine.join_cluster()
-    engine = ray_engine.RayEngine(partial(stand_in, tmp_path), 4)
-    monkeypatch.setattr(ray_engine, "_ANSWER_SECONDS", 1.0)
-    with pytest.raises(Unavailable, match=r"no machine with room for \{'num_gpus': 4.* Ray has .*'CPU': 2.0"):
-        await engine.start(seconds=1.0)
-    await asyncio.wait_for(engine.stop(0.1), 60)
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ((), "starts engines in a cluster that runs: start one with `ray start`, and set RAY_ADDRESS"),
         (("--rollout-external-engine-addrs", "10.0.0.7:1"), "those engines are started elsewhere"),
-        (("--update-weight-transport", "ipc"), "ipc with engines that Ray places: trainer and engines share no memory"),
         (("--update-weight-transport", "disk"), "disk with engines that Ray places: the run's folder may be this mach"),
     ],
 )
@@ -117,11 +97,3 @@ def test_rollout_placement_ray_is_refused_where_it_cannot_be(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=said):
         load_with("--rollout-placement", "ray", *flags)
-
-
-def test_a_fleet_on_ray_grows_to_what_the_job_says() -> None:
-    placement = {"rollout_placement": "ray", "rollout_num_gpus": 2}
-    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
-    assert capacity(job, has_accelerator=True).most == 2
-    more = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": {**placement, "rollout_max_engines": 5}})
-    assert capacity(more, has_accelerator=False).most == 5

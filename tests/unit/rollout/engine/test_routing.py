@@ -20,29 +20,27 @@ from services.rollout.engine.client import EngineClient
 from tests.support.routed_step import routed_step
 
 
-def job_of(*, prompts: int = 8, samples: int = 8, engines: int = 2, services: int = 1, policy: str = "manual") -> Job:
+def job_of(*, prompts: int = 8, samples: int = 8, engines: int = 2, services: int = 1) -> Job:
     return Job.model_validate(
         {
             "model": {"hf_checkpoint": "m"},
-            "rollout": {"rollout_batch_size": prompts, "n_samples_per_prompt": samples, "router_policy": policy},
+            "rollout": {"rollout_batch_size": prompts, "n_samples_per_prompt": samples},
             "placement": {"rollout_num_gpus": engines},
             "services": {"rollout_services": services},
         }
     )
 
 
-@pytest.mark.parametrize("policy", ["manual", "cache_aware", "round_robin"])
-async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: Path, policy: str) -> None:
-    step = await routed_step(job_of(policy=policy), tmp_path)
+async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: Path) -> None:
+    """The default, router_policy manual."""
+    step = await routed_step(job_of(), tmp_path)
     assert 0.4 <= max(step.shares()) <= 0.6
-    if policy == "manual":
-        assert step.engines_of_a_prompt() == 1.0
+    assert step.engines_of_a_prompt() == 1.0
 
 
 @pytest.mark.parametrize(
     ("shape", "together"),
     [
-        ({}, 8),
         ({"engines": 4}, 4),
         ({"engines": 4, "prompts": 32}, 8),
         ({"engines": 2, "services": 2}, 4),

@@ -193,23 +193,6 @@ async def test_a_fleet_whose_last_serving_engine_leaves_is_lost() -> None:
             await lost
 
 
-async def test_an_engine_that_cannot_start_is_tried_again_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fake_fleet(1, max_restarts=1) as fakes, scaled(fakes) as (scaler, _):
-
-        async def refuse(self: FakeEngine, *, seconds: float) -> None:
-            raise Unavailable("no memory is left")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(FakeEngine, "start", refuse)
-            await scaler.scale(2, drain_seconds=0)
-            await to_be(fakes, engine_0=READY, engine_1=EngineState.QUARANTINED)
-            assert fakes.fleet.engines[1].trouble == "no memory is left"
-        await scaler.scale(1, drain_seconds=0)
-        await to_be(fakes, engine_0=READY)
-        await scaler.scale(2, drain_seconds=0)
-        await to_be(fakes, engine_0=READY, engine_1=READY)
-
-
 async def test_an_engine_comes_to_gpus_once_the_one_that_leaves_them_has_ended(fakes: FakeFleet) -> None:
     async with scaled(fakes, most=None, num_slots=2) as (scaler, _):
         fakes.routing.answers.clear()

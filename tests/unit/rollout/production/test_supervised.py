@@ -16,7 +16,6 @@ from headrace.trajectory import Sample, Status
 from services.rollout.chat.mask import FAMILIES
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.groups import GroupSampler
-from services.rollout.production.sampling import SampleRequest
 from services.rollout.production.supervised import ConversationEncoder, SupervisedSampler, supervised_parts
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_tokenizer
@@ -46,28 +45,8 @@ def lease(prompt: sample_pb2.Prompt) -> buffer_pb2.GroupLease:
 
 def groups(encoder: ConversationEncoder) -> GroupSampler:
     return GroupSampler(
-        encoder,
-        SupervisedSampler(),
-        None,
-        SamplingParams(1),
-        rollout_seed=1,
-        max_prompt_tokens=None,
-        context=None,
+        encoder, SupervisedSampler(), None, SamplingParams(1), rollout_seed=1, max_prompt_tokens=None, context=None
     )
-
-
-async def test_a_conversation_becomes_a_sample_of_which_the_assistants_tokens_are_trained(
-    encoder: ConversationEncoder,
-) -> None:
-    prompt = encoder.encode(conversation(4))
-    (sample,) = await SupervisedSampler().sample_all(
-        [SampleRequest("s", "g", 0, prompt, None, {}, SamplingParams(1))], evaluation=False
-    )
-    assert sample.status is Status.COMPLETED
-    assert sample.loss_mask[0] == 1
-    assert sample.tokens.tolist() == list(prompt.tokens)
-    kept = sample.tokens[sample.prompt_length :][sample.loss_mask == 1]
-    assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>\n7<|im_end|>"
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_MODELS))
@@ -136,20 +115,6 @@ def test_what_is_trained_is_what_a_prompt_of_the_template_lets_the_model_write(
             assert tokenizer.decode(list(encoded.tokens[stop:])).strip() == ""
 
 
-@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
-def test_a_role_that_the_template_does_not_know_is_no_conversation_to_train(tmp_path: Path, name: str) -> None:
-    make_chat_tokenizer(name).save_pretrained(tmp_path)
-    parts = supervised_parts(TrainSection(loss_mask_type=CHAT_MODELS[name].family), tmp_path)
-    assert parts is not None
-    for role in ("human", "critic", "Function"):
-        asked = [{"role": role, "content": "17 * 3?"}, {"role": "user", "content": "Well?"}]
-        try:
-            text = parts.encoder.encode(prompt_of([*asked, {"role": "assistant", "content": "51"}])).text
-        except InvalidArgument as error:
-            text = error.message
-        assert "17 * 3?" in text or f"whose role is {role!r}: " in text
-
-
 def prompt_of(messages: list[dict[str, Any]]) -> sample_pb2.Prompt:
     return sample_pb2.Prompt(
         prompt_id="p", messages=sample_pb2.ChatMessages(messages=[chat_message(message) for message in messages])
@@ -163,8 +128,12 @@ async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_scor
     assert isinstance(put, buffer_pb2.GroupPut)
     assert put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE
     (sample,) = [Sample.unpack(packed) for packed in put.samples]
-    assert sample.reward is None
-    assert int(sample.loss_mask.sum()) == put.samples[0].envelope.trained_tokens > 0
+    assert (sample.status, sample.reward) == (Status.COMPLETED, None)
+    assert sample.tokens.tolist() == list(encoder.encode(conversation(4)).tokens)
+    assert sample.loss_mask[0] == 1
+    kept = sample.tokens[sample.prompt_length :][sample.loss_mask == 1]
+    assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>\n7<|im_end|>"
+    assert put.samples[0].envelope.trained_tokens == len(kept)
 
 
 async def test_a_conversation_without_an_assistant_is_put_as_failed(encoder: ConversationEncoder) -> None:

@@ -6,14 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import structlog
 
 from headrace.errors import (
     ChecksumMismatch,
     FailedPrecondition,
     Fenced,
     GroupGone,
-    NotFound,
+    InvalidArgument,
     PublicationAborted,
 )
 from headrace.publication import Probe, TensorSpec
@@ -37,21 +36,6 @@ PLAN = Plan(
     },
     groups=[GroupPlan("g", "127.0.0.1", 1, (0, 1))],
 )
-
-
-async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    begun = await receiver.begin(PLAN)
-    assert (begun.world_size, begun.engine_ids) == (3, ("engine-0", "engine-1"))
-    assert receiver.open_id == "p1"
-    assert await receiver.receive("p1", 0) == ()
-    assert fakes.fleet.policy_version == 0
-    assert await receiver.receive("p1", 1) == ()
-    committed = await receiver.commit("p1", CHECKSUMS)
-    assert committed.engine_ids == ("engine-0", "engine-1")
-    assert fakes.fleet.policy_version == 3
-    assert [await e.client.weights_name() for e in fakes.fleet.engines] == [e.weights_name for e in fakes.fleet.engines]
-    assert receiver.open_id == ""
 
 
 async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet) -> None:
@@ -118,18 +102,6 @@ async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_o
         await receiver.commit("p1", CHECKSUMS)
     await receiver.receive("p1", 1)
     assert (await receiver.commit("p1", CHECKSUMS)).lost_engine_ids == ()
-
-
-async def test_an_engine_that_refuses_a_bucket_is_restarted_and_the_other_serves(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    fakes.fake(1).faults["/update_weights_from_distributed"] = "refuse"
-    await receiver.begin(PLAN)
-    assert await receiver.receive("p1", 0) == ("engine-1",)
-    assert await receiver.receive("p1", 1) == ("engine-1",)
-    committed = await receiver.commit("p1", CHECKSUMS)
-    assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
-    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
-    assert fakes.routing.urls == {fakes.fleet.engines[0].url}
 
 
 async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet) -> None:
@@ -231,11 +203,6 @@ async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFl
     assert (await receiver.begin(replace(PLAN, publication_id="p3", epoch=3))).engine_ids == ("engine-0", "engine-1")
 
 
-async def test_an_unknown_publication_is_not_found(fakes: FakeFleet) -> None:
-    with pytest.raises(NotFound, match="begin it first"):
-        await Receiver(fakes.fleet).receive("nobody", 0)
-
-
 async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
     await receiver.begin(plan)
     return await finish(receiver, plan)
@@ -309,17 +276,99 @@ async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_t
     assert fakes.fleet.policy_version == 0
 
 
-async def test_an_engine_that_cannot_be_stopped_is_said_and_the_other_goes_on(
-    fakes: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stop(grace_seconds: float) -> None:
-        raise PermissionError("not ours")
+BIG_C = [TensorSpec("c", (25 << 20,), "float32")]
 
+
+async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_beside_it(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     await receiver.begin(PLAN)
-    monkeypatch.setattr(fakes.fake(1), "stop", stop)
-    fakes.fake(1).faults["/continue_generation"] = "refuse"
-    with structlog.testing.capture_logs() as said:
-        await receiver.abort("p1", "the trainer changed its mind")
-    assert [engine.state for engine in fakes.fleet.engines] == [EngineState.READY, EngineState.DOWN]
-    assert [each["engine"] for each in said if each["event"] == "engine_not_stopped"] == ["engine-1"]
+    await receiver.receive("p1", 0)
+    assert "/continue_generation" not in fakes.fake(0).calls, "it holds a mixture"
+    await receiver.receive("p1", 1)
+    for number in (0, 1):
+        assert fakes.fake(number).calls[-1] == "/continue_generation"
+        assert "/weights_checker" not in fakes.fake(number).calls
+    assert fakes.fleet.policy_version == 0, "nothing is served unchecked"
+    await receiver.commit("p1", CHECKSUMS)
+    assert fakes.fake(0).calls.count("/continue_generation") == 1
+
+
+async def test_a_large_model_is_checked_in_slices_so_that_requests_go_on_between_them(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    large = replace(PLAN, buckets={0: [TensorSpec("a", (25 << 20,), "float32"), *PLAN.buckets[0][1:]], 1: BIG_C})
+    assert await publish(receiver, large) == ("engine-0", "engine-1")
+    assert fakes.fake(0).calls.count("/weights_checker") == 3
+    again = replace(large, publication_id="p2", policy_version=4, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    await receiver.begin(again)
+    for bucket in (0, 1):
+        await receiver.receive("p2", bucket)
+    fakes.fake(0).weights["c"] = "a flipped bit, in the last slice"
+    assert (await receiver.commit("p2", CHECKSUMS)).engine_ids == ("engine-1",)
+
+
+async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    contained = "c.a"  # whoever leaves out "a" leaves it out, too
+    for number in (0, 1):
+        fakes.fake(number).weights[contained] = "content"
+    await receiver.begin(
+        replace(PLAN, buckets={0: [TensorSpec("a", (25 << 20,), "float32"), *PLAN.buckets[0][1:]], 1: BIG_C})
+    )
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    fakes.fake(0).weights[contained] = "a flipped bit"
+    committed = await receiver.commit("p1", CHECKSUMS | {contained: fake_checksum("content")})
+    assert committed.engine_ids == ("engine-1",)
+
+
+LOADED = replace(PLAN, publication_id="p0", policy_version=0, groups=[], is_loaded=True)
+
+
+def load(fakes: FakeFleet, **others: str) -> None:
+    for number in (0, 1):
+        fakes.fake(number).weights = {**WIRE, **others}
+
+
+async def test_engines_that_loaded_the_weights_serve_them_without_standing_still(fakes: FakeFleet) -> None:
+    load(fakes)
+    receiver = Receiver(fakes.fleet)
+    assert (await receiver.begin(LOADED)).engine_ids == ("engine-0", "engine-1")
+    committed = await receiver.commit("p0", CHECKSUMS)
+    assert committed.engine_ids == ("engine-0", "engine-1")
+    assert committed.paused_seconds == 0.0
+    assert committed.weights_digest == fakes.fleet.engines[1].weights_digest != ""
+    assert all(engine.state is EngineState.READY for engine in fakes.fleet.engines)
+    calls = {call for number in (0, 1) for call in fakes.fake(number).calls}
+    assert "/weights_checker" in calls
+    assert calls.isdisjoint({"/pause_generation", "/init_weights_update_group", "/begin_weight_update"})
+
+
+async def test_engines_that_loaded_others_go_on_as_before_and_get_them(fakes: FakeFleet) -> None:
+    load(fakes, b="a quantized b")
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(LOADED)
+    with pytest.raises(ChecksumMismatch, match="2 of 3|1 of 3"):
+        await receiver.commit("p0", CHECKSUMS)
+    await fakes.until(lambda: all(engine.state is EngineState.READY for engine in fakes.fleet.engines))
+    assert [engine.restarts for engine in fakes.fleet.engines] == [0, 0]
+    assert await publish(receiver, replace(PLAN, policy_version=0)) == ("engine-0", "engine-1")
+
+
+async def test_engines_that_were_given_weights_are_refused(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    with pytest.raises(FailedPrecondition, match="hold other weights than those that they loaded"):
+        await receiver.begin(replace(LOADED, epoch=2))
+    assert all(engine.state is EngineState.READY for engine in fakes.fleet.engines)
+
+
+async def test_nothing_travels(fakes: FakeFleet) -> None:
+    load(fakes)
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(LOADED)
+    with pytest.raises(InvalidArgument, match="commit them"):
+        await receiver.receive("p0", 0)
+    await receiver.commit("p0", CHECKSUMS)
+    for contradiction in ({"groups": PLAN.groups}, {"engine_ids": ("engine-0",)}):
+        with pytest.raises(InvalidArgument, match="belong to no group"):
+            replace(LOADED, **contradiction)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from headrace.errors import ChecksumMismatch, PublicationAborted
+from headrace.errors import PublicationAborted
 from headrace.publication import Probe
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
@@ -83,20 +83,6 @@ class Attempts:
         ]
         await self.fakes.until(lambda: sum(self.fakes.fake(n).num_tokens for n in (0, 1)) >= before + 4 * 12)
         return asked
-
-
-async def test_what_new_weights_made_waits_for_the_probe_and_then_counts() -> None:
-    async with Attempts() as attempts:
-        commit = await attempts.begin("p1")
-        asked = await attempts.requests()
-        await asyncio.wait(asked, timeout=0.2)
-        assert not any(request.done() for request in asked), "the verdict on its weights is not there"
-        attempts.may_answer.set()
-        await commit
-        for generation in await asyncio.gather(*asked):
-            assert [(r.policy_version, r.start, r.end) for r in generation.policy_ranges] == [(3, 0, 12)]
-        asked_of_engines = sum(attempts.fakes.fake(number).calls.count("/generate") for number in (0, 1))
-        assert asked_of_engines == 4 + 2, "and the probes: nothing was made twice"
 
 
 async def test_what_refused_weights_made_is_made_again_and_the_next_attempt_is_not_taken_for_it() -> None:
@@ -222,28 +208,6 @@ async def test_an_engine_that_starts_again_after_its_checks_is_not_taken_for_one
         assert (committed.engine_ids, committed.lost_engine_ids) == ((other.engine_id,), (again.engine_id,))
         assert (again.state, again.policy_version) == (EngineState.STALE, 0)
         assert attempts.routing.urls == {other.url}
-
-
-@pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
-async def test_requests_in_flight_carry_no_token_of_a_bucket_that_arrived_wrong(pause_mode: str) -> None:
-    async with Attempts() as attempts:
-        asked = [
-            asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
-            for n in range(4)
-        ]
-        await attempts.fakes.until(lambda: all(attempts.fakes.fake(n).num_tokens >= 4 for n in (0, 1)))
-        await attempts.receiver.begin(replace(PLAN, pause_mode=pause_mode))
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
-        for number in (0, 1):
-            attempts.fakes.fake(number).weights["a"] = "a flipped bit"
-        made = [attempts.fakes.fake(number).num_tokens for number in (0, 1)]
-        await attempts.fakes.until(lambda: sum(attempts.fakes.fake(n).num_tokens for n in (0, 1)) > sum(made) + 8)
-        with pytest.raises(ChecksumMismatch):
-            await attempts.receiver.commit("p1", CHECKSUMS)
-        for generation in await asyncio.gather(*asked):
-            assert list(generation.tokens) == response_to(PROMPT, LONG.max_new_tokens)
-            assert {r.policy_version for r in generation.policy_ranges} == {0}
 
 
 async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(fakes: FakeFleet) -> None:
