@@ -52,6 +52,7 @@ class Stack:
     form: BlockFp8 | None
     fleet: Fleet
     roots: dict[str, Path]
+    memory: MemoryFiles
 
     @property
     def source(self) -> SameWeights:
@@ -100,7 +101,7 @@ async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
     with all_ranks():
         roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
-        yield Stack(model, folder / "model", form, fleet, roots)
+        yield Stack(model, folder / "model", form, fleet, roots, MemoryFiles())
     await fleet.stop()
     remove(memory_folder(folder))
 
@@ -132,7 +133,7 @@ async def broadcast(stack: Stack, version: int) -> CommitResult:
 async def through_files(
     stack: Stack, way: str, version: int, *, torn_bytes: int = 0, flips: bool = False
 ) -> CommitResult:
-    root, memory = stack.roots[way], MemoryFiles() if way == "ipc" else None
+    root, memory = stack.roots[way], stack.memory if way == "ipc" else None
     writer = WeightWriter(
         cast(Policy, stack.source),
         ALONE,
@@ -187,7 +188,7 @@ async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_compute
         (folder,) = stack.roots["disk"].glob("e1-v13-*")
         assert BlockFp8.of(folder) == stack.form, "engines that load it take it for what they serve"
         found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        specs = {spec.name: spec.dtype for spec in stack.plan(0).buckets[0]}
+        specs = {spec.name: spec.dtype for spec in stack.plan(0, root=folder).buckets[0]}
         assert {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found.items()} == specs
 
 

@@ -1,4 +1,4 @@
-"""Who may ask the engines: turns within bounds, shares of each kind of work, a limit of groups that follows the load."""
+"""Who may ask the engines: turns within bounds, shares of each kind of work, a limit that follows the load."""
 
 from __future__ import annotations
 

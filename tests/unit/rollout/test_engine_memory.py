@@ -166,15 +166,6 @@ async def test_a_publication_that_a_trainer_left_open_is_aborted_when_the_next_o
         it.the_trainer_computes()
 
 
-async def test_who_waits_for_engines_that_are_released_meanwhile_is_told(tmp_path: Path) -> None:
-    async with shared(tmp_path, may_start=lambda: False) as it:
-        waiting = asyncio.create_task(it.turn.resume(1))
-        await it.until(lambda: not it.turn.is_trainers)
-        await it.turn.release(2)
-        with pytest.raises(Aborted, match="taken back"):
-            await waiting
-
-
 async def test_an_older_trainer_moves_no_devices(tmp_path: Path) -> None:
     async with shared(tmp_path) as it:
         await it.turn.resume(2)

@@ -257,7 +257,7 @@ OF_A_SERVER: Readers = {
 
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
-    "rollout_placement": "tests/unit/rollout/engine/test_ray_engines.py: building its parts joins a Ray cluster",
+    "rollout_placement": "tests/unit/rollout/engine/test_fleet.py: building its parts joins a Ray cluster",
 }
 """Options that the service reads and this table does not compare, with the test that shows them."""
 OF_OTHERS = {

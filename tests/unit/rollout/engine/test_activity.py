@@ -14,7 +14,7 @@ from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from tests.support.fakes.fake_fleet import FakeFleet
-from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, send
 
 
 class Clock:
@@ -122,7 +122,5 @@ async def generate(generator: Generator, *, streaming: bool) -> None:
 
 
 async def publish(receiver: Receiver, plan: Plan) -> CommitResult:
-    await receiver.begin(plan)
-    for bucket in plan.buckets:
-        await receiver.receive(plan.publication_id, bucket)
+    await send(receiver, plan)
     return await receiver.commit(plan.publication_id, CHECKSUMS)

@@ -111,20 +111,9 @@ async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: 
     assert fakes.fleet.policy_version == 3
 
 
-async def test_an_engine_with_other_weights_is_taken_out(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    await receiver.receive("p1", 0)
-    await receiver.receive("p1", 1)
-    fakes.fake(0).weights["a"] = "a flipped bit"
-    assert (await receiver.commit("p1", CHECKSUMS)).engine_ids == ("engine-1",)
-
-
 async def test_without_the_senders_checksums_engines_are_compared_with_each_other(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    await receiver.receive("p1", 0)
-    await receiver.receive("p1", 1)
+    await send(receiver)
     fakes.fake(0).weights["a"] = "a flipped bit"
     with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
         await receiver.commit("p1", {})
@@ -203,14 +192,15 @@ async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFl
     assert (await receiver.begin(replace(PLAN, publication_id="p3", epoch=3))).engine_ids == ("engine-0", "engine-1")
 
 
-async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
+async def send(receiver: Receiver, plan: Plan = PLAN) -> None:
+    """Up to its commit."""
     await receiver.begin(plan)
-    return await finish(receiver, plan)
-
-
-async def finish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
     for bucket in plan.buckets:
         await receiver.receive(plan.publication_id, bucket)
+
+
+async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
+    await send(receiver, plan)
     return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
 
 
@@ -226,9 +216,7 @@ async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(
 async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     tokens = (5, 6, 7)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     fakes.fake(1).log_prob_error = 0.3
     truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
     committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=0.2))
@@ -237,9 +225,7 @@ async def test_an_engine_that_computes_something_else_with_the_same_weights_is_t
 
 async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
         await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
     assert fakes.fleet.policy_version == 0
@@ -263,9 +249,7 @@ async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_t
         await give_up(engine, why)
 
     monkeypatch.setattr(fakes.fleet, "give_up", aborted_meanwhile)
-    await receiver.begin(PLAN)
-    for bucket in PLAN.buckets:
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     fakes.fake(wrong).weights["a"] = "a flipped bit"
     other = fakes.fake(1 - wrong)
     with pytest.raises(PublicationAborted, match="the trainer went away"):
@@ -299,9 +283,7 @@ async def test_a_large_model_is_checked_in_slices_so_that_requests_go_on_between
     assert await publish(receiver, large) == ("engine-0", "engine-1")
     assert fakes.fake(0).calls.count("/weights_checker") == 3
     again = replace(large, publication_id="p2", policy_version=4, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
-    await receiver.begin(again)
-    for bucket in (0, 1):
-        await receiver.receive("p2", bucket)
+    await send(receiver, again)
     fakes.fake(0).weights["c"] = "a flipped bit, in the last slice"
     assert (await receiver.commit("p2", CHECKSUMS)).engine_ids == ("engine-1",)
 

@@ -19,7 +19,7 @@ from services.rollout.publication.state import GroupPlan
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
-from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, send
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -137,9 +137,7 @@ async def test_a_publication_that_ends_before_its_verdict_is_refused() -> None:
 
 async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes: FakeFleet) -> None:
     receiver, weights = Receiver(fakes.fleet), fakes.fleet.weights
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     names = [engine.weights_name for engine in fakes.fleet.engines]
     await receiver.abort("p1", "the trainer went away before its commit")
     assert [await weights.version_of(name) for name in names] == [None, None]
@@ -152,9 +150,7 @@ async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes:
 async def test_requests_that_refused_weights_worked_on_end_there_and_go_on_with_others() -> None:
     """What such weights left of a request in the engine's memory is not used again."""
     async with Attempts() as attempts:
-        await attempts.receiver.begin(PLAN)
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
+        await send(attempts.receiver)
         asked = [
             asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
             for n in range(4)
@@ -179,9 +175,7 @@ async def test_prefixes_of_weights_that_are_not_accepted_yet_are_kept_apart() ->
 
         await asyncio.gather(*await attempts.requests())
         assert keys() == {"v0"}
-        await attempts.receiver.begin(PLAN)
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
+        await send(attempts.receiver)
         asked = await attempts.requests()
         (first,) = keys() - {"v0"}
         await attempts.receiver.abort("p1", "the trainer went away before its commit")
@@ -212,9 +206,7 @@ async def test_an_engine_that_starts_again_after_its_checks_is_not_taken_for_one
 
 async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     await receiver.commit("p1", CHECKSUMS)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
     await receiver.receive("p2", 0)
@@ -229,9 +221,7 @@ async def test_initial_weights_are_not_served_after_a_trainer_published_its_own_
     fakes: FakeFleet,
 ) -> None:
     receiver = Receiver(fakes.fleet)
-    await receiver.begin(replace(PLAN, policy_version=0))
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver, replace(PLAN, policy_version=0))
     await receiver.commit("p1", CHECKSUMS)
     fakes.fake(0).die()
     await fakes.until(

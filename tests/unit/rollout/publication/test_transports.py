@@ -15,7 +15,7 @@ from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fake_weights import write_version
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet
-from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, send
 
 Planned = Callable[..., Plan]
 
@@ -38,9 +38,7 @@ def planned(request: pytest.FixtureRequest, tmp_path: Path) -> Planned:
 
 
 async def through(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
-    await receiver.begin(plan)
-    for bucket in plan.buckets:
-        await receiver.receive(plan.publication_id, bucket)
+    await send(receiver, plan)
     return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
 
 
@@ -68,9 +66,7 @@ async def test_weights_that_are_not_what_was_sent_are_not_served(
 ) -> None:
     receiver = Receiver(fakes.fleet, tmp_path)
     plan = planned("p1", 1, wrong=True)
-    await receiver.begin(plan)
-    for bucket in plan.buckets:
-        await receiver.receive("p1", bucket)
+    await send(receiver, plan)
     for number in (0, 1):
         fakes.fake(number).weights["b"] = "bad b"
     with pytest.raises(ChecksumMismatch, match="first b: sent"):

@@ -1,18 +1,23 @@
-"""Flags of prompts act on what a job builds: --apply-chat-template, its kwargs, --keep-earlier-thoughts."""
+"""Prompts reach the model as they were meant, or are refused with the way out: roles, contents, templates."""
 
 from __future__ import annotations
 
+import functools
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.errors import ConfigError
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.kit.conversation import renderer_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
+from headrace.prompts import chat_message
 from headrace.sample_log import Answer
 from services.rollout.build import rollout_service
 from services.rollout.engine.api import SamplingParams
@@ -21,8 +26,76 @@ from services.rollout.production.sampling import SampleRequest
 from services.rollout.production.supervised import supervised_parts
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
-from tests.support.models.chat_templates import make_chat_tokenizer
+from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
+
+NAMES = sorted(CHAT_MODELS)
+SAID = "Say 'x<y' & 42."
+
+
+@functools.cache
+def encoder(name: str) -> PromptEncoder:
+    folder = Path(tempfile.mkdtemp())
+    make_chat_tokenizer(name).save_pretrained(folder)
+    return PromptEncoder(folder, apply_chat_template=False)
+
+
+def asked(name: str, *messages: dict[str, Any]) -> str:
+    """The text that the model is asked, or the refusal."""
+    prompt = sample_pb2.Prompt(
+        prompt_id="p", messages=sample_pb2.ChatMessages(messages=[chat_message(message) for message in messages])
+    )
+    try:
+        return encoder(name).encode(prompt).text
+    except InvalidArgument as error:
+        return f"refused: {error.message}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_in_parts_is_one_text(name: str) -> None:
+    well = {"role": "user", "content": "Well?"}
+    for parts in ([{"type": "text", "text": SAID[:7]}, {"type": "input_text", "text": SAID[7:]}], [SAID]):
+        for role in ("user", "system"):
+            as_text = asked(name, {"role": role, "content": SAID}, well)
+            assert asked(name, {"role": role, "content": parts}, well) == as_text
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("role", ["human", "developer", "function", "Users"])
+def test_no_role_vanishes(name: str, role: str) -> None:
+    for messages in (
+        [{"role": role, "content": SAID}],
+        [{"role": role, "content": SAID}, {"role": "user", "content": "Well?"}],
+        [{"role": "user", "content": SAID}, {"role": role, "content": SAID}],  # the same text is there, once
+        [{"role": "user", "content": "Well?"}, {"role": role, "content": "e"}],  # it is in other words, too
+    ):
+        text = asked(name, *messages)
+        if not text.startswith("refused: "):
+            assert text.count(SAID) == sum(message["content"] == SAID for message in messages)
+            assert messages[-1]["content"] != "e" or re.search(r'[>\n]"?e"?(<|$)', text), text
+        else:
+            assert repr(role) in text or "template refused" in text
+
+
+def test_every_message_counts_and_not_roles_alone() -> None:
+    two = [{"role": "system", "content": text} for text in ("First.", "Second.")]
+    text = asked("deepseek_r1_distill_qwen", *two, {"role": "user", "content": "a"})
+    assert "message 0, whose role is 'system'" in text
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    assert "the tool calls of message 1" in asked("smollm2", {"role": "user", "content": "a"}, called)
+    assert '"arguments": {"a": 1}}' in asked(
+        "qwen2.5",
+        {"role": "user", "content": "a"},
+        {**called, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"text": "a"}, 7, [{"type": "video", "video": "a.mp4"}], [{"type": "text"}], [{"type": "json", "json": {}}]],
+)
+def test_content_of_another_kind_is_refused(content: Any) -> None:
+    assert asked("qwen2.5", {"role": "user", "content": content}).startswith("refused: ")
 
 
 @pytest.mark.parametrize(
