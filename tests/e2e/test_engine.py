@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +26,8 @@ from services.rollout.engine.replies import Finish
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, StopStrings
+from services.rollout.production.prompts import PromptEncoder
 from services.rollout.publication.receiver import Receiver
 from tests.long_forms import whole_run
 from tests.support.engine_stack import (
@@ -36,10 +40,8 @@ from tests.support.engine_stack import (
     shifted,
 )
 from tests.support.engines.contract import CONTRACT, EngineUnderTest
-from tests.support.engines.requests import REQUESTS
 from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.models.tiny_model import make_tiny_qwen3
-from tests.support.processes.listening import listening_of_tree, open_to_others
 from tests.support.refusals import refused
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -84,15 +86,70 @@ async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -
     await CONTRACT[promise](EngineUnderTest(stack.fleet.engines[0], stack.fleet.weights))
 
 
-async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
-    listens = listening_of_tree(os.getpid())
-    assert sum("services.rollout.engine.launch" in command for command in listens.values()) >= 2
-    assert open_to_others(listens) == [], listens
+FITTING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"json_schema": '{"enum": ["red", "green", 7]}'}, '"red"|"green"|7'),
+    (
+        {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}'},
+        r"\[\s*(true|false)\s*,\s*(true|false)\s*\]",
+    ),
+    ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
+)
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"json_schema": '{"type": "strin"}'}, "Unsupported type"),
+    ({"json_schema": '{"type": "array", "uniqueItems": true}'}, "uniqueItems would be ignored"),
+    ({"json_schema": '{"$ref": "#"}'}, "cannot follow this json_schema or regex"),
+    ({"regex": "("}, "parenthesis is not closed"),
+)
 
 
-@pytest.mark.parametrize("holds", REQUESTS, ids=lambda check: check.__name__)
-async def test_requests_of_every_form(stack: Stack, holds: Callable[[Stack], Awaitable[None]]) -> None:
-    await holds(stack)
+async def test_a_stop_string_ends_the_response_with_the_token_in_which_it_is_complete(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    whole = await stack.generator.generate(PROMPT, greedy, request_id="no-stop", seconds=240)
+    stop = encoder.decode(whole.tokens[:12])[-3:]
+    expected = next(n for n in range(1, 25) if stop in encoder.decode(whole.tokens[:n]))
+    params = replace(greedy, stop=(stop,))
+    stopped = await stack.generator.generate(PROMPT, params, request_id="stop-string", seconds=240)
+    streamed = [s async for s in stack.generator.stream(PROMPT, params, request_id="stop-streamed", seconds=240)]
+    for each in (stopped, streamed[-1]):
+        assert (each.tokens, each.finish) == (whole.tokens[:expected], Finish.STOP)
+    assert stop in encoder.decode(stopped.tokens)
+
+
+async def test_a_response_that_is_cut_anywhere_ends_at_its_stop_string_all_the_same(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    whole = await stack.generator.generate(PROMPT, greedy, request_id="uncut", seconds=240)
+    params = replace(greedy, stop=(encoder.decode(whole.tokens[8:13]),))
+    unbroken = await stack.generator.generate(PROMPT, params, request_id="unbroken", seconds=240)
+    assert (unbroken.finish, len(unbroken.tokens) < 24) == (Finish.STOP, True)
+    async with EngineClient(stack.router.url) as client:
+        ends = StopStrings.of(encoder, stack.checkpoint)
+        generator = Generator(client, stack.fleet.weights, stack.fleet.suspect, stop_strings=ends)
+        for length in range(1, len(unbroken.tokens) + 1):
+            begun = unbroken.until(length, len(PROMPT), Finish.ABORT)
+            broken = await generator.generate(PROMPT, params, request_id=f"cut-{length}", seconds=240, begun=begun)
+            assert (broken.tokens, broken.finish) == (unbroken.tokens, Finish.STOP), length
+            assert broken.log_probs == pytest.approx(unbroken.log_probs, abs=1e-4)
+
+
+async def test_a_response_fits_its_json_schema_or_regex(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    for number, (constraint, fits) in enumerate(FITTING):
+        params = SamplingParams(max_new_tokens=400, seed=3, **constraint)
+        made = await stack.generator.generate(PROMPT, params, request_id=f"fits-{number}", seconds=240)
+        assert re.fullmatch(fits, encoder.decode(made.tokens)), encoder.decode(made.tokens)
+        assert made.finish is Finish.STOP
+
+
+async def test_a_bad_schema_is_the_callers_error_and_no_engine_is_suspected(stack: Stack) -> None:
+    for number, (constraint, said) in enumerate(BAD):
+        params = SamplingParams(max_new_tokens=30, **constraint)
+        with pytest.raises(InvalidArgument, match=said):
+            await stack.generator.generate(PROMPT, params, request_id=f"bad-{number}", seconds=240)
+        with pytest.raises(InvalidArgument, match=said):
+            await anext(stack.generator.stream(PROMPT, params, request_id=f"bad-streamed-{number}", seconds=240))
+    assert [(engine.is_suspect, engine.bad_answers) for engine in stack.fleet.engines] == [(False, 0), (False, 0)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

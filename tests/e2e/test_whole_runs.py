@@ -22,12 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
-from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
 from headrace.trajectory import ROUTED_EXPERTS
-from services.rollout.engine.arguments import has_accelerator
-from services.rollout.engine.process import SglangProcess
-from services.rollout.fleet_build import engine_options
 from tests.long_forms import whole_run
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -152,35 +148,6 @@ async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: P
     )
     assert [row["policy_version"] for row in rows] == [1, 2, 3]
     assert compared > 100
-
-
-@whole_run
-async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
-    conversations = [
-        row | {"prompt": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["label"]}]}
-        for row in SUMS
-    ]
-    flags = ("--loss-type", "sft_loss", "--loss-mask-type", "qwen3", "--n-samples-per-prompt", "1")
-    async with started(tmp_path, "--num-rollout", "8", *flags, prompts=conversations) as run:
-        rows = await rows_of(run, 8)
-    assert rows[-1]["loss/sft"] < rows[0]["loss/sft"] - 0.5
-
-
-@whole_run
-async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
-    student, teacher = (make_tiny(tmp_path / name, "qwen3", tied=True, seed=n) for n, name in enumerate(("s", "t")))
-    served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
-    engine = SglangProcess(engine_options(served), 0, tmp_path / "teacher.log", has_accelerator=await has_accelerator())
-    await engine.start(seconds=600)
-    try:
-        flags = ("--use-opd", "--opd-teacher-url", engine.url, "--opd-kl-coef", "1.0")
-        async with started(tmp_path, "--num-rollout", "8", *flags, checkpoint=student) as run:
-            rows = await rows_of(run, 8)
-    finally:
-        await engine.stop()
-    kls = [row["opd/kl"] for row in rows]
-    assert kls[0] > 0
-    assert sum(kls[-2:]) < sum(kls[:2]), "the policy comes nearer to its teacher"
 
 
 @whole_run

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DeadlineExceeded, ResourceExhausted
-from services.rollout.admission import EngineSlots, GroupsLimit, Kind, LoadWatch, Shares, is_pressed
+from services.rollout.admission import EngineSlots, GroupsLimit, Kind, LoadWatch, Shares
 from services.rollout.build import evaluated_beside_training
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.replies import BadAnswer, EngineLoad, read_load
@@ -204,37 +204,9 @@ def test_a_kind_that_is_alone_has_as_many_as_alone_says() -> None:
     assert len(drained(shares)) == 2
 
 
-def test_slots_that_are_taken_away_are_not_handed_out_again() -> None:
-    shares = Shares({Kind.TRAINING: 8, Kind.CLIENTS: 1})
-    shares.resize(Kind.TRAINING, 1)
-    for _ in range(5):
-        shares.wait(Kind.CLIENTS)
-    assert (len(drained(shares)), shares.room(Kind.CLIENTS), shares.waiting(Kind.CLIENTS)) == (2, 0, 3)
-
-
 LOADS = st.lists(
     st.builds(EngineLoad, st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(0, 3)), max_size=3
 )
-FREE = EngineLoad(running=8, waiting=0, cache_usage=0.4)
-QUEUED = EngineLoad(running=64, waiting=64, cache_usage=0.6)
-
-
-class Saturated:
-    """Production with more to do than it may: an engine that runs `capacity` groups, and some that end at each look."""
-
-    def __init__(self, limit: GroupsLimit, capacity: int) -> None:
-        self.limit, self.capacity = limit, capacity
-        self.in_flight = limit.now
-
-    def look(self) -> int:
-        running = min(self.in_flight, self.capacity)
-        ended = max(1, running // 4)
-        self.in_flight = max(self.in_flight - ended, min(self.limit.now, self.in_flight))
-        running = min(self.in_flight, self.capacity)
-        load = EngineLoad(running, self.in_flight - running, min(1.0, 0.9 * self.in_flight / self.capacity))
-        now = self.limit.read([load], self.in_flight)
-        self.in_flight = max(self.in_flight, now) if self.in_flight <= now else self.in_flight
-        return now
 
 
 @settings(deadline=None)
@@ -249,42 +221,6 @@ def test_the_limit_is_never_below_one_group_nor_above_the_most(
         assert 1 <= now <= most
         assert now <= before or in_flight >= before, "it rises only where it holds production back"
         assert loads or now == before, "without an answer nothing changes"
-
-
-@settings(deadline=None)
-@given(most=st.integers(1, 300), capacity=st.integers(1, 300))
-def test_it_comes_to_rest_where_the_engine_is_full_and_its_queue_short(most: int, capacity: int) -> None:
-    production = Saturated(GroupsLimit(most), capacity)
-    for _ in range(400):
-        production.look()
-    later = [production.look() for _ in range(100)]
-    assert min(later) >= min(most, max(1, int(0.7 * capacity)))
-    assert max(later) <= min(most, 1.4 * capacity + most / 16 + 2)
-
-
-@settings(deadline=None)
-@given(most=st.integers(1, 300), pressed_for=st.integers(0, 200))
-def test_it_recovers_once_the_pressure_is_gone(most: int, pressed_for: int) -> None:
-    limit = GroupsLimit(most)
-    for _ in range(pressed_for):
-        limit.read([QUEUED], limit.now)
-    for _ in range(2 * 16 + 1):
-        limit.read([FREE], limit.now)
-    assert limit.now == most
-
-
-def test_it_falls_only_after_several_readings_and_then_waits_until_so_few_groups_are_left() -> None:
-    limit = GroupsLimit(16)
-    assert [limit.read([QUEUED], 16) for _ in range(3)] == [16, 16, 12]
-    assert [limit.read([QUEUED], 16) for _ in range(9)] == [12] * 9, "groups beyond the limit are still in flight"
-    assert [limit.read([QUEUED], 12), limit.read([QUEUED], 12)] == [9, 9]
-
-
-def test_a_full_cache_or_requests_taken_back_are_pressure_and_a_short_queue_is_none() -> None:
-    assert is_pressed([FREE, EngineLoad(8, 0, 0.97)])
-    assert is_pressed([FREE, EngineLoad(8, 0, 0.5, retracted=1)])
-    assert not is_pressed([EngineLoad(64, 10, 0.9), FREE])
-    assert not is_pressed([EngineLoad(0, 1, 0.0)])
 
 
 RANK = {"num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "queues": {"retracted": 1}}

@@ -91,14 +91,6 @@ def test_every_message_counts_and_not_roles_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [{"text": "a"}, 7, [{"type": "video", "video": "a.mp4"}], [{"type": "text"}], [{"type": "json", "json": {}}]],
-)
-def test_content_of_another_kind_is_refused(content: Any) -> None:
-    assert asked("qwen2.5", {"role": "user", "content": content}).startswith("refused: ")
-
-
-@pytest.mark.parametrize(
     ("value", "thinks"), [({}, True), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)]
 )
 def test_the_chat_template_is_given_the_jobs_variables(tmp_path: Path, value: dict[str, bool], thinks: bool) -> None:
@@ -117,7 +109,6 @@ def test_the_chat_template_is_given_the_jobs_variables(tmp_path: Path, value: di
     [
         ({"enable_thinkin": False}, "never reads enable_thinkin.*did you mean enable_thinking"),
         ({"messages": []}, "messages comes from the prompt: leave it out"),
-        ({"tokenize": True}, "never reads tokenize; it reads enable_thinking"),
     ],
 )
 def test_variables_that_the_chat_template_does_not_read_are_refused(
@@ -157,11 +148,7 @@ async def generate(args, sample, sampling_params):
 
 @pytest.mark.parametrize(
     ("applies", "forms", "num_warnings"),
-    [
-        (True, ["|user|", "|both|", "|user|Question: "], 1),
-        (True, ["||", "An example. ||"], 0),
-        (False, ["|user|", "|both|", "||"], 0),
-    ],
+    [(True, ["|user|", "|both|", "|user|Question: "], 1), (True, ["||", "An example. ||"], 0)],
 )
 async def test_a_function_that_applies_the_chat_template_again_is_told_once_and_samples_show_what_was_asked(
     tmp_path: Path, applies: bool, forms: list[str], num_warnings: int

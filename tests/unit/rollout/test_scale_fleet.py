@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.main import main
-from headrace.client.rollout import RolloutClient
-from headrace.errors import InvalidArgument
 from headrace.job.schema.job import Job
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service
@@ -51,17 +49,6 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, RolloutParts]]:
     finally:
         await server.stop(0.1)
         await service.stop()
-
-
-async def test_rollout_max_engines_is_what_a_fleet_may_grow_to(tmp_path: Path) -> None:
-    async with served(tmp_path) as (address, parts), RolloutClient(address) as client:
-        with pytest.raises(InvalidArgument, match="num_engines 4 is above rollout_max_engines 3: scale to 3"):
-            await client.scale_fleet(4)
-        with pytest.raises(InvalidArgument, match="drain_seconds"):
-            await client.scale_fleet(2, drain_seconds=float("nan"))
-        assert len(parts.fleet.engines) == parts.scaler.wanted == 1
-        await client.scale_fleet(MOST)
-        assert len(parts.fleet.engines) == MOST
 
 
 async def test_a_person_sees_how_engines_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,15 +97,6 @@ async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> 
             await lost
 
 
-async def test_an_engine_that_failed_publications_end_is_started_again_each_time() -> None:
-    async with fake_fleet(max_restarts=1) as fakes:
-        one = fakes.fleet.engines[0]
-        for restarts in range(4):
-            await fakes.until(lambda count=restarts: (one.restarts, one.state) == (count, EngineState.READY))
-            await fakes.fleet.give_up(one, "publication aborted")
-        await fakes.until(lambda: (one.restarts, one.state) == (4, EngineState.READY))
-
-
 def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("services.rollout.engine.fleet.time.monotonic", lambda: now)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +86,6 @@ async def test_a_router_that_ends_or_hangs_is_replaced_while_requests_go_on_and_
         assert await asyncio.gather(*in_flight) == [response_to(PROMPT, 100)] * 6
         assert await routed.ask(f"after {how.name}") == response_to(PROMPT, 8)
     assert [(e.restarts, e.state) for e in routed.fleet.engines] == [(0, EngineState.READY)] * 2
-
-
-async def test_a_new_router_has_the_engines_that_are_left_and_those_that_came_meanwhile(routed: Routed) -> None:
-    one, other = routed.fleet.engines
-    os.kill(routed.router.pid, signal.SIGKILL)
-    with suppress(Unavailable):  # who is gone cannot be told
-        await routed.router.remove(one.url)
-    coming = asyncio.create_task(routed.router.add(other.url))
-    await routed.until_replaced(1)
-    await coming
-    assert [worker.url for worker in await routed.router._workers()] == [other.url]
-    await routed.router.add(one.url)
-    assert {worker.url for worker in await routed.router._workers()} == {one.url, other.url}
 
 
 def job_of(*, prompts: int = 8, samples: int = 8, engines: int = 2, services: int = 1) -> Job:

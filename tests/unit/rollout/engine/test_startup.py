@@ -21,7 +21,7 @@ from headrace.job.schema.services import BufferSection
 from headrace.process.scratch import Scratch
 from services.rollout.engine import arguments, launch
 from services.rollout.engine.arguments import EngineOptions, Machine
-from services.rollout.engine.cpu.served import add_gated, served_models
+from services.rollout.engine.cpu.served import add_gated
 from services.rollout.engine.process import SglangProcess
 from services.rollout.fleet_build import engine_options, sglang_factory
 from tests.long_forms import whole_run
@@ -78,13 +78,6 @@ def test_one_tokenizer_and_one_model_and_no_megatron(tmp_path: Path) -> None:
         "models": ["Qwen3ForCausalLM"],
         "found when it is asked for": True,
     }
-
-
-@pytest.mark.parametrize("config", [None, {}, {"architectures": None}, {"architectures": ["NobodyForCausalLM"]}])
-def test_an_architecture_that_is_not_found_is_left_to_sglang(tmp_path: Path, config: dict[str, Any] | None) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    assert served_models(tmp_path) == []
 
 
 FLAGS = {
@@ -168,15 +161,6 @@ def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhil
         }
     )
     assert arguments.environment(engine_options(shared), has_accelerator=False)["OMP_NUM_THREADS"] == threads
-
-
-async def test_a_torch_for_cpus_alone_has_no_accelerator_and_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setattr(arguments, "_ASK", "raise SystemExit('torch was asked')")
-    assert not await arguments.has_accelerator()
-    monkeypatch.setattr(arguments, "version", lambda _: "2.13.0+cu130")
-    with pytest.raises(Unavailable, match="torch was asked"):
-        await arguments.has_accelerator()
 
 
 @pytest.mark.parametrize(

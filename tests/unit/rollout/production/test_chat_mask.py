@@ -179,13 +179,6 @@ def test_keep_earlier_thoughts_trains_those_of_every_turn() -> None:
     assert kept == "\n<think>first</think>\none<|user|>\n<think>second</think>\ntwo<|user|>"
 
 
-def test_keep_earlier_thoughts_trains_those_that_the_template_drops() -> None:
-    kept = trained("deepseek_v3.1", THOUGHTFUL, keep_earlier_thoughts=True)
-    assert kept == "first</think>one<｜end▁of▁sentence｜>\nsecond\n</think>\n\ntwo<｜end▁of▁sentence｜>"
-    kept = trained(OPENS_A_THOUGHT, THOUGHTFUL, keep_earlier_thoughts=True)
-    assert kept == "first\n</think>\n\none<｜end▁of▁sentence｜>second\n</think>\n\ntwo<｜end▁of▁sentence｜>"
-
-
 def test_a_tokenizer_of_another_family_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no token for any of <\|eot_id\|>.*--loss-mask-type llama3 is of another"):
         ChatMask(make_chat_tokenizer("qwen3"), "llama3")

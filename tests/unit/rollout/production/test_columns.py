@@ -14,7 +14,7 @@ from headrace.rpc.net import free_port
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from services.rollout.engine.api import NOTHING_YET, SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.replies import NO_COUNTS, BadAnswer, EngineCounts, decode
+from services.rollout.engine.replies import BadAnswer, EngineCounts, decode
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import Teacher
 from services.rollout.production.partial import generation_of
@@ -107,11 +107,6 @@ def test_counts_travel_with_a_sample_and_go_on_when_it_is_continued(meta: dict[s
     assert (later.prompt_tokens, later.cached_tokens) == (18, 8)
     if "spec_verify_ct" in meta:
         assert (later.correct_drafts, later.verifications, later.completion_tokens) == (6, 5, 24)
-
-
-def test_a_sample_without_requests_has_no_counts() -> None:
-    assert NO_COUNTS.hook_fields() == {}
-    assert generation_of(sample_with(NO_COUNTS)).counts == NO_COUNTS
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "4", True, None, 1 << 64])

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.errors import InvalidArgument, Unavailable
+from headrace.errors import InvalidArgument
 from headrace.job.schema.production import ContextLimit
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
-from services.rollout.engine.client import EngineClient
 from services.rollout.engine.replies import Finish
-from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator, StopStrings, Texts, request_ender
 from services.rollout.production.groups import GroupSampler
 from services.rollout.production.partial import PartialRollout
@@ -81,13 +79,6 @@ async def test_what_no_engine_could_take_is_refused_without_asking_or_suspecting
     assert len(short.tokens) == 5
 
 
-async def test_when_no_engine_answers_in_time_the_error_says_so() -> None:
-    engine = FakeEngine()
-    async with EngineClient(engine.url) as client:
-        with pytest.raises(Unavailable, match="Cannot connect to host"):
-            await Generator(client, ServedWeights()).generate(PROMPT, PARAMS, request_id="r", seconds=0.5)
-
-
 SCHEMA = SamplingParams(max_new_tokens=60, json_schema='{"type":"object"}')
 
 
@@ -100,13 +91,6 @@ async def test_a_response_of_a_schema_begins_again_when_it_is_interrupted(fakes:
     await engine.client.abort_all()
     assert list((await asking).tokens) == response_to(PROMPT, 60)
     assert [body["input_ids"] for body in fakes.fake(0).bodies] == [list(PROMPT)] * 2
-
-
-async def test_engines_without_grammars_are_not_asked(fakes: FakeFleet) -> None:
-    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, has_grammars=False)
-    with pytest.raises(InvalidArgument, match="--sglang-grammar-backend none"):
-        await generator.generate(PROMPT, SCHEMA, request_id="r", seconds=60)
-    assert fakes.fake(0).bodies == []
 
 
 async def test_a_grammar_that_an_engine_fails_over_is_the_callers_and_no_engine_is_suspected(fakes: FakeFleet) -> None:

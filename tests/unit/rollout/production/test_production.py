@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -113,6 +114,16 @@ async def production(
             await scorer.close()
 
 
+async def put_of(
+    folder: Path, answer: Answer, *, leased: buffer_pb2.GroupLease | None = None, **options: Any
+) -> buffer_pb2.GroupPut:
+    """What becomes of one group."""
+    ledger = MemoryLedger([leased or lease(0)])
+    async with production(folder, ledger, answer, **options) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    return ledger.puts[0]
+
+
 async def test_every_lease_becomes_a_scored_group(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(number) for number in range(5)])
     async with production(tokenizer_folder, ledger, score(0.5)) as made:
@@ -137,11 +148,9 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
     (tmp_path / "taken").write_text("a file where the folder should be")
     for folder, expected in ((tmp_path / "samples", 3), (tmp_path / "taken", 0)):
         log = SampleLog(folder)
-        ledger = MemoryLedger([lease(0)])
         failed = FailedSamples(log, 1 << 20)
-        async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED"), failed_samples=failed) as made:
-            await made.fakes.until(lambda ledger=ledger: len(ledger.puts) == 1)
-        assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_FAILED
+        put = await put_of(tokenizer_folder, refuse("SCORER_RAISED"), failed_samples=failed)
+        assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
         answers = list(log.failed())
         assert len(answers) == expected
         assert all(answer.failure_reason == "SCORER_RAISED" and answer.response for answer in answers)
@@ -149,10 +158,8 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
 
 async def test_a_sample_that_could_not_be_scored_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
     answers = iter([refuse("SCORER_TIMEOUT"), score(1.0), score(0.0)])
-    ledger = MemoryLedger([lease(0)])
-    async with production(tokenizer_folder, ledger, lambda item: next(answers)(item)) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    samples = [Sample.unpack(packed) for packed in ledger.puts[0].samples]
+    put = await put_of(tokenizer_folder, lambda item: next(answers)(item))
+    samples = [Sample.unpack(packed) for packed in put.samples]
     assert [(s.status, s.reward) for s in samples] == [
         (Status.FAILED, None),
         (Status.TRUNCATED, 1.0),
@@ -176,12 +183,10 @@ async def test_set_reward_changes_who_scores_from_the_next_group_on(tokenizer_fo
 
 
 async def test_a_prompt_that_is_too_long_is_dropped_with_its_length(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0, text="word " * 50)])
-    async with production(tokenizer_folder, ledger, score(1.0), max_prompt_tokens=20) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
-    assert ledger.puts[0].failure.reason == "PROMPT_TOO_LONG"
-    assert "rollout_max_prompt_len is 20" in ledger.puts[0].failure.message
+    put = await put_of(tokenizer_folder, score(1.0), max_prompt_tokens=20, leased=lease(0, text="word " * 50))
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+    assert put.failure.reason == "PROMPT_TOO_LONG"
+    assert "rollout_max_prompt_len is 20" in put.failure.message
 
 
 async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tokenizer_folder: Path) -> None:
@@ -215,16 +220,6 @@ async def test_leases_are_renewed_while_a_group_is_made_and_given_up_when_lost(t
         ledger.lost.add("lease-0")
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: not made.producer._groups or "lease-0" not in made.producer._groups)
-    assert ledger.puts == []
-
-
-async def test_draining_gives_leases_back(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0), lease(1), lease(2)])
-    slow = SamplingParams(max_new_tokens=5000)
-    async with production(tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=slow) as made:
-        await made.fakes.until(lambda: len(ledger.queued) == 1 and made.fakes.fake(0).calls.count("/generate") == 6)
-        await made.producer.drain()
-    assert ledger.released == ["lease-0", "lease-1"]
     assert ledger.puts == []
 
 
@@ -325,18 +320,14 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
     tokenizer_folder: Path, answers: list[float], end: tuple[object, ...]
 ) -> None:
     given = iter(answers)
-    ledger = MemoryLedger([lease(0)])
     rollout = RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std")
     job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=rollout)
     group_filter = GroupFilter.of(job.rollout, hook_args(job))
     assert group_filter is not None
     await group_filter.start()
-    async with production(
-        tokenizer_folder, ledger, lambda item: score(next(given))(item), group_filter=group_filter
-    ) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    put = await put_of(tokenizer_folder, lambda item: score(next(given))(item), group_filter=group_filter)
     await group_filter.close()
-    assert [(put.outcome, put.failure.reason, *put.rewards) for put in ledger.puts] == [end]
+    assert (put.outcome, put.failure.reason, *put.rewards) == end
 
 
 async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -351,21 +342,16 @@ async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_fo
 
 
 class RefusingLedger(MemoryLedger):
-    """Refuses puts as the ledger does what it can never take."""
-
-    def __init__(self, *args: object, error: Exception, takes_failed: bool = True) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self._error = error
-        self._takes_failed = takes_failed
+    """Refuses samples as the ledger does what it can never take."""
 
     async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        if group.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE or not self._takes_failed:
-            raise self._error
+        if group.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE:
+            raise DataLoss("other bytes")
         return await super().put(group)
 
 
 async def test_a_group_that_the_ledger_never_takes_is_put_as_failed(tokenizer_folder: Path) -> None:
-    ledger = RefusingLedger([lease(0)], error=DataLoss("other bytes"))
+    ledger = RefusingLedger([lease(0)])
     async with production(tokenizer_folder, ledger, score(1.0)) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "PUT_REFUSED")

@@ -167,16 +167,6 @@ async def test_groups_that_are_given_back_with_tokens_are_continued_by_a_later_c
     assert stats.production.num_failed == 0
 
 
-async def test_groups_that_were_neither_finished_nor_returned_are_released(tmp_path: Path) -> None:
-    code = FAILS_ONCE.replace("{folder}", str(tmp_path)).replace("FIRST", "return [written(groups[2])]")
-    async with producing(tmp_path, code) as made:
-        samples = await made.batch()
-        stats = await made.buffer.stats("train")
-    assert {sample.prompt for sample in samples} == {f"What is prompt {number}?" for number in range(GROUPS)}
-    assert (stats.production.num_failed, stats.production.num_dropped) == (0, 0)
-    assert "did not return it" in stats.production.last_return
-
-
 SHOWS = """
 import json
 

@@ -277,17 +277,6 @@ async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_besi
     assert fakes.fake(0).calls.count("/continue_generation") == 1
 
 
-async def test_a_large_model_is_checked_in_slices_so_that_requests_go_on_between_them(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    large = replace(PLAN, buckets={0: [TensorSpec("a", (25 << 20,), "float32"), *PLAN.buckets[0][1:]], 1: BIG_C})
-    assert await publish(receiver, large) == ("engine-0", "engine-1")
-    assert fakes.fake(0).calls.count("/weights_checker") == 3
-    again = replace(large, publication_id="p2", policy_version=4, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
-    await send(receiver, again)
-    fakes.fake(0).weights["c"] = "a flipped bit, in the last slice"
-    assert (await receiver.commit("p2", CHECKSUMS)).engine_ids == ("engine-1",)
-
-
 async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     contained = "c.a"  # whoever leaves out "a" leaves it out, too
