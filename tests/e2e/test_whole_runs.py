@@ -67,19 +67,6 @@ async def rows_of(run: TrainingRun, steps: int) -> Sequence[Row]:
 
 
 @whole_run
-async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(tmp_path: Path) -> None:
-    flags = ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1")
-    checkpoint = make_tiny(tmp_path / "model", "qwen3_moe", **EXPERTS)
-    rows, compared = await trained_as_the_engine_chose(tmp_path, checkpoint, 5, *flags)
-    assert compared > 100
-    first, *others = rows
-    assert "grad_norm" not in first, "the first step trained the critic alone"
-    assert [row["updated"] for row in others] == [1.0] * 4
-    misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
-    assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
-
-
-@whole_run
 async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_path: Path) -> None:
     flags = (
         "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--update-weight-pause-mode", "abort",
@@ -123,31 +110,30 @@ class ChosenExperts:
         return note
 
 
-async def trained_as_the_engine_chose(
-    tmp_path: Path, checkpoint: Path, steps: int, *flags: str
-) -> tuple[Sequence[Row], int]:
-    """A run with routing replay. Returns its rows, and how many tokens' experts of the first step were compared."""
-    kept = str(tmp_path / "steps" / "{rollout_id}.samples")
-    flags = ("--num-rollout", str(steps), "--use-rollout-routing-replay", "--save-debug-rollout-data", kept, *flags)
+@whole_run
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(
+    tmp_path: Path, family: str
+) -> None:
+    checkpoint, kept = make_tiny(tmp_path / "model", family, **EXPERTS), str(tmp_path / "steps/{rollout_id}.samples")
+    flags = (
+        "--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1", "--num-rollout", "5",
+        "--use-rollout-routing-replay", "--save-debug-rollout-data", kept,
+    )  # fmt: skip
     async with started(tmp_path, *flags, checkpoint=checkpoint) as run:
-        rows = await rows_of(run, steps)
+        first, *others = rows = await rows_of(run, 5)
     reference, compared = ChosenExperts(checkpoint), 0
     for sample in unpacked(list(RecordedSteps(kept).read(0).samples)):
         found = sample.columns[ROUTED_EXPERTS]
         for layer, expected in reference.of(sample.tokens.tolist()).items():
             assert np.array_equal(np.sort(found[:, layer], -1), expected), "transformers chooses the same experts"
         compared += len(found)
-    assert max(row["log_prob_diff/max"] for row in rows if "log_prob_diff/max" in row) < ENGINE_BOUND
-    return rows, compared
-
-
-@whole_run
-async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: Path) -> None:
-    rows, compared = await trained_as_the_engine_chose(
-        tmp_path, make_tiny(tmp_path / "model", "glm4_moe", **EXPERTS), 3
-    )
-    assert [row["policy_version"] for row in rows] == [1, 2, 3]
     assert compared > 100
+    assert max(row["log_prob_diff/max"] for row in rows if "log_prob_diff/max" in row) < ENGINE_BOUND
+    assert "grad_norm" not in first, "the first step trained the critic alone"
+    assert [row["updated"] for row in others] == [1.0] * 4
+    misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
+    assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
 
 
 @whole_run

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
-import pytest
-
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.rpc.server import RpcServer, Service
 from services.rollout import fleet_build
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from tests.support.fakes.fake_engine import FakeEngine
@@ -49,9 +50,23 @@ class _NoRouter(RememberedRouting):
 @contextlib.contextmanager
 def without_router(engine: FakeEngine) -> Iterator[None]:
     """Services that are built in the block start no router: all requests go to the engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet_build, "Router", lambda *_, **__: _NoRouter(engine.url))
+    with mock.patch.object(fleet_build, "Router", return_value=_NoRouter(engine.url)):
         yield
+
+
+@contextlib.asynccontextmanager
+async def served_rollout(
+    servicer: rollout_pb2_grpc.RolloutServiceServicer, address: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
+    """Its address."""
+    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server = RpcServer("rollout", address, [Service(servicer, add, name)])
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0.1)
 
 
 @dataclass

@@ -192,18 +192,6 @@ def test_a_flood_of_one_kind_starves_no_other(slots: Mapping[Kind, int], flood: 
     assert drained(shares).count(other) == slots[other]
 
 
-def test_a_kind_that_is_alone_has_as_many_as_alone_says() -> None:
-    shares = Shares({Kind.TRAINING: 2, Kind.EVALUATION: 1, Kind.CLIENTS: 1}, alone=16)
-    for _ in range(20):
-        shares.wait(Kind.EVALUATION)
-    assert len(drained(shares)) == 16
-    shares.take(Kind.TRAINING)
-    shares.free(Kind.EVALUATION, 13)
-    assert drained(shares) == []
-    shares.free(Kind.EVALUATION, 2)
-    assert len(drained(shares)) == 2
-
-
 LOADS = st.lists(
     st.builds(EngineLoad, st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(0, 3)), max_size=3
 )
@@ -224,11 +212,6 @@ def test_the_limit_is_never_below_one_group_nor_above_the_most(
 
 
 RANK = {"num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "queues": {"retracted": 1}}
-
-
-def test_a_load_is_the_sum_of_the_ranks_and_the_fullest_cache() -> None:
-    other = {"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.75}
-    assert read_load(json.dumps({"loads": [RANK, other]}).encode()) == EngineLoad(4, 2, 0.75, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.main import main
 from headrace.job.schema.job import Job
-from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service
 from services.rollout.engine.fleet import EngineState
 from services.rollout.server import RolloutServicer
 from services.rollout.service import RolloutParts
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import WIRE, RememberedRouting, fake_fleet
+from tests.support.fakes.fake_fleet import WIRE, RememberedRouting, fake_fleet, served_rollout
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 MOST = 3
@@ -40,15 +38,9 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, RolloutParts]]:
     parts = service.parts
     parts.fleet._routing = RememberedRouting()
     await parts.fleet.start()
-    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server = RpcServer("rollout", "127.0.0.1:0", [Service(RolloutServicer(parts), add, name)])
-    await server.start()
-    try:
-        yield server.address, parts
-    finally:
-        await server.stop(0.1)
-        await service.stop()
+    async with served_rollout(RolloutServicer(parts)) as address:
+        yield address, parts
+    await service.stop()
 
 
 async def test_a_person_sees_how_engines_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from headrace.errors import ConfigError, FailedPrecondition, Unavailable
 from headrace.process.linux import runs
 from headrace.rpc.net import Address, free_port
-from services.rollout.engine.fleet import Engine, EngineSlot, EngineState, Fleet, FleetTiming
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.process import ExternalEngine
 from tests.long_forms import whole_run
 from tests.support.engines.contract import CONTRACT, EngineUnderTest
@@ -32,23 +32,6 @@ async def test_every_engine_freezes_its_garbage_collection_before_it_serves(fake
     for number in (0, 1):
         calls = fakes.fake(number).calls
         assert calls.index("/freeze_gc") < calls.index("/update_weight_version")
-
-
-async def test_a_dead_engine_is_restarted_and_serves_while_the_initial_weights_are_served(fakes: FakeFleet) -> None:
-    old_url = fakes.fleet.engines[0].url
-    fakes.fake(0).die()
-    await fakes.until(lambda: fakes.fleet.engines[0].restarts == 1 and len(fakes.routing.urls) == 2)
-    assert fakes.fleet.engines[0].state is EngineState.READY
-    assert old_url not in fakes.routing.urls
-
-
-async def test_a_restarted_engine_is_stale_once_other_weights_are_served(fakes: FakeFleet) -> None:
-    await fakes.fleet.switch_to(7)
-    assert fakes.routing.urls == set()
-    await fakes.fleet.serve(fakes.fleet.engines[1], 7)
-    fakes.fake(0).die()
-    await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.STALE)
-    assert fakes.routing.urls == {fakes.fleet.engines[1].url}
 
 
 async def test_one_missed_check_is_forgiven_and_several_in_a_row_are_not(fakes: FakeFleet) -> None:
@@ -95,19 +78,6 @@ async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> 
             fakes.fake(1).die()
         with pytest.raises(Unavailable, match=r"every engine ended too often:\nengine-0: ended with (.|\n)*engine-1: "):
             await lost
-
-
-def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("services.rollout.engine.fleet.time.monotonic", lambda: now)
-    engine = Engine(0, EngineSlot(1))
-    seen = []
-    for life in (1, 1, 599, 600, 1):
-        engine.began_to_serve()
-        now += life
-        seen.append(engine.ended("gone", 600.0))
-    assert seen == [1, 2, 3, 1, 2]
-    assert [engine.ended("not started", 600.0) for _ in range(2)] == [3, 4]
 
 
 TIMING = FleetTiming(

@@ -38,16 +38,14 @@ PLAN = Plan(
 )
 
 
-async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     assert await publish(receiver, joined) == ("engine-0", "engine-1")
     assert fakes.fake(0).calls.count("/init_weights_update_group") == 1
 
 
-async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     await publish(receiver, replace(PLAN, publication_id="p2", policy_version=4))
     joins = [call for call in fakes.fake(0).calls if "weights_update_group" in call]
@@ -55,8 +53,9 @@ async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) ->
     assert joins == [init, destroy, init]
 
 
-async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     with pytest.raises(GroupGone, match=r"groups \['g'\] have other members"):
         await receiver.begin(joined)  # a rollout service that started again knows no group
@@ -73,8 +72,7 @@ async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_noti
     assert fakes.fake(0).groups == {"h"}
 
 
-async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     await receiver.begin(joined)
@@ -83,8 +81,7 @@ async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: Fa
         await receiver.begin(replace(joined, publication_id="p3"))
 
 
-async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_every_call_may_be_repeated(fakes: FakeFleet, receiver: Receiver) -> None:
     assert await receiver.begin(PLAN) == await receiver.begin(PLAN)
     await asyncio.gather(receiver.receive("p1", 0), receiver.receive("p1", 0))
     await receiver.receive("p1", 1)
@@ -94,8 +91,9 @@ async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
     assert [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY]
 
 
-async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_on(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_on(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await receiver.begin(PLAN)
     await receiver.receive("p1", 0)
     with pytest.raises(FailedPrecondition, match=r"lacks buckets \[1\]"):
@@ -104,15 +102,15 @@ async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_o
     assert (await receiver.commit("p1", CHECKSUMS)).lost_engine_ids == ()
 
 
-async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet, receiver: Receiver) -> None:
     fakes.fake(0).faults["/weights_checker"] = "die"
     assert await publish(receiver, PLAN) == ("engine-1",)
     assert fakes.fleet.policy_version == 3
 
 
-async def test_without_the_senders_checksums_engines_are_compared_with_each_other(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_without_the_senders_checksums_engines_are_compared_with_each_other(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await send(receiver)
     fakes.fake(0).weights["a"] = "a flipped bit"
     with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
@@ -122,8 +120,7 @@ async def test_without_the_senders_checksums_engines_are_compared_with_each_othe
     await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
 
 
-async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet, receiver: Receiver) -> None:
     for number in (0, 1):
         fakes.fake(number).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
@@ -135,8 +132,7 @@ async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet
     assert [e.restarts for e in fakes.fleet.engines] == [1, 1]
 
 
-async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(PLAN)
     await fakes.until(lambda: all("/begin_weight_update" in fakes.fake(n).calls for n in (0, 1)))
     await receiver.abort("p1", "the trainer changed its mind")
@@ -146,8 +142,9 @@ async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
         await receiver.receive("p1", 0)
 
 
-async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_touched_engines_wait_for_the_next_publication_after_an_abort(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await publish(receiver, PLAN)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
     await receiver.receive("p2", 0)
@@ -160,8 +157,9 @@ async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fake
     assert fakes.fake(0).groups == {"h"}
 
 
-async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     fakes.fake(0).faults["/update_weights_from_distributed"] = "refuse"  # as when the sender leaves the group
     fakes.fake(1).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
@@ -173,8 +171,7 @@ async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publi
     await fakes.until(lambda: [engine.restarts for engine in fakes.fleet.engines] == [0, 1])
 
 
-async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(replace(PLAN, deadline_seconds=0.2))
     await fakes.until(lambda: receiver.open_id == "")
     with pytest.raises(PublicationAborted, match=r"not committed within 0\.2 s"):
@@ -182,8 +179,7 @@ async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -
     await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2)
 
 
-async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(replace(PLAN, epoch=2))
     with pytest.raises(Fenced, match="epoch 1 is over: epoch 2 has begun"):
         await receiver.begin(replace(PLAN, publication_id="p0", epoch=1))
@@ -204,8 +200,9 @@ async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
     return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
 
 
-async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await publish(receiver, PLAN)
     with pytest.raises(FailedPrecondition, match=r"\['engine-1'\] do not wait for weights"):
         await receiver.begin(replace(PLAN, publication_id="p2", engine_ids=("engine-1",)))
@@ -213,8 +210,9 @@ async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(
         await receiver.begin(replace(PLAN, publication_id="p3", policy_version=4, engine_ids=("engine-1",)))
 
 
-async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     tokens = (5, 6, 7)
     await send(receiver)
     fakes.fake(1).log_prob_error = 0.3
@@ -223,8 +221,9 @@ async def test_an_engine_that_computes_something_else_with_the_same_weights_is_t
     assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
 
 
-async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await send(receiver)
     with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
         await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
@@ -263,8 +262,9 @@ async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_t
 BIG_C = [TensorSpec("c", (25 << 20,), "float32")]
 
 
-async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_beside_it(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_beside_it(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await receiver.begin(PLAN)
     await receiver.receive("p1", 0)
     assert "/continue_generation" not in fakes.fake(0).calls, "it holds a mixture"
@@ -277,8 +277,7 @@ async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_besi
     assert fakes.fake(0).calls.count("/continue_generation") == 1
 
 
-async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes: FakeFleet, receiver: Receiver) -> None:
     contained = "c.a"  # whoever leaves out "a" leaves it out, too
     for number in (0, 1):
         fakes.fake(number).weights[contained] = "content"
@@ -325,8 +324,7 @@ async def test_engines_that_loaded_others_go_on_as_before_and_get_them(fakes: Fa
     assert await publish(receiver, replace(PLAN, policy_version=0)) == ("engine-0", "engine-1")
 
 
-async def test_engines_that_were_given_weights_are_refused(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_engines_that_were_given_weights_are_refused(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     with pytest.raises(FailedPrecondition, match="hold other weights than those that they loaded"):
         await receiver.begin(replace(LOADED, epoch=2))

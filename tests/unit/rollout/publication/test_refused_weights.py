@@ -204,8 +204,9 @@ async def test_an_engine_that_starts_again_after_its_checks_is_not_taken_for_one
         assert attempts.routing.urls == {other.url}
 
 
-async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await send(receiver)
     await receiver.commit("p1", CHECKSUMS)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
@@ -218,9 +219,8 @@ async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brin
 
 
 async def test_initial_weights_are_not_served_after_a_trainer_published_its_own_under_their_number(
-    fakes: FakeFleet,
+    fakes: FakeFleet, receiver: Receiver
 ) -> None:
-    receiver = Receiver(fakes.fleet)
     await send(receiver, replace(PLAN, policy_version=0))
     await receiver.commit("p1", CHECKSUMS)
     fakes.fake(0).die()
