@@ -94,12 +94,6 @@ FITTING: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
 )
-BAD: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"json_schema": '{"type": "strin"}'}, "Unsupported type"),
-    ({"json_schema": '{"type": "array", "uniqueItems": true}'}, "uniqueItems would be ignored"),
-    ({"json_schema": '{"$ref": "#"}'}, "cannot follow this json_schema or regex"),
-    ({"regex": "("}, "parenthesis is not closed"),
-)
 
 
 async def test_a_stop_string_ends_the_response_with_the_token_in_which_it_is_complete(stack: Stack) -> None:
@@ -140,16 +134,6 @@ async def test_a_response_fits_its_json_schema_or_regex(stack: Stack) -> None:
         made = await stack.generator.generate(PROMPT, params, request_id=f"fits-{number}", seconds=240)
         assert re.fullmatch(fits, encoder.decode(made.tokens)), encoder.decode(made.tokens)
         assert made.finish is Finish.STOP
-
-
-async def test_a_bad_schema_is_the_callers_error_and_no_engine_is_suspected(stack: Stack) -> None:
-    for number, (constraint, said) in enumerate(BAD):
-        params = SamplingParams(max_new_tokens=30, **constraint)
-        with pytest.raises(InvalidArgument, match=said):
-            await stack.generator.generate(PROMPT, params, request_id=f"bad-{number}", seconds=240)
-        with pytest.raises(InvalidArgument, match=said):
-            await anext(stack.generator.stream(PROMPT, params, request_id=f"bad-streamed-{number}", seconds=240))
-    assert [(engine.is_suspect, engine.bad_answers) for engine in stack.fleet.engines] == [(False, 0), (False, 0)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -68,19 +68,6 @@ def test_no_role_vanishes(name: str, role: str) -> None:
             assert repr(role) in text or "template refused" in text
 
 
-def test_every_message_counts_and_not_roles_alone() -> None:
-    two = [{"role": "system", "content": text} for text in ("First.", "Second.")]
-    text = asked("deepseek_r1_distill_qwen", *two, {"role": "user", "content": "a"})
-    assert "message 0, whose role is 'system'" in text
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
-    assert "the tool calls of message 1" in asked("smollm2", {"role": "user", "content": "a"}, called)
-    assert '"arguments": {"a": 1}}' in asked(
-        "qwen2.5",
-        {"role": "user", "content": "a"},
-        {**called, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
-    )
-
-
 @pytest.mark.parametrize(
     ("value", "thinks"), [({}, True), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)]
 )

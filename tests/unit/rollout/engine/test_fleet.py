@@ -47,19 +47,6 @@ async def test_one_missed_check_is_forgiven_and_several_in_a_row_are_not(fakes: 
     await fakes.until(lambda: engine.restarts == 1)
 
 
-async def test_an_engine_that_ends_while_it_is_given_up_is_started_once(fakes: FakeFleet) -> None:
-    engine = fakes.fleet.engines[0]
-    fakes.routing.answers.clear()
-    giving_up = asyncio.create_task(fakes.fleet.give_up(engine, "gone in the middle of a collective"))
-    await fakes.until(lambda: engine.state is EngineState.DOWN)
-    fakes.fake(0).die()
-    await fakes.until(lambda: engine.state is EngineState.READY)
-    fakes.routing.answers.set()
-    await giving_up
-    await engine.client.weights_name(seconds=60)
-    assert engine.restarts == 1
-
-
 async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> None:
     async with fake_fleet(max_restarts=2) as fakes:
         one, other = fakes.fleet.engines

@@ -20,7 +20,6 @@ from headrace.hooks.kit.engine import ask_engine
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import RolloutSection
 from headrace.rpc.net import routed_by
-from services.rollout.build import samples_together
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
@@ -104,24 +103,6 @@ async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: 
     step = await routed_step(job_of(), tmp_path)
     assert 0.4 <= max(step.shares()) <= 0.6
     assert step.engines_of_a_prompt() == 1.0
-
-
-@pytest.mark.parametrize(
-    ("shape", "together"),
-    [
-        ({"engines": 4}, 4),
-        ({"engines": 4, "prompts": 32}, 8),
-        ({"engines": 2, "services": 2}, 4),
-        ({"engines": 64}, 1),
-        ({"samples": 1}, 1),
-    ],
-)
-def test_a_prompts_samples_stay_together_where_every_engine_has_four_such_parts(
-    shape: dict[str, Any], together: int
-) -> None:
-    job = job_of(**shape)
-    num_engines = job.services.num_rollout_services * job.placement.num_engines
-    assert samples_together(job.rollout, num_engines) == together
 
 
 async def test_every_request_for_a_response_has_its_key_in_a_header_that_says_nothing_else() -> None:

@@ -56,13 +56,6 @@ async def test_what_was_made_before_a_break_keeps_its_experts(fakes: FakeFleet, 
     assert numbers[:, 1].tolist() == ((tokens + versions) % 4).tolist()
 
 
-async def test_a_sample_that_is_continued_later_brings_its_experts_along(fakes: FakeFleet, tmp_path: Path) -> None:
-    async with EngineClient(fakes.fleet.engines[0].url, routed_experts=True) as client:
-        sample = await _sampler(fakes, client, tmp_path, num_layers=2).sample(_request(tmp_path))
-    flat = np.frombuffer(generation_of(sample).routed_experts or b"", dtype="<i4")
-    assert flat.tolist() == sample.columns[ROUTED_EXPERTS].reshape(-1).tolist()
-
-
 def _sampler(fakes: FakeFleet, client: EngineClient, folder: Path, *, num_layers: int | None) -> EngineSampler:
     return EngineSampler(Generator(client, fakes.fleet.weights), _encoder(folder), seconds=20, num_layers=num_layers)
 

@@ -61,25 +61,6 @@ async def test_a_function_that_leaves_weight_versions_out_is_told_so_once_and_th
     assert "append each answer's meta_info['weight_version'] to sample.weight_versions" in sentence
 
 
-SHOWS_ITS_PROMPT = PER_SAMPLE.replace(
-    "    return sample\n", "    sample.train_metadata = {'prompt': sample.prompt}\n    return sample\n"
-)
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-
-
-@pytest.mark.parametrize(("apply_chat_template", "seen"), [(False, MESSAGES), (True, "<brief> hello")])
-async def test_a_row_of_messages_comes_as_messages_unless_the_job_applies_the_template(
-    tmp_path: Path, apply_chat_template: bool, seen: object
-) -> None:
-    prompt = EncodedPrompt("<brief> hello", (1, 2), messages=MESSAGES, tools=[{"name": "add"}])
-    (sample,) = await made_by(
-        tmp_path, SHOWS_ITS_PROMPT, count=1, prompt=prompt, data={"apply_chat_template": apply_chat_template}
-    )
-    assert sample.train_metadata == {"prompt": seen}
-    assert sample.metadata["tools"] == [{"name": "add"}]
-    assert sample.prompt == "<brief> hello"
-
-
 async def test_what_a_users_function_raises_is_its_samples_failure_with_the_file_and_the_line(tmp_path: Path) -> None:
     samples = await made_by(tmp_path, "async def f(args, sample, sampling_params):\n    raise KeyError('oops')\n")
     assert [s.status for s in samples] == [Status.FAILED, Status.FAILED]

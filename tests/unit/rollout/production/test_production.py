@@ -223,13 +223,6 @@ async def test_leases_are_renewed_while_a_group_is_made_and_given_up_when_lost(t
     assert ledger.puts == []
 
 
-async def test_engines_that_are_behind_the_ledger_hand_leases_back(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0, policy_version=4)])
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
-        await made.fakes.until(lambda: ledger.released == ["lease-0"])
-    assert made.reward.asked == []
-
-
 LONG = SamplingParams(max_new_tokens=60)
 
 

@@ -123,12 +123,6 @@ async def test_a_sample_that_a_hook_fails_on_or_makes_unusable_fails_alone(tmp_p
         assert (first.status is Status.COMPLETED) is (name == "raises_on_second")
 
 
-async def test_what_has_no_finished_response_is_not_shown(tmp_path: Path) -> None:
-    samples = [made(1, Status.ABORTED), made(1, Status.FAILED)]
-    async with shown(tmp_path, "raises_on_second", samples=samples) as sampler:
-        assert await all_of(sampler) == samples
-
-
 async def test_another_response_has_the_versions_that_it_names(tmp_path: Path) -> None:
     async with shown(tmp_path, "replaced", samples=[made(0)]) as sampler:
         (after,) = await all_of(sampler)

@@ -124,17 +124,6 @@ async def test_an_engine_that_fails_the_probe_beside_one_that_passes_it_takes_it
         assert attempts.fakes.fake(1).num_tokens > 2 * 12, "what the bad one had made was made again by the other"
 
 
-async def test_a_publication_that_ends_before_its_verdict_is_refused() -> None:
-    async with Attempts() as attempts:
-        commit = await attempts.begin("p1")
-        asked = await attempts.requests()
-        await attempts.receiver.abort("p1", "the trainer went away")
-        with pytest.raises(PublicationAborted):
-            await commit
-        for generation in await asyncio.gather(*asked):
-            assert {r.policy_version for r in generation.policy_ranges} == {0}
-
-
 async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes: FakeFleet) -> None:
     receiver, weights = Receiver(fakes.fleet), fakes.fleet.weights
     await send(receiver)

@@ -138,17 +138,6 @@ async def test_a_folder_outside_of_the_operators_is_not_loaded(
     assert all("/update_weights_from_disk" not in fakes.fake(number).calls for number in (0, 1))
 
 
-@pytest.mark.parametrize("planned", ["disk"], indirect=True)
-async def test_engines_load_a_folder_on_their_own_and_one_that_fails_is_lost_alone(
-    fakes: FakeFleet, planned: Planned, tmp_path: Path
-) -> None:
-    receiver = Receiver(fakes.fleet, tmp_path)
-    fakes.fake(0).faults["/update_weights_from_disk"] = "die"
-    assert await through(receiver, planned("p1", 1)) == ("engine-1",)
-    await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.STALE)
-    assert await through(receiver, planned("p2", 1, engine_ids=("engine-0",))) == ("engine-0",)
-
-
 async def test_when_all_engines_refuse_the_weights_none_is_started_again_though_nobody_aborts_it(
     fakes: FakeFleet, planned: Planned, tmp_path: Path
 ) -> None:
