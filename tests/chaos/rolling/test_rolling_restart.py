@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from headrace.cli.commands.live import ORDER
 from headrace.cli.main import main
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from headrace.rpc.net import free_port
-from tests.e2e.test_rollout_services import Engine
+from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
 from tests.support.rolling.clients import Clients
@@ -64,15 +64,19 @@ async def clients_of(addresses: Mapping[str, str], folder: Path, openai_url: str
 @pytest.mark.timeout(900 + 300 * ROUNDS)
 @pytest.mark.skipif(not ROUNDS, reason="long: HEADRACE_ROLLING_ROUNDS says how often")
 async def test_all_services_of_a_run_are_restarted_in_turn_and_no_call_fails(tmp_path: Path) -> None:
-    engine, port = Engine(token_seconds=0.02), free_port()
+    engine, port = GlooEngine(token_seconds=0.02), free_port()
     run = TrainingRun(
         tmp_path, make_tiny_qwen3(tmp_path / "model"),
-        "--rollout-external-engine-addrs", engine.address, "--rollout-num-gpus", "1", "--openai-port", str(port),
+        "--rollout-external-engine-addrs", engine.url.removeprefix("http://"), "--rollout-num-gpus", "1",
+        "--openai-port", str(port),
         "--num-rollout", "100000", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2",
         "--micro-batch-size", "2", "--actor-num-gpus-per-node", "1", "--lr", "1e-6", "--save-interval", "50",
         "--rollout-max-response-len", "8", "--rm-type", "exact_match", "--update-weight-probe-tolerance", "1e6",
     )  # fmt: skip
-    async with engine.running(), run.started():
+    async with AsyncExitStack() as stack:
+        await engine.start(seconds=60)
+        stack.push_async_callback(engine.stop)
+        await stack.enter_async_context(run.started())
         await run.until_step(2)
         addresses = {name: entry.address for name, entry in run.folder.services().items()}
         async with clients_of(addresses, tmp_path, f"http://127.0.0.1:{port}"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -259,7 +257,7 @@ OF_A_SERVER: Readers = {
 
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
-    "rollout_placement": "tests/unit/rollout/engine/test_ray_engines.py: building its parts joins a Ray cluster",
+    "rollout_placement": "tests/unit/rollout/engine/test_fleet.py: building its parts joins a Ray cluster",
 }
 """Options that the service reads and this table does not compare, with the test that shows them."""
 OF_OTHERS = {
@@ -449,18 +447,3 @@ async def test_an_evaluation_of_a_server_has_the_values_that_the_job_gives(
         await by_url.evaluate_url(job, "http://127.0.0.1:9", "m", [], return_samples=False)
     assert not lines, "\n".join(lines)
     assert read <= {*OF_A_SERVER, *ENGINES}, "compare them above"
-
-
-@pytest.mark.parametrize("insecure", [True, False])
-def test_the_sandbox_is_as_the_job_says(folder: Path, monkeypatch: pytest.MonkeyPatch, insecure: bool) -> None:
-    asked = list[str]()
-
-    async def serve(job: Job, arguments: object) -> None:
-        asked.append(os.environ["HEADRACE_INSECURE_SANDBOX"])
-
-    (folder / "job.json").write_text(job_of(folder, {"reward": {"insecure_sandbox": insecure}}).model_dump_json())
-    monkeypatch.setenv("HEADRACE_INSECURE_SANDBOX", "neither")
-    monkeypatch.setattr(program, "_serve", serve)
-    monkeypatch.setattr(sys, "argv", ["rollout", "--config", str(folder / "job.json"), "--address", "127.0.0.1:0"])
-    assert program.main() == 0
-    assert asked == [str(insecure).lower()]

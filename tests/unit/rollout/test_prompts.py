@@ -1,4 +1,4 @@
-"""Messages of a prompt reach the model, or the prompt is refused with the role and the way out."""
+"""Prompts reach the model as they were meant, or are refused with the way out: roles, contents, templates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import InvalidArgument
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.kit.conversation import renderer_of
+from headrace.job.schema.training import TrainSection
 from headrace.prompts import chat_message
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.supervised import supervised_parts
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 
 NAMES = sorted(CHAT_MODELS)
@@ -40,20 +44,15 @@ def asked(name: str, *messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_in_parts_is_one_text(name: str) -> None:
-    for parts in (
-        [{"type": "text", "text": SAID}],
-        [{"type": "text", "text": SAID[:7]}, {"type": "text", "text": SAID[7:]}],
-        [SAID],
-        [{"type": "input_text", "text": SAID}],
-    ):
+    well = {"role": "user", "content": "Well?"}
+    for parts in ([{"type": "text", "text": SAID[:7]}, {"type": "input_text", "text": SAID[7:]}], [SAID]):
         for role in ("user", "system"):
-            well = {"role": "user", "content": "Well?"}
             as_text = asked(name, {"role": role, "content": SAID}, well)
             assert asked(name, {"role": role, "content": parts}, well) == as_text
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("role", ["human", "gpt", "developer", "function", "ipython", "Users", "critic"])
+@pytest.mark.parametrize("role", ["human", "developer", "function", "Users"])
 def test_no_role_vanishes(name: str, role: str) -> None:
     for messages in (
         [{"role": role, "content": SAID}],
@@ -70,29 +69,32 @@ def test_no_role_vanishes(name: str, role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "way_out"), [("human", "rename the role to 'user'"), ("function", "rename the role to 'tool'")]
+    ("value", "thinks"), [({}, True), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)]
 )
-def test_a_refusal_names_the_role_and_the_way_out(role: str, way_out: str) -> None:
-    text = asked("qwen3", {"role": "user", "content": "a"}, {"role": role, "content": "b"})
-    assert text == f"refused: the chat template writes nothing of message 1, whose role is {role!r}: {way_out}"
-
-
-def test_every_message_counts_and_not_roles_alone() -> None:
-    two = [{"role": "system", "content": text} for text in ("First.", "Second.")]
-    text = asked("deepseek_r1_distill_qwen", *two, {"role": "user", "content": "a"})
-    assert "message 0, whose role is 'system'" in text
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
-    assert "the tool calls of message 1" in asked("smollm2", {"role": "user", "content": "a"}, called)
-    assert '"arguments": {"a": 1}}' in asked(
-        "qwen2.5",
-        {"role": "user", "content": "a"},
-        {**called, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
-    )
+def test_the_chat_template_is_given_the_jobs_variables(tmp_path: Path, value: dict[str, bool], thinks: bool) -> None:
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    encoder = PromptEncoder(tmp_path, apply_chat_template=True, variables=value)
+    encoder.load()
+    asks_for_no_thought = encoder.encode_text("hello").text.endswith("<think>\n\n</think>\n\n")
+    assert asks_for_no_thought == (not thinks)
+    kit = renderer_of(HookArgs({"hf_checkpoint": tmp_path, "apply_chat_template_kwargs": value}))
+    rendered = kit.render([{"role": "user", "content": "hello"}], None)
+    assert kit.tokens_of_rendered(rendered) == encoder.encode_text("hello").tokens
 
 
 @pytest.mark.parametrize(
-    "content",
-    [{"text": "a"}, 7, [{"type": "video", "video": "a.mp4"}], [{"type": "text"}], [{"type": "json", "json": {}}]],
+    ("value", "said"),
+    [
+        ({"enable_thinkin": False}, "never reads enable_thinkin.*did you mean enable_thinking"),
+        ({"messages": []}, "messages comes from the prompt: leave it out"),
+    ],
 )
-def test_content_of_another_kind_is_refused(content: Any) -> None:
-    assert asked("qwen2.5", {"role": "user", "content": content}).startswith("refused: ")
+def test_variables_that_the_chat_template_does_not_read_are_refused(
+    tmp_path: Path, value: dict[str, Any], said: str
+) -> None:
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    supervised = supervised_parts(TrainSection(loss_mask_type="qwen3"), tmp_path, value)
+    assert supervised is not None
+    for encoder in (PromptEncoder(tmp_path, apply_chat_template=True, variables=value), supervised.encoder):
+        with pytest.raises(ConfigError, match=said):
+            encoder.load()

@@ -138,8 +138,9 @@ async def test_an_engine_that_dies_while_the_trainer_has_the_devices_starts_in_t
         assert it.fleet.engines[1].restarts == 1
 
 
-@pytest.mark.parametrize("fault", ["die", "refuse", "refuse_for_now"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "fault"), [*((call, "die") for call in CALLS), (CALLS[2], "refuse"), (CALLS[2], "refuse_for_now")]
+)
 async def test_an_engine_that_fails_in_a_call_of_a_turn_is_ended_and_starts_in_the_next_turn_of_the_engines(
     tmp_path: Path, call: str, fault: str
 ) -> None:
@@ -162,34 +163,6 @@ async def test_a_publication_that_a_trainer_left_open_is_aborted_when_the_next_o
         await it.receiver.begin(PLAN)
         assert await it.turn.release(0) == ["engine-0", "engine-1"]
         assert it.receiver.open_id == ""
-        it.the_trainer_computes()
-
-
-async def test_engines_that_start_are_waited_for_before_they_are_released(tmp_path: Path) -> None:
-    async with shared(tmp_path) as it:
-        await it.turn.resume(1)
-        it.fake(0).die()
-        await it.until(lambda: it.fleet.engines[0].restarts == 1)  # it is STARTING, or was a moment ago
-        await it.turn.release(1)
-        it.the_trainer_computes()
-
-
-async def test_who_waits_for_engines_that_are_released_meanwhile_is_told(tmp_path: Path) -> None:
-    async with shared(tmp_path, may_start=lambda: False) as it:
-        waiting = asyncio.create_task(it.turn.resume(1))
-        await it.until(lambda: not it.turn.is_trainers)
-        await it.turn.release(2)
-        with pytest.raises(Aborted, match="taken back"):
-            await waiting
-
-
-async def test_a_release_goes_on_when_its_caller_goes_away(tmp_path: Path) -> None:
-    async with shared(tmp_path) as it:
-        await it.turn.resume(1)
-        calling = asyncio.create_task(it.turn.release(1))
-        await it.until(lambda: it.turn.is_trainers)
-        calling.cancel()
-        await it.until(lambda: it.states == [EngineState.RELEASED] * 2)
         it.the_trainer_computes()
 
 
