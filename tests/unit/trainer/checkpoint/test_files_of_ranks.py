@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (in_background, megatron) in RUNS.items():
         (folder / name).mkdir()
         cases.append(FilesCase(str(folder / name), str(model), str(smaller), in_background, megatron))
-    run_cases(folder, 2, cases, 240.0, "tests.support.ranks.file_cases")
+    run_cases(folder, 2, cases, 240.0)
     return folder
 
 

@@ -16,7 +16,6 @@ import torch
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
-from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
 from headrace.publication import Probe, TensorSpec
 from headrace.run_folder import RunFolder
@@ -28,7 +27,6 @@ from services.trainer.control.senders import Sender, Sent, StageGroup, StageWeig
 from services.trainer.control.transport import transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
-from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
 from services.trainer.state import TrainState
 from tests.support.fakes.idle_worker import IdleWorker
@@ -79,9 +77,7 @@ class AskedRollout:
 
 
 @asynccontextmanager
-async def only_rank(
-    *, beside_one_that_hangs: bool = False, sends: StageWeights | None = None
-) -> AsyncIterator[RankGroup]:
+async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup]:
     """Rank 0, which sends nothing, or says that it sent `sends`."""
 
     class Worker(IdleWorker):
@@ -94,11 +90,7 @@ async def only_rank(
         def send_weights(self, *_: object) -> Sent | None:
             return Sent(0, {}) if sends else None
 
-    leader = Channel(0, 2, b"") if beside_one_that_hangs else Channel(0, 1, b"")
-    if beside_one_that_hangs:
-        hanging = Channel(1, 2, b"")
-        await hanging.connect("127.0.0.1", await leader.listen(listener("127.0.0.1")))
-        await leader.until_complete()
+    leader = Channel(0, 1, b"")
     yield RankGroup(leader, Worker(), ThreadPoolExecutor(1))
     await leader.close()
 
@@ -135,17 +127,11 @@ def test_update_weight_buffer_size_bounds_what_travels_at_once(
 def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_not_come() -> None:
     sender = sender_in(update_weight_timeout_seconds=0.2)
     sender.open(0)
-    sent = sender.send("v1", {0: 2})
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(sender.send, "v1", {0: 2}).result(2)
     assert sent is not None
     assert sent.error is not None
     sender.drop([0])
-
-
-async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_publication() -> None:
-    async with only_rank(beside_one_that_hangs=True) as ranks:
-        publisher = publisher_of(ranks, AskedRollout(), update_weight_timeout_seconds=0.05)
-        with pytest.raises(DeadlineExceeded, match="the rank that hangs"):
-            await publisher.publish(STATE)
 
 
 async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds() -> None:
@@ -175,7 +161,7 @@ async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode
     assert [begun.pause_mode for begun in rollout.begun] == [asked]
 
 
-@pytest.mark.parametrize("update_weight_probe_tolerance", [0.001, 0.0625, 7.0])
+@pytest.mark.parametrize("update_weight_probe_tolerance", [0.001, 7.0])
 async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance(
     update_weight_probe_tolerance: float,
 ) -> None:
@@ -219,48 +205,29 @@ def test_senders_compute_checksums_where_they_have_the_tensors_that_engines_hash
         assert TrainerBuild(job, Path("run")).knows_checksums(layout) is is_known
 
 
-def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(job_file), "--update-weight-transport", "disk"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(
-        r"through files in /\S*/weights, which .* must see: [\d.]+ GB a version, and two versions", printed
-    )
-    for flags, said in (
-        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
-        (
-            ["--update-weight-transport", "disk", "--update-weight-rollback", "host"],
-            "update_weight_rollback host keeps a copy in memory of what lies in the folder",
-        ),
-        (
-            ["--update-weight-transport", "disk", "--rollout-address", "10.0.0.7:7000"],
-            "Name a folder that all machines see at the same path with --update-weight-disk-path",
-        ),
-        (
-            ["--update-weight-transport", "disk", "--update-weight-disk-path", f"{job_file}/below"],
-            "update_weight_disk_path .* cannot be written: Not a directory",
-        ),
-    ):
-        assert main(["check", str(job_file), *flags]) == 2
-        captured = capsys.readouterr()
-        assert re.search(said, " ".join((captured.out + captured.err).split())), captured
+DISK, IPC = "--update-weight-transport disk", "--update-weight-transport ipc"
 
 
-def test_check_says_what_lies_in_shared_memory_and_refuses_machines_that_share_none(
+def test_check_says_where_versions_lie_and_refuses_transports_that_cannot_be(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ipc = ["check", str(job_file), "--update-weight-transport", "ipc"]
-    assert main(ipc) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"through shared memory in /dev/shm/headrace-\S+: [\d.]+ GB a version, and two versions", printed)
-    for flags, said in (
-        (
-            ["--rollout-address", "10.0.0.7:7000"],
-            "ipc with rollout at 10.0.0.7:7000: trainer and engines share no memory",
-        ),
-        (["--update-weight-rollback", "host"], "in the folder of update_weight_transport ipc"),
-        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
+    for transport, said in (
+        (DISK, r"files in /\S*/weights, which .* must see"),
+        (IPC, r"memory in /dev/shm/headrace-\S+"),
     ):
-        assert main([*ipc, *flags]) == 2
+        assert main(["check", str(job_file), *transport.split()]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert re.search(rf"{said}: [\d.]+ GB a version, and two versions", printed)
+    refused = {
+        "--update-weight-disk-path w": "update_weight_disk_path has no effect without update_weight_transport",
+        f"{DISK} --update-weight-rollback host": "update_weight_rollback host keeps a copy",
+        f"{DISK} --rollout-address 10.0.0.7:7000": "with --update-weight-disk-path",
+        f"{DISK} --update-weight-disk-path {job_file}/below": "update_weight_disk_path .* cannot be written",
+        f"{IPC} --rollout-address 10.0.0.7:7000": "ipc with rollout at 10.0.0.7:7000",
+        f"{IPC} --update-weight-rollback host": "in the folder of update_weight_transport ipc",
+    }
+    for flags, said in refused.items():
+        assert main(["check", str(job_file), *flags.split()]) == 2
         captured = capsys.readouterr()
         assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 

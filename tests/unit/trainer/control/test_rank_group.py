@@ -60,45 +60,14 @@ async def test_all_ranks_carry_out_the_same_commands_in_the_same_order() -> None
     assert done[1] == done[2] == done[0]
 
 
-async def test_answers_are_those_of_ranks_that_have_one() -> None:
-    class Opener(Worker):
-        def open_group(self, service: int) -> StageGroup | None:
-            return StageGroup(service, f"g{self.rank}", "host", self.rank, self.rank == 1) if self.rank else None
-
-    async with ranks(3, Opener) as group:
-        assert await group.gather(60.0, RankWorker.open_group, 4) == [
-            StageGroup(4, "g1", "host", 1, True),
-            StageGroup(4, "g2", "host", 2, False),
-        ]
-        assert await group.gather(60.0, RankWorker.describe_weights) == []
-        await group.gather(60.0, RankWorker.leave)
-
-
-@pytest.mark.parametrize("method", ["execute", "__init__", "_wait_for_samples", "is_command", ""])
-async def test_nothing_but_a_command_is_carried_out(method: str) -> None:
+@pytest.mark.parametrize("method", ["execute", "__init__", "_wait_for_samples"])
+async def test_nothing_but_a_command_with_arguments_of_its_types_is_carried_out(method: str) -> None:
     with pytest.raises(Internal, match=f"rank 0 asks for '{method}'"):
         async with ranks(2, Worker) as group:
             group._channel.send(Order(1, method, msgspec.Raw(msgspec.msgpack.encode([])), False))
-
-
-async def test_arguments_of_other_types_than_the_methods_are_not_carried_out() -> None:
     with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
         async with ranks(2, Worker) as group:
             group._channel.send(Order(1, "open_group", msgspec.Raw(msgspec.msgpack.encode(["one"])), False))
-
-
-async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
-    class Failing(Worker):
-        def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
-            if self.rank == 1:
-                return Sent(1, {}, "no engine")
-            until(lambda: self.channel.is_aborted(publication_id))
-            return Sent(self.rank, {}, "the publication was given up")
-
-    async with ranks(3, Failing) as group:
-        with pytest.raises(PublicationAborted, match="stage 1: no engine"):
-            await send_weights(group, "p", {0: 2}, deadline_seconds=60.0)
-        await group.gather(60.0, RankWorker.leave)
 
 
 async def test_a_service_that_a_stage_could_not_send_to_is_left_with_the_stages_reason() -> None:

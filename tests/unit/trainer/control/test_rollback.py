@@ -55,7 +55,7 @@ POINTS = [
     (name, call)
     for name, calls in CALLS.items()
     for call in calls
-    if ALL or name != "ipc" or call in ("/update_weights_from_disk", "/weights_checker")  # else as by disk
+    if ALL or name == "collective" or call in ("/update_weights_from_disk", "/weights_checker")  # else as collective
 ]
 ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}, "ipc": {}}
 When = Literal["refuses", "before", "during", "after"]

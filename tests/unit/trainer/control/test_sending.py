@@ -141,15 +141,3 @@ def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() 
     assert "given up while sending" in sent.left[0]
     assert sent.checksums == engine_checksums(policy.weights)
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
-
-
-def test_sending_has_failed_when_no_group_is_left() -> None:
-    policy, given_up = WatchedPolicy(), {"p"}
-    sender = sender_of(policy, given_up.__contains__)
-    for service in (0, 1):
-        sender.open(service)
-    sent = sender.send("p", {0: 2, 1: 2})
-    sender.drop([0, 1])
-    assert sent is not None
-    assert sent.error is not None
-    assert "given up while sending" in sent.error

@@ -20,15 +20,10 @@ MACHINES = (
     ("other job", 0, 3, SLOW, ENOUGH),
     ("other job", 1, 3, FAST, ENOUGH),
     ("other job", 2, 3, SLOW, ENOUGH),
-    ("other number", 0, 3, {"placement.actor_num_nodes": "3"}, ENOUGH),
-    ("other number", 1, 2, {"placement.actor_num_nodes": "2"}, ENOUGH),
     ("missing", 0, 3, SLOW, SHORT),
     ("missing", 1, 3, SLOW, LONGER),
     ("both first", 0, 2, SLOW, SHORT),
     ("both first", 0, 2, SLOW, SHORT),
-    ("both second", 0, 3, SLOW, SHORT),
-    ("both second", 1, 3, SLOW, LONGER),
-    ("both second", 1, 3, SLOW, LONGER),
 )
 
 
@@ -54,17 +49,9 @@ def test_different_jobs_are_refused_on_every_machine_with_what_differs(said: Map
         assert "train.lr 0.2 in place of 0.1: give all machines the same job" in words
 
 
-def test_different_numbers_of_machines_are_refused_on_every_machine(said: Mapping[str, Sequence[str]]) -> None:
-    for words in said["other number"]:
-        assert "placement.actor_num_nodes 2 in place of 3" in words
-
-
-@pytest.mark.parametrize("meeting", ["missing", "both second"])
-def test_a_machine_that_never_comes_is_named_and_everybody_ends(
-    said: Mapping[str, Sequence[str]], meeting: str
-) -> None:
-    """Where two have the number of the second, the third is missing. On a busy machine others may be late, too."""
-    first, *others = said[meeting]
+def test_a_machine_that_never_comes_is_named_and_everybody_ends(said: Mapping[str, Sequence[str]]) -> None:
+    """On a busy machine others may be late, too."""
+    first, *others = said["missing"]
     assert re.match(r"DeadlineExceeded ranks \[(1, )?2\] are not at 127\.0\.0\.1:\d+ after 3 s", first)
     assert "on each machine with its own --node-rank" in first
     for words in others:

@@ -18,7 +18,7 @@ from tests.support.models.tiny_families import VOCAB_SIZE, make_tiny
 from tests.support.ranks.rank_results import network
 
 LENGTH = 48
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")
+FAMILIES = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,10 +48,7 @@ def test_speed_is_what_was_needed_over_the_time_that_trained() -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
         ("NVIDIA H20", 148.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA B200", 2250.0),
         ("Somebody's accelerator", None),
     ],
 )

@@ -13,7 +13,7 @@ from headrace.errors import InvalidArgument
 from headrace.models.architecture import Experts
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from services.trainer.megatron.routing_replay import RouterOfLayer, RoutingReplay
-from services.trainer.plan.planning import collate, empty_micro_batch
+from services.trainer.plan.planning import collate
 from services.trainer.plan.rows import ExpertChoices, Packing, RolloutChoices
 from tests.support.ranks.algorithm_cases import told
 
@@ -40,12 +40,6 @@ def test_every_position_has_the_choice_of_its_own_token(packing: Packing) -> Non
             seen.add((number, position))
     of_responses = {(n, p) for n, s in enumerate(samples) for p in range(s.prompt_length, len(s.tokens) - 1)}
     assert of_responses <= seen
-
-
-def test_an_empty_micro_batch_leaves_all_to_the_router() -> None:
-    micro = empty_micro_batch()
-    found = CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
-    assert [chosen.tolist() for chosen in found.by_layer.values()] == [[[-1, -1]], [[-1, -1]]]
 
 
 def test_dense_layers_are_not_asked() -> None:

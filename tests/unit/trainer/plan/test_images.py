@@ -63,13 +63,9 @@ def test_an_image_token_that_the_policy_sampled_is_text() -> None:
     ("change", "said"),
     [
         ({PIXEL_VALUES: None}, f"{PIXEL_VALUES} is absent, must be float32 \\[24, 1176\\]"),
-        ({IMAGE_GRIDS: None}, f"{IMAGE_GRIDS} is absent"),
-        ({PIXEL_VALUES: np.zeros((24, 1176))}, "is float64"),
         ({PIXEL_VALUES: np.zeros((20, 1176), np.float32)}, r"is float32 \[20, 1176\]"),
         ({PIXEL_VALUES: np.full((24, 1176), np.nan, np.float32)}, "not finite"),
-        ({IMAGE_GRIDS: np.array([[1, 4, 6, 1]])}, r"is int64 \[1, 4\]"),
         ({IMAGE_GRIDS: np.array([[1, 3, 8]])}, "a multiple of 2"),
-        ({IMAGE_GRIDS: np.array([[0, 4, 6]])}, "must be images' patches"),
         ({IMAGE_GRIDS: np.array([[1, 1 << 40, 1 << 40]])}, "must be images' patches"),
         (
             {IMAGE_GRIDS: np.array([[1, 4, 8]]), PIXEL_VALUES: np.zeros((32, 1176), np.float32)},
