@@ -93,11 +93,7 @@ def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(model:
     ("config", "message"),
     [
         (quantization(num_bits=8), "has num_bits 8. headrace reads pack-quantized INT4"),
-        (quantization(symmetric=False), "symmetric False"),
-        (quantization(actorder="group"), "actorder 'group'"),
-        (quantization(group_size=None), "group_size None"),
         (quantization() | {"format": "marlin-24"}, "format 'marlin-24'"),
-        (quantization() | {"config_groups": []}, "num_bits None"),
         (quantization(group_size=64), r"factors of shape \[128, 8\]; groups of 64 need \[128, 32\] and \[128, 4\]"),
     ],
 )

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from headrace.errors import DeadlineExceeded, FailedPrecondition, Internal, PublicationAborted
+from headrace.errors import DeadlineExceeded, FailedPrecondition, Internal
 from services.trainer.control.channel import Channel, Order
 from services.trainer.control.ranks import RankGroup, follow
 from services.trainer.control.senders import Sent, StageGroup, part_of
@@ -87,26 +87,6 @@ async def test_a_service_that_a_stage_could_not_send_to_is_left_with_the_stages_
         await group.gather(60.0, RankWorker.leave)
 
 
-async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alone() -> None:
-    class GivenUp(Worker):
-        def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent:
-            if publication_id == "first":
-                until(lambda: self.channel.is_aborted("first"))
-                return Sent(self.rank, {}, "given up")
-            assert not self.channel.is_aborted(publication_id)
-            return Sent(self.rank, {f"w{self.rank}": "sum"})
-
-    async with ranks(2, GivenUp) as group:
-        sending = asyncio.create_task(send_weights(group, "first", {0: 2}, deadline_seconds=60.0))
-        await asyncio.sleep(0)
-        group.abort("first")
-        with pytest.raises(PublicationAborted, match="given up"):
-            await sending
-        sent = await send_weights(group, "second", {0: 2}, deadline_seconds=60.0)
-        assert sent == SentByAll({"w0": "sum", "w1": "sum"}, {})
-        await group.gather(60.0, RankWorker.leave)
-
-
 async def test_a_rank_that_does_not_answer_is_not_waited_for_and_its_late_answer_is_nobodys() -> None:
     hanging = threading.Event()
 
@@ -137,17 +117,6 @@ async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them() -> Non
             with pytest.raises(FailedPrecondition, match="the disk refuses"):
                 await files
         await group.gather(60.0, RankWorker.leave)
-
-
-async def test_any_other_error_ends_the_rank() -> None:
-    class Broken(Worker):
-        def drop_groups(self, services: Sequence[int]) -> None:
-            if self.rank == 1:
-                raise FailedPrecondition("not of a file")
-
-    with pytest.raises(FailedPrecondition, match="not of a file"):
-        async with ranks(2, Broken) as group:
-            await group.call(RankWorker.drop_groups, [0])
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -223,21 +223,6 @@ async def test_a_service_that_fails_is_left_behind_and_is_given_the_served_weigh
         assert run.serve(3, 3)
 
 
-async def test_a_service_whose_engines_hold_something_else_serves_nothing_and_the_others_do(tmp_path: Path) -> None:
-    async with a_run(tmp_path) as run:
-        await run.publish(1)
-        well, wrong = run.services
-        wrong.strike.call, wrong.strike.engines, wrong.strike.policy_version = "/weights_checker", frozenset({0}), 2
-        figures = await run.publish(2)
-        assert figures["publish/services_left"] == 1.0
-        assert (well.fleet.policy_version, wrong.fleet.policy_version) == (2, 1)
-        assert wrong.routing.urls == set() or wrong.fleet.engines[0].restarts, "what it was given is not served"
-        wrong.strike.engines = frozenset()
-        await wrong.until(EngineState.STALE)
-        await run.rejoined(2)
-        assert run.serve(2, 2)
-
-
 async def test_a_service_at_which_a_newer_trainer_has_begun_ends_this_one_and_its_publication(tmp_path: Path) -> None:
     async with a_run(tmp_path) as run:
         await run.publish(1)
@@ -259,14 +244,3 @@ async def test_services_that_all_serve_another_version_are_all_given_this_one(tm
         await run.stale_engines(1)
         with pytest.raises(Unavailable, match="nor any call"):
             await run.stale_engines(1)
-
-
-async def test_a_service_that_cannot_be_given_the_weights_is_not_offered_them_again_at_once(tmp_path: Path) -> None:
-    async with a_run(tmp_path) as run:
-        run.services[1].trouble = Trouble("begin_publish", "refuses")
-        await run.publish(1)
-        assert await run.stale_engines(1) == StaleEngines(engine_ids={1: ()})
-        await run.rejoined(1)
-        assert await run.stale_engines(1) == NONE_STALE
-        run.services[1].trouble = Trouble()
-        assert (await run.publish(2))["publish/services_left"] == 0.0, "but the next version"

@@ -18,7 +18,7 @@ from headrace.job.schema.training import TrainSection
 from headrace.models.registry import read_architecture
 from headrace.trajectory import Status
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.plan.planning import ModelFlops, Planner, StepPlan, cost_of, partition
+from services.trainer.plan.planning import ModelFlops, Planner, StepPlan, cost_of
 from services.trainer.plan.rows import Packing, row_tokens
 from services.trainer.rl.algorithms.numerics import Reduction
 from tests.support.models.tiny_families import make_tiny
@@ -90,12 +90,6 @@ def test_a_dynamic_micro_batch_keeps_to_the_tokens_of_a_rank(lengths: list[int],
         for ids in plan.micro_batches(rank):
             lengths_of = [(by_id[i].group_id, by_id[i].prompt_length, by_id[i].response_length) for i in ids]
             assert row_tokens(lengths_of, packing) <= 100
-
-
-def test_a_shared_prompt_leaves_room_for_more_answers() -> None:
-    samples = [facts(i, 10, prompt=90) for i in range(4)]
-    counts = {p: len(planner(packing=p, max_tokens=130).plan(samples, 1)[0].micro_batches(0)) for p in PACKINGS}
-    assert counts == {"padded": 4, "packed": 4, "shared_prompts": 1}
 
 
 @given(LENGTHS, st.integers(1, 3))
@@ -191,17 +185,6 @@ def test_without_balancing_data_ranks_get_samples_as_they_come() -> None:
 def test_a_batch_that_failed_whole_still_runs_its_collectives(num_steps: int) -> None:
     plans = planner(2, micro_batch_size=4).plan([facts(0, 5, Status.FAILED)], num_steps)
     assert [plan.micro_batches(rank) for plan in plans for rank in range(2)] == [((),)] * (2 * num_steps)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
-def test_a_partition_holds_every_number_once_and_is_no_worse_than_the_largest_of_them(
-    costs: list[int], parts: int
-) -> None:
-    found = partition(costs, parts)
-    assert len(found) == parts
-    assert sorted(i for part in found for i in part) == list(range(len(costs)))
-    sums = [sum(costs[i] for i in part) for part in found]
-    assert max(sums) - min(sums) <= max(costs, default=0)
 
 
 def test_data_ranks_are_balanced_by_tokens_of_prompt_and_response() -> None:

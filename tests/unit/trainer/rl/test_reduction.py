@@ -71,8 +71,3 @@ def test_a_rollout_that_fanned_out_weighs_as_much_as_one_that_did_not() -> None:
     assert [found.weight(s.sample_id) for s in fanned] == [0.05] * 3
     assert found.weight("plain") == 0.125
     assert sum(found.weight(s.sample_id) * s.trained_tokens for s in fanned) == pytest.approx(0.5)
-
-
-def test_rollouts_of_different_groups_may_have_the_same_id() -> None:
-    found = Reduction.of([facts("a", "g1", rollout_id="0"), facts("b", "g2", rollout_id="0")])
-    assert found.num_rollouts == 2

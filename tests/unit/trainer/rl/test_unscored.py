@@ -73,7 +73,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("rewards", [[1.0, None, 1.0], [None, 0.5, -2.0, 0.25], [3.0, 1.0, None], [7.0, None]])
+@pytest.mark.parametrize("rewards", [[None, 0.5, -2.0, 0.25], [7.0, None]])
 def test_a_sample_without_a_reward_changes_nothing_for_the_others(estimator: str, rewards: list[float | None]) -> None:
     """Neither whitening, nor a group's mean, nor a divisor of the loss knows of it."""
     options: dict[str, Any] = {"advantage_estimator": estimator, **ESTIMATORS[estimator]}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from matplotlib.text import Text
 from headrace.job.schema.job import Job
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
-from services.trainer.serving import report as report_module
 from services.trainer.serving.pictures import MOST_POINTS, PARTS, Point, Points, draw_curves, draw_timeline
 from services.trainer.serving.report import RunReport
 
@@ -51,30 +47,6 @@ def test_a_picture_has_as_many_shapes_and_points_of_many_steps_as_of_few(
     assert many < 1.5 * few
     assert few < 1000  # each takes kilobytes
     assert shown == [MOST_POINTS, MOST_POINTS]
-
-
-def test_pictures_that_are_being_drawn_are_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on, drawn = threading.Event(), list[int]()
-
-    def slow(found: Sequence[Point], _: Path) -> None:
-        drawn.append(sum(point.num_rows for point in found))
-        assert going_on.wait(60)
-
-    monkeypatch.setattr(report_module, "_REDRAW_SECONDS", 0.0)
-    monkeypatch.setattr(report_module, "_PICTURES", {"curves": slow})
-    report = RunReport(tmp_path)
-    report.resume(0)
-    steps = itertools.count(1)
-    for _ in range(3):
-        report.write(next(steps), {"loss/sft": 1.0})
-    going_on.set()
-    while len(drawn) < 2:
-        report.write(next(steps), {"loss/sft": 1.0})
-        time.sleep(0.001)
-    assert drawn[0] == 1
-    assert drawn[1] > 3
-    report.close()
-    assert drawn[-1] == next(steps) - 1
 
 
 @pytest.fixture

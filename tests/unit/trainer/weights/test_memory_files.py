@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import FailedPrecondition, ResourceExhausted
-from headrace.process.scratch import SHARED_MEMORY, memory_folder
 from services.trainer.control.senders import WeightWriter
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles, make_private, segments_of
@@ -91,12 +90,6 @@ def test_a_folder_that_others_may_write_or_that_is_a_link_holds_no_weights(tmp_p
     for name in ("open", "link"):
         with pytest.raises((FailedPrecondition, FileExistsError), match="this user alone"):
             make_private(tmp_path / name)
-
-
-def test_each_run_has_a_folder_of_its_own_in_shared_memory(tmp_path: Path) -> None:
-    folders = {memory_folder(tmp_path / name) for name in ("a", "b", "a/../a")}
-    assert len(folders) == 2
-    assert {folder.parent for folder in folders} == {SHARED_MEMORY}
 
 
 def test_a_writer_says_the_checksums_of_what_it_laid_when_it_is_asked(tmp_path: Path) -> None:
