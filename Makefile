@@ -103,6 +103,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py \
 		tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py \
 		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py tests/unit/trainer/rl/test_algorithm_ranks.py \
+		tests/unit/trainer/model/test_lora_ranks.py tests/unit/trainer/megatron/test_routing_replay.py \
 		tests/contract/test_placement.py tests/unit/rollout/engine/test_ray_engines.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
 	@HEADRACE_PLACEMENTS=1 $(BIN)/python -m pytest tests/e2e/test_nothing_to_learn.py
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade

@@ -21,8 +21,7 @@ from headrace.job.schema.run import PublishSection
 from headrace.run_folder import RunFolder
 from services.buffer.store.base import Store
 from services.rollout.engine.process import EngineFactory
-from tests.support.devices.shared_device import SharedDevice
-from tests.support.devices.watch_ranks import watch
+from tests.support.devices.shared_device import SharedDevice, watch
 from tests.support.devices.weights_engine import WeightsEngine
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine

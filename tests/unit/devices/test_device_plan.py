@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -100,15 +99,6 @@ def fits(machines: list[Host], wanted: Wanted) -> bool:
         left = [count - wanted.ranks_per_machine * (k in large) for k, count in enumerate(left)]
     size = wanted.engine_sizes[0]
     return sum(count // size for count in left) >= len(wanted.engine_sizes)
-
-
-def test_an_engine_lies_in_one_numa_node_wherever_a_node_has_room_for_it() -> None:
-    for machines, ranks, sizes in itertools.product(
-        (TWO_SOCKETS, INTERLEAVED), (1, 2, 3, 4), ([4], [2], [2, 2], [1, 2], [3])
-    ):
-        plan = plan_devices(machines, Wanted(1, ranks, sizes))
-        for share in plan.engines:
-            assert len({device.numa_node for device in share.devices}) == 1, (ranks, sizes, str(share))
 
 
 def test_too_few_devices_are_refused_with_what_is_there_and_the_way_out() -> None:

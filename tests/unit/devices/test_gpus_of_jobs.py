@@ -89,15 +89,6 @@ def test_a_check_for_other_machines_plans_with_num_gpus_per_node() -> None:
     assert device_plan(job_of(), Scope(ALL, "--elsewhere")) is None
 
 
-@pytest.mark.usefixtures("eight_gpus")
-def test_external_engines_and_parts_of_a_run_take_no_gpus_from_it() -> None:
-    external = job_of(actor_num_gpus_per_node=8, rollout_external_engine_addrs=["127.0.0.1:3000"])
-    assert visible(external) == {"trainer": "0,1,2,3,4,5,6,7"}
-    alone = job_of(rollout_num_gpus=8)
-    generating = alone.model_copy(update={"debug": alone.debug.model_copy(update={"debug_rollout_only": True})})
-    assert visible(generating) == {"rollout": "0,1,2,3,4,5,6,7"}
-
-
 def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engines() -> None:
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}

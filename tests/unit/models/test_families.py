@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.model import contradictions
 from headrace.job.schema.job import Job
-from headrace.models.registry import FAMILIES, PRESETS, WHY, architecture, table
+from headrace.models.registry import PRESETS, architecture, table
 from headrace.models.tokenizer.tokenizer import end_tokens
 
 DEEPSEEK = dict(PRESETS["deepseek-v3"].config)
@@ -71,12 +71,6 @@ def test_an_unsupported_model_type_is_told_why_and_what_comes_nearest(model_type
         architecture({"model_type": model_type})
 
 
-def test_every_nearest_type_is_one_that_is_trained_and_no_reason_is_for_such_a_one() -> None:
-    known = {name for family in FAMILIES for name in family.model_types}
-    assert {each for _, near in WHY.values() for each in near} <= known
-    assert not WHY.keys() & known
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -88,21 +82,6 @@ def test_every_nearest_type_is_one_that_is_trained_and_no_reason_is_for_such_a_o
 def test_attention_within_a_window_is_refused(name: str, changed: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture(dict(PRESETS[name].config) | changed)
-
-
-@pytest.mark.parametrize(
-    ("rope", "layers"),
-    [
-        ({}, (3, 7, 11, 15, 19, 23, 27, 31, 35)),
-        ({"no_rope_layer_interval": 18}, (17, 35)),
-        ({"no_rope_layers": [1] * 35 + [0]}, (35,)),
-    ],
-)
-def test_smollm3s_layers_without_positions_are_those_of_its_config(rope: dict[str, object], layers: object) -> None:
-    found = architecture(dict(PRESETS["smollm3-3B"].config) | rope)
-    assert found.unrotated_layers == layers
-    every = MegatronArgs.model_validate({"no_rope_freq": 4})
-    assert (contradictions(found, every) == []) == (rope == {})
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,6 @@ async def test_what_is_ready_for_the_next_step_is_fetched_while_this_one_is_trai
     assert around == ["lease 7/0", "prefetch", "train 0", "lease 7/1", "prefetch", "train 1", "lease 7/2", "train 2"]
 
 
-async def test_a_resumed_run_begins_at_its_checkpoint_and_publishes_it_first() -> None:
-    diary = await run(Everything(num_steps=3, restored=2))
-    assert diary[:4] == ["rewind 2", "publish 2", "version 7/2", "lease 7/2"]
-
-
 async def test_nothing_is_committed_that_no_checkpoint_holds() -> None:
     diary = await run(Everything(num_steps=5, save_every=2))
     for line in [entry for entry in diary if entry.startswith("commit")]:

@@ -1,9 +1,9 @@
-"""Flags of a publication act: on what a rank sends, on what the rollout service is asked, and on who is waited for."""
+"""Publications as a job asks for them: what ranks send, what rollout is asked, and what engines have loaded already."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +16,9 @@ import torch
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
+from headrace.errors import ChecksumMismatch, Unavailable
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import PublishSection
 from headrace.publication import Probe, TensorSpec
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
@@ -24,7 +26,7 @@ from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
 from services.trainer.control.senders import Sender, Sent, StageGroup, StageWeights
-from services.trainer.control.transport import transport_of
+from services.trainer.control.transport import CollectiveTransport, transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
@@ -55,7 +57,6 @@ class AskedRollout:
         self.begun: list[pb.BeginPublishRequest] = []
         self.deadlines: list[float] = []
         self.probes: list[Probe] = []
-        self.busy_share: float | None = None
 
     async def begin_publish(
         self, request: pb.BeginPublishRequest, *, deadline_seconds: float
@@ -70,7 +71,7 @@ class AskedRollout:
     async def commit_publish(self, *_: object, probe: Probe, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
         self.probes.append(probe)
-        return pb.CommitPublishResponse(busy_share=self.busy_share)
+        return pb.CommitPublishResponse()
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
         pass
@@ -134,42 +135,21 @@ def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_n
     sender.drop([0])
 
 
-async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds() -> None:
+async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode_says() -> None:
+    rollout, modes = AskedRollout(), ("in_place", "retract", "abort")
+    async with only_rank() as ranks:
+        for mode in modes:
+            await publisher_of(ranks, rollout, update_weight_pause_mode=mode).publish(STATE)
+    expected = [pb.PAUSE_MODE_IN_PLACE, pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_ABORT]
+    assert [begun.pause_mode for begun in rollout.begun] == expected
+
+
+async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance() -> None:
     rollout = AskedRollout()
     async with only_rank() as ranks:
-        publish = {"update_weight_transport": "collective", "update_weight_timeout_seconds": 7.0}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
-    (begun,) = rollout.begun
-    assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
-    assert rollout.deadlines == [7.0, 7.0]
-
-
-@pytest.mark.parametrize(
-    ("update_weight_pause_mode", "asked"),
-    [
-        ("in_place", pb.PAUSE_MODE_IN_PLACE),
-        ("retract", pb.PAUSE_MODE_RETRACT),
-        ("abort", pb.PAUSE_MODE_ABORT),
-    ],
-)
-async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode_says(
-    update_weight_pause_mode: str, asked: pb.PauseMode
-) -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        await publisher_of(ranks, rollout, update_weight_pause_mode=update_weight_pause_mode).publish(STATE)
-    assert [begun.pause_mode for begun in rollout.begun] == [asked]
-
-
-@pytest.mark.parametrize("update_weight_probe_tolerance", [0.001, 7.0])
-async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance(
-    update_weight_probe_tolerance: float,
-) -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        publish = {"update_weight_probe_tolerance": update_weight_probe_tolerance}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
-    assert rollout.probes == [Probe(*PROBE, update_weight_probe_tolerance)]
+        for tolerance in (0.001, 7.0):
+            await publisher_of(ranks, rollout, update_weight_probe_tolerance=tolerance).publish(STATE)
+    assert rollout.probes == [Probe(*PROBE, 0.001), Probe(*PROBE, 7.0)]
 
 
 @pytest.mark.parametrize("update_weight_disk_path", [None, Path("/shared/weights")])
@@ -185,8 +165,9 @@ async def test_the_rollout_service_is_told_the_folder_of_a_version(tmp_path: Pat
     rollout = AskedRollout()
     async with only_rank(sends=StageWeights(0, [[TensorSpec("t", (10,), "float32")], []])) as ranks:
         publish = {"update_weight_transport": "disk", "update_weight_disk_path": tmp_path}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
+        await publisher_of(ranks, rollout, **publish, update_weight_timeout_seconds=7.0).publish(STATE)
     (begun,) = rollout.begun
+    assert [begun.deadline_seconds, *rollout.deadlines] == [7.0, 7.0, 7.0]
     assert begun.transport == pb.TRANSPORT_DISK
     assert Path(begun.disk_path) == tmp_path / begun.publication_id
     assert [(tensor.name, tensor.bucket) for tensor in begun.manifest.tensors] == [("t", 0)]
@@ -232,10 +213,94 @@ def test_check_says_where_versions_lie_and_refuses_transports_that_cannot_be(
         assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 
 
-async def test_a_publication_reports_the_engines_busy_share_where_it_is_known() -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        publisher = publisher_of(ranks, rollout)
-        assert "busy/engines" not in await publisher.publish(STATE)
-        rollout.busy_share = 0.0
-        assert (await publisher.publish(STATE))["busy/engines"] == 0.0
+OURS = {"t": "0123"}
+
+
+class Engines:
+    """Have loaded `loaded`, and say no to it as often as they are told."""
+
+    def __init__(self, loaded: Mapping[str, str], *noes: Exception) -> None:
+        self.ways: list[int] = []
+        self._loaded = loaded
+        self._noes = list(noes)
+
+    async def begin_publish(self, request: pb.BeginPublishRequest, **_: Any) -> pb.BeginPublishResponse:
+        self.ways.append(request.transport)
+        if self._noes:
+            raise self._noes.pop(0)
+        assert request.groups or request.transport == pb.TRANSPORT_LOADED
+        return pb.BeginPublishResponse(world_size=2)
+
+    async def publish_bucket(self, *_: object, **__: Any) -> None:
+        assert self.ways[-1] == pb.TRANSPORT_COLLECTIVE
+
+    async def commit_publish(self, _: str, checksums: Mapping[str, str], **__: Any) -> pb.CommitPublishResponse:
+        if self.ways[-1] == pb.TRANSPORT_LOADED and checksums != self._loaded:
+            raise ChecksumMismatch("1 of 1 tensors differ")
+        return pb.CommitPublishResponse(engine_ids=["engine-0"])
+
+    async def abort_publish(self, *_: object) -> None: ...
+
+
+@asynccontextmanager
+async def publisher(engines: Engines, done: list[str], *, hashes: bool = True) -> AsyncIterator[Publisher]:
+    class Worker(IdleWorker):
+        def describe_weights(self) -> StageWeights:
+            return StageWeights(0, [[TensorSpec("t", (10,), "float32")]])
+
+        def open_group(self, service: int) -> StageGroup:
+            return StageGroup(0, "g", "host", 1, joined=True)
+
+        def hash_weights(self) -> Sent:
+            return Sent(0, OURS)
+
+        def send_weights(self, *_: object) -> Sent:
+            done.append("send")
+            return Sent(0, OURS)
+
+        def keep_weights(self) -> None:
+            done.append("keep")
+
+    channel = Channel(0, 1, b"")
+    ranks, rollout = RankGroup(channel, Worker(), ThreadPoolExecutor(1)), cast(RolloutClient, engines)
+    transport = CollectiveTransport(ranks, seconds=20.0, keeps=True, hashes=hashes)
+    yield Publisher(
+        ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0, devices=OwnDevices()
+    )
+    await channel.close()
+
+
+def at(step: int) -> TrainState:
+    return TrainState(step=step, policy_version=0, epoch=1)
+
+
+async def test_weights_that_engines_have_loaded_are_not_sent_but_kept_to_come_back_to() -> None:
+    engines, done = Engines(OURS), list[str]()
+    async with publisher(engines, done) as publishing:
+        await publishing.publish(at(0))
+        assert engines.ways == [pb.TRANSPORT_LOADED]
+        assert done == ["keep"]
+        await publishing.publish(at(1))
+    assert engines.ways == [pb.TRANSPORT_LOADED, pb.TRANSPORT_COLLECTIVE]
+
+
+async def test_others_are_sent_in_the_same_publication() -> None:
+    engines = Engines({"t": "another"})
+    async with publisher(engines, []) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_LOADED, pb.TRANSPORT_COLLECTIVE]
+
+
+async def test_what_engines_had_loaded_costs_none_of_the_tries() -> None:
+    engines = Engines(OURS, *(Unavailable("no engine is alive") for _ in range(3)))
+    async with publisher(engines, []) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_LOADED, *[pb.TRANSPORT_COLLECTIVE] * 3]
+
+
+@pytest.mark.parametrize(("step", "hashes"), [(3, True), (0, False)])
+async def test_trained_weights_and_those_that_cannot_be_compared_are_sent(step: int, hashes: bool) -> None:
+    engines = Engines(OURS)
+    async with publisher(engines, [], hashes=hashes) as publishing:
+        await publishing.publish(at(step))
+    assert engines.ways == [pb.TRANSPORT_COLLECTIVE]

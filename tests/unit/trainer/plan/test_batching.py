@@ -7,18 +7,15 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from headrace.errors import InvalidArgument
 from headrace.images import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Experts, Vision
 from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
-from services.trainer.megatron.routing_replay import RouterOfLayer, RoutingReplay
 from services.trainer.plan.planning import collate
-from services.trainer.plan.rows import ExpertChoices, Packing, RolloutChoices, RowSegment, row_images, row_tokens
+from services.trainer.plan.rows import Packing, RolloutChoices, RowSegment, row_images, row_tokens
 from tests.support.ranks.algorithm_cases import told
 from tests.support.ranks.vision_cases import IMAGE, samples
 
@@ -87,17 +84,6 @@ def test_the_cost_of_a_micro_batch_is_known_from_lengths_alone(shapes: list[tupl
         assert row_tokens(lengths, packing) >= collate(samples, packing).rows.tokens.numel()
 
 
-@pytest.mark.parametrize("packing", get_args(Packing))
-def test_rows_are_filled_up_to_a_multiple_behind_what_they_hold(packing: Packing) -> None:
-    rows = collate([sample(3, 2), sample(2, 4)], packing).rows
-    aligned, size = rows.aligned(4), rows.tokens.shape[1]
-    assert aligned.tokens.shape[1] == aligned.positions.shape[1] == size + -size % 4
-    assert aligned.tokens[:, :size].equal(rows.tokens)
-    if rows.segments is not None:
-        assert aligned.segments == (*rows.segments, RowSegment(size, aligned.tokens.shape[1]))
-    assert aligned.aligned(4) is aligned
-
-
 def test_dense_layers_are_not_asked() -> None:
     choices = RolloutChoices(2, replace(EXPERTS, dense_layers=(0,)))
     chosen = _with(told(0)[0], layer=0, value=0)
@@ -114,32 +100,10 @@ def test_choices_that_are_not_this_models_are_refused(value: int, message: str) 
         CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
 
 
-def test_a_router_follows_what_it_wrote_down_and_keeps_its_gradient() -> None:
-    replay, choices = RoutingReplay([], tp_rank=0), ExpertChoices()
-    router = RouterOfLayer(0, replay)
-    replay.enter(choices)
-    first = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 6.0]])
-    with replay.following("record", trains=False), torch.no_grad():
-        recorded = _choose(router, first)
-    perturbed = (first.flip(1) * 7).requires_grad_()
-    with replay.following("replay", trains=True):
-        chosen = _choose(router, perturbed)
-    assert chosen[1].tolist() == recorded[1].tolist() == [[0, 1], [2, 1]]
-    assert torch.equal(chosen[0], perturbed.gather(1, recorded[1]))
-    chosen[0].sum().backward()  # type: ignore[no-untyped-call]
-    assert perturbed.grad is not None
-    assert perturbed.grad.tolist() == [[1, 1, 0], [0, 1, 1]]
-    assert _choose(router, perturbed)[1].tolist() != recorded[1].tolist()  # outside, it is free again
-
-
 def _with(sample: Sample, *, layer: int, value: int) -> Sample:
     column = sample.columns[ROUTED_EXPERTS].copy()
     column[2, layer] = value
     return replace(sample, columns={ROUTED_EXPERTS: column.astype(np.int16)})
-
-
-def _choose(router: RouterOfLayer, scores: Tensor) -> tuple[Tensor, Tensor]:
-    return router.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
 
 
 def test_text_goes_on_behind_the_longest_side_of_an_image() -> None:

@@ -176,20 +176,6 @@ def test_a_conversion_that_cannot_be_trained_on_is_refused(
     assert refused in error.value.message
 
 
-def test_a_conversion_of_everything_as_it_was_changes_the_rewards_alone(hook: str) -> None:
-    found = converted(
-        hook,
-        lambda samples: {
-            "rewards": np.arange(2.0),
-            "tokens": [np.asarray(sample.tokens) for sample in samples],
-            "loss_masks": [sample.loss_mask for sample in samples],
-            "rollout_log_probs": [np.asarray(sample.rollout_log_probs, np.float32) for sample in samples],
-            "metadata": [{} for _ in samples],
-        },
-    )
-    assert (found.rewards, found.masks, found.log_probs) == ({"a": 0.0, "b": 1.0}, {}, {})
-
-
 def test_a_filter_that_leaves_a_mask_of_another_length_is_refused() -> None:
     sample = answered("a")
     seen = to_hook(sample, 0)

@@ -110,27 +110,6 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
     assert (desk.folder / "curves.png").stat().st_size > 1000
 
 
-async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
-    now = [0.0]
-    report = RunReport(tmp_path)
-    console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
-    console.open(SavableEverything(num_steps=4), 1, step=6)
-    assert console.status.step == 6  # a resumed run says so before its first step
-    now[0] += 100.0
-    with console.phase(pb.PHASE_PUBLISHING):
-        now[0] += 50.0
-    state = TrainState(0, policy_version=0, epoch=1)
-    assert await console.before_step(state)
-    now[0] += 5.0
-    with console.phase(pb.PHASE_TRAINING):
-        now[0] += 2.0
-    console.report(state.trained(), {})
-    (row,) = report.rows()
-    assert row.metrics["time/step_seconds"] == 7.0
-    assert row.metrics["time/publish_seconds"] == 0.0
-    assert row.metrics["busy/trainer"] == 2.0 / 7.0
-
-
 async def test_a_paused_run_holds_saves_on_request_and_goes_on(desk: Desk) -> None:
     await desk.client.pause()
     let(desk, 4)

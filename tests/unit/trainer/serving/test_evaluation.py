@@ -220,13 +220,10 @@ async def test_an_evaluation_that_hangs_ends_at_rollout_timeout_seconds_and_its_
     assert "DEADLINE_EXCEEDED: it took longer than rollout_timeout_seconds 0.05" in run.rows()[0]["warnings"][0]
 
 
-@pytest.mark.parametrize("flags", [(), ("--eval-exact-version",)])
-async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(
-    tmp_path: Path, load_with, flags: tuple[str, ...]
-) -> None:
+async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(tmp_path: Path, load_with) -> None:
     rollout = Rollout([RESULT])
     rollout.held.clear()
-    run = run_of(tmp_path, load_with, rollout, *flags)
+    run = run_of(tmp_path, load_with, rollout)
     training = asyncio.create_task(run.train())
     async with asyncio.timeout(60):
         while not rollout.asked:
@@ -238,7 +235,7 @@ async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(
     cut_off = next(row for row in run.rows() if row["step"] == 0)
     assert cut_off["warnings"] == ["the evaluation of step 0 was cut off: the run was stopped"]
     rollout.held.set()
-    again = run_of(tmp_path, load_with, rollout, *flags)
+    again = run_of(tmp_path, load_with, rollout)
     await again.train()
     assert (0, 0.0) in again.evaluated()
 
@@ -333,22 +330,3 @@ async def test_a_row_that_cannot_be_written_ends_the_run_at_the_next_evaluation(
         await asyncio.sleep(0)
     with pytest.raises(OSError, match="No space left"):
         await reach(scheduler, 2)
-
-
-async def test_after_a_kill_both_the_one_that_ran_and_the_one_that_waited_are_told(tmp_path: Path) -> None:
-    asked = Asked()
-    before = scheduler_of(tmp_path, asked, often=2)
-    await reach(before, *range(9))  # that of step 2 runs, those of 4 and 6 were left out, that of 8 waits
-    report = RunReport(tmp_path)
-    report.resume(9)
-    asked.calls.clear()
-    after = scheduler_of(tmp_path, asked, often=2)
-    after._report = report
-    await reach(after, 9)
-    assert asked.calls == [(9, ("often",))]
-    told = {row.step: row.warnings[0] for row in report.rows()}
-    assert sorted(told) == [2, 4, 6, 8]
-    assert "has no result, as the trainer ended before it: step 9 is evaluated in its place" in told[2]
-    assert "was left out" in told[4]
-    assert "has no result" in told[8]
-    before.stop("the test ends")

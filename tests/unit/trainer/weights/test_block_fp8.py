@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -19,12 +17,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from headrace.errors import InvalidArgument
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
-from services.trainer.control.senders import WeightWriter
-from services.trainer.model.policy import Policy
 from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.quantization import dequantized, quantize, quantized, quantized_specs
 from tests.support.fakes.engine_checksums import engine_checksums
-from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 
 FORM = BlockFp8(frozenset({"a.weight"}), (128, 128), 2)
 
@@ -159,14 +154,3 @@ def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> N
     exact = torch.from_numpy(np.concatenate(wholes))
     expected = engine_checksums({"l.0.mlp.gate_up_proj.weight": exact.float().bfloat16()})
     assert sums.result() == expected
-
-
-def test_a_publication_of_weights_that_are_not_finite_fails_with_the_weights_name(tmp_path: Path) -> None:
-    weights = {"a.weight": torch.full((128, 128), float("nan")), "norm.weight": torch.ones(4)}
-    policy = cast(Policy, SameWeights(weights, tmp_path))
-    writer = WeightWriter(policy, ALONE, lambda _: False, root=tmp_path / "weights", file_bytes=1, form=FORM)
-    with all_ranks():
-        sent = writer.send("e1-v1-0a1b2c3d", {0: 2})
-    assert sent is not None
-    assert "a.weight has values that are not finite" in (sent.error or "")
-    assert not list((tmp_path / "weights").glob("*"))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
-import threading
+import subprocess
+import sys
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
-from headrace.errors import PublicationAborted
 from headrace.publication import TensorSpec
 from services.trainer.weights.buckets import split_into_buckets
-from services.trainer.weights.engine_layout import EngineChecksums
+from services.trainer.weights.engine_layout import DeviceHash, EngineChecksums
 from services.trainer.weights.weight_group import WeightGroup, unreached
 
 
@@ -97,24 +101,46 @@ def test_an_engine_that_comes_late_to_a_broadcast_that_failed_is_told_so() -> No
     survivor.join(60)
 
 
-def test_a_join_that_nobody_answers_ends_by_the_abort() -> None:
-    group = WeightGroup("headrace-test-b", "127.0.0.1", "gloo", 2.0)
-    with pytest.raises(PublicationAborted, match="given up"):
-        group.join(2, lambda: True)
-    outlive_thread_of(group)
-
-
-def outlive_thread_of(group: WeightGroup) -> None:
-    """What was left behind in the store ends by its timeout; at the interpreter's end it would take that down."""
-    for thread in threading.enumerate():
-        if thread.name == f"weights-{group.name}":
-            thread.join(30)
-            assert not thread.is_alive()
-
-
 def test_an_engine_that_says_it_is_at_loopback_is_named_with_the_way_out() -> None:
     refused = RuntimeError("Gloo connectFullMesh failed: SO_ERROR: Connection refused, remote=[127.0.0.1]:5014")
     assert "start it with GLOO_SOCKET_IFNAME=INTERFACE" in str(unreached("weights", "10.77.0.4", refused))
     assert unreached("weights", "127.0.0.1", refused) is refused
     other = RuntimeError("Connection closed by peer [10.77.0.2]:5014")
     assert unreached("weights", "10.77.0.4", other) is other
+
+
+KERNEL = Path(__file__).parents[3] / "support" / "fakes" / "interpreted_hash.py"
+SIZES = [0, 1, 3, 4, 20, 42, 32_767, 32_768, 32_769, 100_002, 8192 * 4 * 3 + 8]
+
+
+def patterned(num_bytes: int) -> torch.Tensor:
+    """Bytes that say where they are."""
+    places = torch.arange(num_bytes, dtype=torch.int64)
+    return ((places * 2654435761 >> 7) ^ places).to(torch.uint8)
+
+
+def hashed(*parts: torch.Tensor) -> str:
+    found = DeviceHash(torch.device("cpu"))
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def test_it_is_what_the_kernel_of_the_engine_computes() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(KERNEL), *map(str, SIZES)],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert json.loads(ran.stdout.splitlines()[-1]) == {str(size): hashed(patterned(size)) for size in SIZES}
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 40_000), max_size=4))
+def test_it_does_not_depend_on_how_bytes_are_divided(sizes: list[int]) -> None:
+    whole = patterned(sum(sizes))
+    assert hashed(*whole.split(sizes) if sizes else ()) == hashed(whole)
+
+
+def test_bytes_may_begin_anywhere_in_memory() -> None:
+    data = patterned(1001)
+    assert hashed(data[1:]) == hashed(data[1:].clone())
