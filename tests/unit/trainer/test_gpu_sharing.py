@@ -99,15 +99,3 @@ async def test_without_offload_train_or_offload_rollout_that_side_keeps_its_memo
         await devices.give()
         await devices.take()
         assert it.diary == expected
-
-
-async def test_the_turn_passes_once_every_machine_has_passed_it_on() -> None:
-    one, other = BothSides(), BothSides("resume 7")
-    machines = [cast(RolloutClient, one), cast(RolloutClient, other)]
-    devices = SharedDevices(machines, seconds=1.0, to_host=one.to_host, to_device=one.to_device)
-    devices.claim(7)
-    with pytest.raises(Unavailable, match="resume 7"):
-        await devices.give()
-    await devices.take()
-    assert one.diary == ["to host", "resume 7", "release 7", "to device"]
-    assert other.diary == ["resume 7", "release 7"]

@@ -17,9 +17,10 @@ from headrace.cli.main import main
 from headrace.run_folder import RunFolder, ServiceEntry
 from services.trainer.checkpoint.checkpoint import step_name
 from tests.long_forms import ALL
+from tests.support.models.float64_reference import log_probs_of
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case, samples
-from tests.support.ranks.rank_results import TEMPERATURE, assert_same_training, metrics, weights
+from tests.support.ranks.rank_results import assert_same_training, metrics, weights
 from tests.support.ranks.ranks import Sections, run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -126,20 +127,13 @@ def _of_peft(runs: Path, family: str) -> Any:
     return PeftModel.from_pretrained(base, runs / f"{family}-adapters", is_trainable=True).double().eval()
 
 
-def _log_probs(network: Any, sample: Any) -> Tensor:
-    tokens, start = torch.from_numpy(sample.tokens).long(), sample.prompt_length
-    logits = network(tokens[None]).logits[0, start - 1 : -1]
-    found: Tensor = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
-    return found
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_log_probs_are_those_of_peft_and_weights_leave_merged(runs: Path, run: str) -> None:
     """And training changes the layers that have adapters alone."""
     network, targets = _of_peft(runs, run.split("@")[0]), TARGETS[run.split("@")[0]]
     for row, sample in zip(json.loads((runs / run / "log_probs.json").read_text()), samples(0), strict=True):
         with torch.no_grad():
-            expected = _log_probs(network, sample)
+            expected = log_probs_of(network, sample)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=1e-4)
     merged: dict[str, Tensor] = network.merge_and_unload().state_dict()
     after = weights(runs / run / "twice_trained")
@@ -154,7 +148,7 @@ def test_gradients_of_adapters_are_those_of_peft(runs: Path) -> None:
     network = _of_peft(runs, "qwen3")
     used = [sample for sample in samples(0) if sample.failure is None]
     losses = [
-        -(_log_probs(network, s) * (m := torch.from_numpy(s.loss_mask).double())).sum() / m.sum().clamp(min=1)
+        -(log_probs_of(network, s) * (m := torch.from_numpy(s.loss_mask).double())).sum() / m.sum().clamp(min=1)
         for s in used
     ]
     torch.stack(losses).mean().backward()
@@ -210,7 +204,7 @@ def test_a_reference_of_its_own_has_no_adapters(runs: Path) -> None:
     for sample in used:
         mask = torch.from_numpy(sample.loss_mask).double()
         with torch.no_grad():
-            d = _log_probs(policy, sample) - _log_probs(reference, sample)
+            d = log_probs_of(policy, sample) - log_probs_of(reference, sample)
         kl = ((-d).exp() - 1 + d).clamp(-10, 10)
         total += float((kl * mask).sum() / mask.sum().clamp(min=1))
     assert metrics(runs / "frozen-reference")[0]["loss/kl"] == pytest.approx(total / len(used), rel=1e-4)

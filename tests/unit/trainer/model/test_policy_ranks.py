@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from headrace.trajectory import Sample
 from services.trainer.checkpoint.checkpoint import step_name
 from tests.long_forms import ALL
+from tests.support.models.float64_reference import TEMPERATURE, against_group, log_probs_of
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case, samples
-from tests.support.ranks.rank_results import TEMPERATURE, assert_same_training, metrics, weights
+from tests.support.ranks.rank_results import assert_same_training, metrics, weights
 from tests.support.ranks.ranks import Sections, run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -154,19 +154,13 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     """SPEC.md §5 in float64 on the transformers model: GRPO, clip-higher, k3 to a reference, entropy, rollout means."""
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for sample in samples(0):
-        if sample.reward is not None:
-            rewards[sample.group_id].append(sample.reward)
     usable = [s for s in samples(0) if s.reward is not None]
-    trained = [s for s in usable if s.loss_mask.any()]
     policy_loss = kl_loss = entropy_loss = torch.zeros((), dtype=torch.float64)
-    for sample in trained:
-        group = torch.tensor(rewards[sample.group_id], dtype=torch.float64)
-        advantage = (sample.reward - group.mean()) / (group.std() + 1e-6) if len(group) > 1 else torch.tensor(0.0)
-        log_probs, entropy = _response_log_probs(network, sample)
-        d = log_probs - _response_log_probs(reference, sample)[0].detach()
+    for sample in (s for s in usable if s.loss_mask.any()):
+        log_probs, entropy = log_probs_of(network, sample), _entropy(network, sample)
+        d = log_probs - log_probs_of(reference, sample).detach()
         ratio = (log_probs - torch.from_numpy(sample.rollout_log_probs).double()).exp()
+        advantage = against_group("grpo", sample, usable)
         loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage)
         mask = torch.from_numpy(sample.loss_mask).double()
         share = mask / mask.sum() / len(usable)
@@ -187,12 +181,11 @@ def test_supervised_loss_is_the_mean_of_each_answers_negative_log_likelihood(run
     for sample in samples(0):
         if sample.failure is None:
             mask = torch.from_numpy(sample.loss_mask).bool()
-            means.append(-_response_log_probs(network, sample)[0][mask].mean().item() if mask.any() else 0.0)
+            means.append(-log_probs_of(network, sample)[mask].mean().item() if mask.any() else 0.0)
     assert metrics(runs / "sft")[0]["loss/sft"] == pytest.approx(sum(means) / len(means), rel=1e-5)
 
 
-def _response_log_probs(network: Any, sample: Sample) -> tuple[Tensor, Tensor]:
-    tokens = torch.from_numpy(sample.tokens).long()
-    start = sample.prompt_length
-    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    return table.gather(1, tokens[start:, None])[:, 0], -(table.exp() * table).sum(-1)
+def _entropy(network: Any, sample: Sample) -> Tensor:
+    logits = network(torch.from_numpy(sample.tokens).long()[None]).logits[0, sample.prompt_length - 1 : -1]
+    table = (logits / TEMPERATURE).log_softmax(-1)
+    return -(table.exp() * table).sum(-1)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.algorithms.groups import raw_rewards
 from services.trainer.rl.algorithms.grpo import grpo_rewards
 from services.trainer.rl.algorithms.kl import distilled_advantages, token_rewards
 from services.trainer.rl.algorithms.numerics import whiten
@@ -66,12 +65,6 @@ def test_failed_and_unjudged_samples_are_outside_the_statistics_and_have_zero() 
     zeros = {"failed": 0.0, "unscored": 0.0}
     assert grpo_rewards(mixed, divide_by_std=True) == grpo_rewards(healthy, divide_by_std=True) | zeros
     assert rloo_rewards(mixed) == rloo_rewards(healthy) | zeros
-
-
-def test_a_lone_judged_sample_has_zero_and_its_reward_when_rewards_are_raw() -> None:
-    samples = [facts("a", reward=3.0), facts("b", reward=None)]
-    assert grpo_rewards(samples, divide_by_std=True) == rloo_rewards(samples) == {"a": 0.0, "b": 0.0}
-    assert raw_rewards(samples) == {"a": 3.0, "b": 0.0}
 
 
 def test_a_rollout_that_fanned_out_counts_once_in_its_groups_statistics() -> None:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-from datetime import timedelta
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
 from headrace.publication import TensorSpec
 from services.trainer.weights.buckets import split_into_buckets
 from services.trainer.weights.engine_layout import DeviceHash, EngineChecksums
-from services.trainer.weights.weight_group import WeightGroup, unreached
+from services.trainer.weights.weight_group import unreached
 
 
 def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
@@ -54,51 +46,6 @@ def test_experts_hash_as_the_two_tensors_that_an_engine_stacks_them_into() -> No
         f"model.layers.1.mlp.experts.{name}_weight": hashlib.sha256(stacked.numpy().tobytes()).hexdigest()[:16]
         for name, stacked in (("w13", w13), ("w2", w2))
     }
-
-
-def live_or_die(name: str, port: int, rank: int, may_receive: Event, reports: Queue[str]) -> None:
-    """After one broadcast rank 2 dies; rank 1 asks for more when the sender has given up, until it is told so."""
-    store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timedelta(seconds=120))
-    group, _ = _new_process_group_helper(
-        3, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
-        backend_options=None, timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
-    reports.put("has the first")
-    assert may_receive.wait(120)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:  # what the sender had sent before it failed still arrives
-            group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
-    except RuntimeError as error:
-        reports.put(str(error))
-
-
-def test_an_engine_that_comes_late_to_a_broadcast_that_failed_is_told_so() -> None:
-    """It waited for the group's whole time limit, and was taken for a hung one: its sender kept the connection open."""
-    group = WeightGroup("headrace-test-d", "127.0.0.1", "gloo", 120.0)
-    spawn = multiprocessing.get_context("spawn")
-    # A queue for each: one who is killed while it still holds a queue's lock would silence the other.
-    reports: dict[int, Queue[str]] = {rank: spawn.Queue() for rank in (1, 2)}
-    may_receive = {rank: spawn.Event() for rank in reports}
-    survivor, victim = (
-        spawn.Process(target=live_or_die, args=(group.name, group.port, rank, may_receive[rank], reports[rank]))
-        for rank in reports
-    )
-    survivor.start()
-    victim.start()
-    group.join(3, lambda: not (survivor.is_alive() and victim.is_alive()))
-    group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
-    assert [report.get(timeout=120) for report in reports.values()] == ["has the first"] * 2
-
-    may_receive[2].set()
-    victim.join(60)
-    with pytest.raises(RuntimeError):
-        group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
-    may_receive[1].set()
-    assert "by peer" in reports[1].get(timeout=60)
-    survivor.join(60)
 
 
 def test_an_engine_that_says_it_is_at_loopback_is_named_with_the_way_out() -> None:
