@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -406,8 +407,16 @@ def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
 
 def _answers(runs: Path, network: Any = None) -> list[Answer]:
     """The first step's samples that have a reward, as transformers computes them in float64."""
+    return _frozen_answers(runs) if network is None else _answers_of(runs, network)
+
+
+@cache
+def _frozen_answers(runs: Path) -> list[Answer]:
+    return _answers_of(runs, AutoModelForCausalLM.from_pretrained(runs / "model").double())
+
+
+def _answers_of(runs: Path, network: Any) -> list[Answer]:
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    network = network or AutoModelForCausalLM.from_pretrained(runs / "model").double()
     return [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
 
 
