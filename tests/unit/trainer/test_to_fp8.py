@@ -110,7 +110,7 @@ def quantization(**changed: object) -> dict[str, Any]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def packed(tmp_path: Path) -> Path:
     """Packed by compressed-tensors itself."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -129,41 +129,41 @@ def values_of(name: str) -> torch.Tensor:
     return torch.randint(-8, 8, PACKED[name], generator=generator, dtype=torch.int8)
 
 
-def expected(model: Path, name: str) -> torch.Tensor:
-    scale = load_file(model / "model.safetensors")[f"{name}_scale"].float()
+def expected(packed: Path, name: str) -> torch.Tensor:
+    scale = load_file(packed / "model.safetensors")[f"{name}_scale"].float()
     values = values_of(name).float()
     return torch.stack([values[:, n] * scale[:, n // GROUP] for n in range(values.shape[1])], dim=1)
 
 
-def test_what_compressed_tensors_packs_is_read_exactly(model: Path) -> None:
-    folder = HfFolder(model)
+def test_what_compressed_tensors_packs_is_read_exactly(packed: Path) -> None:
+    folder = HfFolder(packed)
     assert folder.names == {NORM, EXPERT, ODD}
     for name, shape in PACKED.items():
         assert folder.shape(name) == shape
-        assert folder.tensor(name).equal(expected(model, name))
+        assert folder.tensor(name).equal(expected(packed, name))
 
 
 def test_it_is_written_in_bfloat16_or_in_fp8(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["to_plain", str(model), str(tmp_path / "plain")])
+    monkeypatch.setattr("sys.argv", ["to_plain", str(packed), str(tmp_path / "plain")])
     assert program.main() == 0
     assert "3 tensors in bfloat16" in capsys.readouterr().out
     plain = HfFolder(tmp_path / "plain")
-    assert plain.tensor(EXPERT).equal(expected(model, EXPERT).bfloat16())
+    assert plain.tensor(EXPERT).equal(expected(packed, EXPERT).bfloat16())
     assert plain.tensor(NORM).dtype == torch.float32
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert to_fp8(model, tmp_path / "fp8").weights == {EXPERT}
-    exact = expected(model, EXPERT)
+    assert to_fp8(packed, tmp_path / "fp8").weights == {EXPERT}
+    exact = expected(packed, EXPERT)
     assert ((HfFolder(tmp_path / "fp8").tensor(EXPERT) - exact).abs() <= exact.abs() / 16 + 0.01).all()
     assert program.main() == 2
     with pytest.raises(AlreadyExists, match="exists already"):
-        to_plain(model, tmp_path / "plain")
+        to_plain(packed, tmp_path / "plain")
 
 
-def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(model: Path) -> None:
+def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(packed: Path) -> None:
     with pytest.raises(ConfigError, match=r"in INT4 .*to_plain MODEL FOLDER .bfloat16., or python -m .*to_fp8"):
-        BlockFp8.of(model)
+        BlockFp8.of(packed)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(model:
         (quantization(group_size=64), r"factors of shape \[128, 8\]; groups of 64 need \[128, 32\] and \[128, 4\]"),
     ],
 )
-def test_another_packing_is_refused(model: Path, config: dict[str, Any], message: str) -> None:
-    (model / "config.json").write_text(json.dumps({"quantization_config": config}))
+def test_another_packing_is_refused(packed: Path, config: dict[str, Any], message: str) -> None:
+    (packed / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(ConfigError, match=message):
-        HfFolder(model).tensor(EXPERT)
+        HfFolder(packed).tensor(EXPERT)
