@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from headrace.client.rollout import RolloutClient
-from headrace.errors import Fenced, Unavailable
+from headrace.errors import Unavailable
 from services.trainer.gpu_sharing import SharedDevices, clear
 
 
@@ -99,30 +99,3 @@ async def test_without_offload_train_or_offload_rollout_that_side_keeps_its_memo
         await devices.give()
         await devices.take()
         assert it.diary == expected
-
-
-async def test_the_turn_passes_once_every_machine_has_passed_it_on() -> None:
-    """One that fails keeps it where it is, and the others are not left in the middle of theirs."""
-    one, other = BothSides(), BothSides("resume 7", "release 7")
-    machines = [cast(RolloutClient, one), cast(RolloutClient, other)]
-    devices = SharedDevices(machines, seconds=1.0, to_host=one.to_host, to_device=one.to_device)
-    devices.claim(7)
-    with pytest.raises(Unavailable, match="resume 7"):
-        await devices.give()
-    assert (one.diary, other.diary) == (["to host", "resume 7"], ["resume 7"])
-    with pytest.raises(Unavailable, match="release 7"):
-        await devices.take()
-    assert "to device" not in one.diary
-    await devices.take()
-    assert one.diary == ["to host", "resume 7", "release 7", "release 7", "to device"]
-    assert other.diary == ["resume 7", "release 7", "release 7"]
-
-
-async def test_a_trainer_that_one_machine_has_fenced_is_told_so_whatever_the_others_say() -> None:
-    class Newer(BothSides):
-        async def release_memory(self, epoch: int = 0, *, deadline_seconds: float) -> Sequence[str]:
-            raise Fenced("a newer trainer has the epoch")
-
-    machines = [cast(RolloutClient, BothSides("release 0")), cast(RolloutClient, Newer())]
-    with pytest.raises(Fenced):
-        await clear(machines, seconds=1.0)
