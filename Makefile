@@ -1,11 +1,10 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning | bench-scaling | bench-trl |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
-TRL    := .venv-trl
 REVERB := .venv-reverb
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
@@ -14,7 +13,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning bench-scaling chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -63,26 +62,13 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetens
 	@$(BIN)/python -m tests.bench.ledger.tls_cost
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
-	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
-	@$(BIN)/python -m tests.bench.log_probs
-	@$(BIN)/python -m tests.bench.planning
 	@$(BIN)/python -m tests.bench.overlap
-	@$(BIN)/python -m tests.bench.evaluation
-	@$(BIN)/python -m tests.bench.routing
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
-
-# Simulated, on no GPU: what one run on thousands of them would wait for; and small runs beside their simulation.
-bench-scaling: $(STAMPS)/headrace $(STAMPS)/dev
-	@$(BIN)/python -m tests.bench.scaling
-	@$(BIN)/python -m tests.bench.scaling.real
-
-bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
-	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)
 
 chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_KILLS=100 HEADRACE_FAILPOINTS=all HEADRACE_RANK_KILLS=20 HEADRACE_PLACEMENTS=1 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
@@ -151,7 +137,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(REVERB) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -208,13 +194,6 @@ $(REVERB)/.stamp:
 	@echo "── DeepMind Reverb in $(REVERB) (once, some minutes)"
 	@$(PYTHON) -m venv $(REVERB)
 	@$(REVERB)/bin/python -m pip install --disable-pip-version-check --quiet "dm-reverb[tensorflow]==0.14.0"
-	@touch $@
-
-$(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu
-	@echo "── TRL in $(TRL), beside the packages of $(VENV)"
-	@$(PYTHON) -m venv $(TRL)
-	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
-	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/trl.txt
 	@touch $@
 
 $(VERIFIERS)/.stamp: requirements/verifiers.txt

@@ -10,16 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from transformers.utils.logging import disable_progress_bar
@@ -152,11 +149,7 @@ class Steps:
 
 @contextlib.asynccontextmanager
 async def stack(
-    folder: Path,
-    *,
-    staleness: int,
-    engine: Callable[[int], FakeEngine],
-    job: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    folder: Path, *, staleness: int, token_seconds: float
 ) -> AsyncIterator[tuple[BufferClient, RolloutParts]]:
     """Ledger, reward and rollout service, which makes at most one step's groups at a time, as full engines do."""
     make_tiny_qwen3(folder / "tokenizer")
@@ -169,35 +162,30 @@ async def stack(
         )
         await buffer.create_stream(config)
         await buffer.submit_prompts(STREAM, text_prompts(*(f"q{number}" for number in range(1000))))
-        whole = Job.model_validate(
+        job = Job.model_validate(
             {
-                **job,
                 "model": {"hf_checkpoint": folder / "tokenizer"},
                 "rollout": {
                     "rollout_batch_size": GROUPS,
                     "n_samples_per_prompt": SAMPLES,
                     "rollout_max_response_len": TOKENS,
                     "max_groups_in_flight": GROUPS,
-                    **job.get("rollout", {}),
                 },
                 "services": {"buffer_address": server.address, "reward_address": reward.address},
             }
         )
-        made = rollout_service(whole, engine, folder, CollectorRegistry())
+        made = rollout_service(
+            job, lambda _: FakeEngine(WIRE, token_seconds=token_seconds), folder, CollectorRegistry()
+        )
         await made.start()
         exits.push_async_callback(made.stop)
         yield buffer, made.parts
 
 
-def sleeping_engine(_: int, token_seconds: float) -> FakeEngine:
-    return FakeEngine(WIRE, token_seconds=token_seconds)
-
-
 async def seconds_of_a_step(steps: int, *, staleness: int, generation: float, training: float) -> float:
     """The middle one of so many steps, after the first ones."""
     with tempfile.TemporaryDirectory() as folder:
-        engine = functools.partial(sleeping_engine, token_seconds=generation / TOKENS)
-        async with stack(Path(folder), staleness=staleness, engine=engine) as (buffer, parts):
+        async with stack(Path(folder), staleness=staleness, token_seconds=generation / TOKENS) as (buffer, parts):
             watch = Watch()
             await train(Ledger(buffer), SleepingRanks(parts.receiver, training), watch, Steps(WARM_STEPS + steps))
     return statistics.median(after - before for before, after in itertools.pairwise(watch.done_at[WARM_STEPS - 1 :]))

@@ -4,7 +4,7 @@ The baseline is gloo from one process to as many others as there are engines, an
 the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
 every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
 both take turns, and so do publications through files, on the disk and in shared memory (ipc), whose lines have the
-bytes written. `--all` adds 2 GB and four engines; `--calls` prints every call to an engine with its seconds.
+bytes written. `--all` adds 2 GB and four engines.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,7 +34,6 @@ from headrace.job.schema.job import Job
 from headrace.process.scratch import memory_folder
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.router import Router
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.receiver import Receiver
@@ -129,8 +126,6 @@ async def measured(fleet: Fleet, policy: SameWeights, num_engines: int, roots: M
         started = time.perf_counter()
         hashlib.sha256(flat.numpy().data).digest()
         hashing = time.perf_counter() - started
-        if calls_are_shown():
-            print(f"round {number}", flush=True)
         broadcast = await publications.seconds(3 * number + 1)
         written = {}
         for place, (name, publication) in enumerate(through_files.items()):
@@ -201,45 +196,14 @@ def print_files_row(way: str, num_engines: int, rounds: Sequence[Round]) -> None
     )
 
 
-def calls_are_shown() -> bool:
-    """True with `--calls`."""
-    return Http.request is not _request
-
-
-_request = Http.request
-
-
-async def _shown_request(self: Http, method: str, path: str, body: Any, **limits: Any) -> Reply:
-    started = time.perf_counter()
-    try:
-        return await _request(self, method, path, body, **limits)
-    finally:
-        if path not in ("/model_info", "/liveness"):
-            print(f"  {time.perf_counter() - started:.4f} s {path}", flush=True)
-
-
-def _shown_collection(phase: str, found: dict[str, int]) -> None:
-    if phase == "start":
-        _collections.append(time.perf_counter())
-    elif (seconds := time.perf_counter() - _collections.pop()) > 0.01:
-        print(f"  {seconds:.4f} s garbage collection in this process: {found}", flush=True)
-
-
-_collections: list[float] = []
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB", "2GB"])
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--all", action="store_true", help="2 GB and four engines, too")
-    parser.add_argument("--calls", action="store_true", help="print every call to an engine with its seconds")
     given = parser.parse_args()
     sizes = ["7MB", "538MB", "2GB"] if given.all else given.sizes
-    with tempfile.TemporaryDirectory() as name, ExitStack() as patched:
-        if given.calls:
-            patched.enter_context(patch.object(Http, "request", _shown_request))
-            gc.callbacks.append(_shown_collection)
+    with tempfile.TemporaryDirectory() as name:
         print("  Seconds and ratios are medians: to the broadcast; last, to the broadcast and one pass of SHA-256.")
         print(f"{'weights':>8} {'engines':>8} {'raw gloo':>9} {'SHA-256':>9} {'standstill':>17} {'whole':>25}")
         for size in sizes:
