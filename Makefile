@@ -97,7 +97,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
 
-# A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5; the lines are drawn into SOAK_FOLDER.
+# A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5.
 SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
 soak: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
