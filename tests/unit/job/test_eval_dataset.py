@@ -57,12 +57,6 @@ def test_an_evaluation_has_its_data_its_samples_and_the_stops_of_training() -> N
     assert (list(asked.sampling.stop), list(asked.sampling.stop_token_ids)) == (["</answer>"], [7])
 
 
-def test_a_sample_passes_with_the_reward_that_its_set_names_or_with_1() -> None:
-    job = job_of({})
-    strict = AIME.model_copy(update={"pass_reward": 0.5})
-    assert [eval_dataset(each, job.eval, job.rollout, job.data).pass_reward for each in (AIME, strict)] == [1.0, 0.5]
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "expected"),
     [

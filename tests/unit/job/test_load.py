@@ -8,8 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.load.load import load
-from headrace.job.option import options
-from headrace.job.schema.job import Job, to_toml
+from headrace.job.schema.job import to_toml
 
 
 def test_flags_override_variables_and_variables_override_the_file(load_with) -> None:
@@ -17,16 +16,6 @@ def test_flags_override_variables_and_variables_override_the_file(load_with) -> 
     assert load_with(HEADRACE_ROLLOUT_BATCH_SIZE="6").rollout.rollout_batch_size == 6
     job = load_with("--rollout-batch-size", "8", HEADRACE_ROLLOUT_BATCH_SIZE="6")
     assert job.rollout.rollout_batch_size == 8
-
-
-def test_every_option_is_a_flag_of_its_name() -> None:
-    names = {name for _, section in Job.model_fields.items() for name in _option_names(section.annotation)}
-    assert names <= options().keys()
-    assert len(names) > 60
-
-
-def _option_names(section: object) -> list[str]:
-    return list(getattr(section, "model_fields", {}))
 
 
 def test_switches_can_be_turned_on_and_off(load_with) -> None:
@@ -148,9 +137,3 @@ def test_one_of_the_four_batch_sizes_is_derived(model: Path, left_out: str, deri
     job = load(None, ["--hf-checkpoint", str(model), *flags], {})
     found = job.rollout.model_dump() | job.train.model_dump()
     assert found[left_out] == derived
-
-
-def test_without_a_word_about_it_a_rollout_is_one_optimizer_step(model: Path) -> None:
-    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
-    job = load(None, flags, {})
-    assert (job.train.num_steps_per_rollout, job.train.global_batch_size) == (1, 32)

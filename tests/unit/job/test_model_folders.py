@@ -51,11 +51,6 @@ def test_weights_that_were_copied_in_part(
         load_with()
 
 
-def test_weights_that_no_file_lists_are_left_to_those_who_load_them(load_with, model: Path) -> None:
-    (model / "model.safetensors").rename(model / "weights-1-of-1.safetensors")
-    assert load_with().model.hf_checkpoint == model
-
-
 def test_weights_that_cannot_be_read(load_with, model: Path) -> None:
     weights = model / "model.safetensors"
     weights.unlink()

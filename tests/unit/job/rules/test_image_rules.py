@@ -67,11 +67,6 @@ def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None
     }
 
 
-def test_other_media_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="media of type 'video' are not supported, only images"):
-        _job(tmp_path, {"data": {"multimodal_keys": {"video": "videos"}}})
-
-
 def _check(job: Job) -> None:
     check_combinations(job)
     check_images(job, architecture(VISION))

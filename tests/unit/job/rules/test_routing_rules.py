@@ -33,7 +33,6 @@ def experts(folder: Path) -> Architecture:
     [
         {},
         RECORDED,
-        RECORDED | {"loss_type": "custom_loss"},
         ROLLOUTS,
         RECORDED | ROLLOUTS,
         ROLLOUTS | {"use_rollout_logprobs": True},
@@ -54,7 +53,6 @@ def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -
             {},
             r"use_routing_replay has no effect: this job computes no old log-probs",
         ),
-        (RECORDED | {"use_rollout_logprobs": True}, {}, r"use_routing_replay has no effect"),
         (RECORDED | {"loss_type": "sft_loss"}, {}, r"use_routing_replay has no effect"),
         (RECORDED, {"moe_router_fusion": True}, r"use_routing_replay with moe_router_fusion"),
         (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: sinkhorn chooses other experts"),
