@@ -1,4 +1,4 @@
-"""Every RPC of the buffer over a network that delays, cuts, half-closes, trickles and swallows.
+"""Every RPC of the buffer over a network that cuts, half-closes and swallows.
 
 Each case prepares a stream of its own, makes its call through a faulty network under a deadline, and makes it again,
 with the same keys, once the network is well. The ledger then shows the call's effect exactly once.

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.authority import issue_client, issue_service
-from headrace.process.linux import descendants
 from headrace.rpc.access import add_token
 from headrace.rpc.net import free_port
 from headrace.rpc.roles import Role
@@ -95,7 +92,7 @@ class RunOnHosts:
             yield self
 
     async def start(self, name: str) -> None:
-        """Starts what runs on the host, again if it has ended."""
+        """Starts what runs on the host."""
         service, meeting = name, list[str]()
         if name in self._trainers:
             service, meeting = "trainer", [*self._meeting]
@@ -107,14 +104,6 @@ class RunOnHosts:
         held = {"HELD_ORDERS": str(self._orders), "PYTHONPATH": f"{_HELD}:{ROOT}"}
         started = self._host(name).running(log, *words, environment=held)
         self._processes[name] = await self._stack.enter_async_context(started)
-
-    async def kill(self, name: str) -> None:
-        """Ends all that runs on the host, as the loss of its power does."""
-        process = self._processes.pop(name)
-        for pid in (*descendants(process.pid), process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await process.wait()
 
     @asynccontextmanager
     async def held(self, point: str) -> AsyncIterator[None]:
