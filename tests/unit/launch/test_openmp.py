@@ -10,7 +10,7 @@ import pytest
 from headrace.job.schema.job import Job
 from headrace.job.schema.services import ServicesSection
 from headrace.launch.specs import SERVICES, spec
-from headrace.process.openmp import openmp, threads_of_each
+from headrace.process.openmp import threads_of_each
 from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
 from services.rollout.fleet_build import engine_options
@@ -54,9 +54,3 @@ def test_ranks_share_the_cores_and_a_service_without_tensors_takes_one(tmp_path:
     assert environments["buffer"]["OMP_NUM_THREADS"] == "1"
     assert environments["trainer"]["OMP_NUM_THREADS"] == str(threads_of_each(1))
     assert environments["trainer"]["GOMP_SPINCOUNT"] == "1000"
-
-
-def test_a_process_has_one_thread_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    assert [threads_of_each(1), threads_of_each(2), threads_of_each(9), threads_of_each(1, share=0.5)] == [3, 1, 1, 1]
-    assert openmp(2)["OMP_NUM_THREADS"] == "2"

@@ -45,15 +45,6 @@ async def test_a_restart_that_was_asked_for_is_one_at_once_and_counts_for_nothin
     assert not any("ended with" in line for line in stage.told)
 
 
-async def test_a_request_of_before_the_start_is_none(stage: Stage) -> None:
-    request = stage.folder / "again"
-    request.touch()
-    async with running(stage.supervisor(replace(stage.spec(), restart_request=request))):
-        await becomes(lambda: times_ready(stage) == 1)
-        assert not request.exists()
-    assert len(stage.told) == 1
-
-
 async def test_a_service_whose_job_is_wrong_by_now_is_not_started_again_for_ever(stage: Stage) -> None:
     request = stage.folder / "again"
     stubborn = ["/bin/sh", "-c", f'trap "exit {NOT_WORTH_RESTARTING}" TERM; "$@" & wait', "sh"]
@@ -85,13 +76,6 @@ async def test_who_connects_to_a_held_port_is_answered_by_the_process_that_start
             (stage.folder / "again").touch()
             assert await asyncio.to_thread(caller.recv, 100) == b"here I am"
         await becomes(lambda: times_ready(stage) == 2)
-
-
-async def test_a_held_port_that_is_taken_is_named(stage: Stage) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        held = Address("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(ServiceFailed, match=f"{held}: .*: choose another --openai-port"):
-            await stage.supervisor(replace(stage.spec(), held=held)).run()
 
 
 def test_the_launcher_holds_the_port_of_openais_protocol_for_each_rollout_service(load_with, tmp_path: Path) -> None:

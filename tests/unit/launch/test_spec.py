@@ -90,8 +90,3 @@ def test_a_python_that_is_not_there_is_refused_by_name(load_with) -> None:
         load_with("--rollout-python", "/no/python")
     with pytest.raises(ConfigError, match="trainer_python: No closing quotation"):
         load_with("--trainer-python", "python '")
-
-
-def test_a_runs_folder_is_named_by_its_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
-    assert RunFolder.of(job).path == job.run.folder == job.run.run_dir / job.run.run_name

@@ -89,24 +89,6 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
         os.killpg(process.pid, 0)
 
 
-async def test_a_stop_without_grace_ends_a_process_that_is_stopped(tmp_path: Path) -> None:
-    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
-    await process.start()
-    await until_said(process, "grandchild")
-    os.kill(process.pid, signal.SIGSTOP)
-    await process.stop(grace_seconds=0.0)
-    assert process.exit_code == 128 + signal.SIGKILL
-
-
-async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
-    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
-    await process.start()
-    grandchild = await grandchild_in(tmp_path / "log")
-    os.kill(process.pid, signal.SIGKILL)
-    assert await process.wait() == 128 + signal.SIGKILL
-    assert not runs(grandchild)
-
-
 async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     for words in ("out of memory", "all is well"):
@@ -119,12 +101,6 @@ async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
 
 
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-
-
-async def until_said(process: Child, word: str) -> None:
-    async with asyncio.timeout(60):
-        while word not in process.last_lines():  # another party's state
-            await asyncio.sleep(0.01)
 
 
 async def grandchild_in(log: Path) -> int:

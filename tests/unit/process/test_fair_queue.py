@@ -42,14 +42,3 @@ async def test_a_slot_goes_past_a_caller_that_left_in_the_same_moment_and_is_not
     assert queue.waiting == 0
     queue.give("slot")
     assert await queue.take("d") == "slot"
-
-
-async def test_a_slot_that_was_given_to_a_caller_who_is_cancelled_goes_to_the_next() -> None:
-    queue = FairQueue(["slot"])
-    await queue.take("a")
-    gone, after = (asyncio.create_task(queue.take(caller)) for caller in ("b", "c"))
-    await asyncio.sleep(0)
-    queue.give("slot")
-    gone.cancel()
-    assert await after == "slot"
-    assert queue.waiting == 0

@@ -51,13 +51,6 @@ def unsendable() -> object:
     return threading.Lock()
 
 
-def needs_main_thread() -> str:
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.alarm(1)
-    signal.alarm(0)
-    return threading.current_thread().name
-
-
 def print_words() -> None:
     print("printed \ud800")
     subprocess.run(["echo", "by a program"], check=True)
@@ -127,13 +120,6 @@ async def until(path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_is_reused(pool: WorkerPool) -> None:
-    assert await pool.run(add, 2, 3, timeout_seconds=LIMIT) == 5
-    pids = {await pool.run(worker_pid, timeout_seconds=LIMIT) for _ in range(3)}
-    assert pids == set(pool.pids)
-    assert os.getpid() not in pids
-
-
 async def test_an_endless_loop_is_killed_and_its_worker_replaced(pool: WorkerPool, tmp_path: Path) -> None:
     (before,) = pool.pids
     with pytest.raises(WorkerTimeout, match=r"loop_for_ever did not finish within 0\.3 s"):
@@ -153,20 +139,6 @@ async def test_a_worker_that_cannot_be_started_says_why(tmp_path: Path, monkeypa
     tmp_path.rmdir()
     with pytest.raises(Unavailable, match="a worker process cannot be started: .*No such file"):
         await WorkerPool(1).start()
-
-
-def test_a_long_temporary_folder_does_not_keep_workers_from_their_start(tmp_path: Path) -> None:
-    folder, root = tmp_path / ("long" * 30), Path(__file__).parents[3]
-    folder.mkdir()
-    program = (
-        "import asyncio\nfrom headrace.process.workers import WorkerPool\n"
-        "from tests.unit.process.test_worker_pool import add\n"
-        "print(asyncio.run(WorkerPool(1).run(add, 1, 2, timeout_seconds=60)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(folder)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=True)
-    assert done.stdout == "3\n"
 
 
 async def test_what_a_function_prints_goes_to_the_stderr_of_its_service(
@@ -203,10 +175,6 @@ async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool)
     assert await pool.run(worker_pid, timeout_seconds=LIMIT) == before
 
 
-async def test_functions_run_in_the_main_thread(pool: WorkerPool) -> None:
-    assert await pool.run(needs_main_thread, timeout_seconds=LIMIT) == "MainThread"
-
-
 async def test_the_queue_is_bounded() -> None:
     pool = WorkerPool(1, max_waiting=2)
     await pool.start()
@@ -232,17 +200,6 @@ async def test_coroutines_share_a_worker_and_their_waits(shared: WorkerPool, tmp
     await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
     met = [shared.run(meet, str(tmp_path), number, 8, timeout_seconds=LIMIT) for number in range(8)]
     assert await asyncio.gather(*met) == list(range(8)), "each waits for all others"
-
-
-async def test_a_waiting_coroutine_times_out_without_harm_to_its_neighbours(shared: WorkerPool) -> None:
-    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
-    before = shared.pids
-    slow, quick = await asyncio.gather(
-        shared.run(nap, 60, timeout_seconds=0.2), shared.run(nap, 0.6, timeout_seconds=LIMIT), return_exceptions=True
-    )
-    assert isinstance(slow, WorkerTimeout)
-    assert quick == 0.6
-    assert shared.pids == before
 
 
 @pytest.mark.parametrize(("culprit", "error"), [(block_the_loop, WorkerTimeout), (segfault, WorkerCrashed)])

@@ -41,10 +41,3 @@ def test_a_log_on_a_full_disk_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
             full.close()
-
-
-def test_a_log_that_was_closed_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path("/dev/null").open("w") as closed:
-        monkeypatch.setattr(sys, "stderr", closed)
-        configure_logging("test")
-    log.error("rpc_failed")

@@ -66,8 +66,3 @@ def test_no_pause_goes_beyond_the_time_that_is_left() -> None:
     tomorrow = Unavailable("tomorrow", retry_after_seconds=86_400)
     assert Backoff().next_seconds(tomorrow, at_most=3.0) == 3.0
     assert Backoff().next_seconds(tomorrow, at_most=-1.0) == 0.0
-
-
-def test_callers_that_were_told_the_same_do_not_come_back_together() -> None:
-    pauses = [Backoff().next_seconds(Unavailable("away", retry_after_seconds=4.0)) for _ in range(100)]
-    assert 4.0 <= min(pauses) < 4.2 < 4.8 < max(pauses) <= 5.0

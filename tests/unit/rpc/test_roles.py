@@ -30,19 +30,6 @@ def test_no_rpc_streams_its_requests_which_the_interceptor_would_pass_on_unseen(
     assert [rpc.path for rpc in RPCS if rpc.streams_requests] == []
 
 
-def test_each_rpc_is_an_admins_and_each_role_has_some() -> None:
-    for service, methods in ALLOWED.items():
-        for method, allowed in methods.items():
-            assert Role.ADMIN in allowed, (service, method)
-    assert set(Role) == set().union(*(allowed for of in ALLOWED.values() for allowed in of.values()))
-
-
-def test_the_document_shows_the_table_of_today() -> None:
-    page = roles.PAGE.read_text()
-    assert roles.with_table(page) == page
-    assert roles.with_table(page.replace("| yes |", "| |", 1)) == page
-
-
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
