@@ -1,11 +1,10 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
-REVERB := .venv-reverb
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
 MODEL  := models/SmolLM2-135M-Instruct
@@ -13,7 +12,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-learning chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -56,19 +55,14 @@ protos: $(PROTOS)/.stamp
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
 
-bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetensors $(DATA)/train.jsonl
-	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
-	@$(BIN)/python -m tests.bench.ledger.shard_puts
-	@$(BIN)/python -m tests.bench.ledger.tls_cost
+bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl
+	@$(BIN)/python -m tests.bench.ledger_throughput
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.overlap
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
-
-bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
-	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
 
 chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_KILLS=100 HEADRACE_FAILPOINTS=all HEADRACE_RANK_KILLS=20 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
@@ -136,7 +130,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(REVERB) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -187,12 +181,6 @@ $(SUPPLY)/.stamp: requirements/supply.txt
 	@echo "── pip-audit and cyclonedx-bom in $(SUPPLY)"
 	@$(PYTHON) -m venv $(SUPPLY)
 	@$(SUPPLY)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/supply.txt
-	@touch $@
-
-$(REVERB)/.stamp:
-	@echo "── DeepMind Reverb in $(REVERB) (once, some minutes)"
-	@$(PYTHON) -m venv $(REVERB)
-	@$(REVERB)/bin/python -m pip install --disable-pip-version-check --quiet "dm-reverb[tensorflow]==0.14.0"
 	@touch $@
 
 $(VERIFIERS)/.stamp: requirements/verifiers.txt

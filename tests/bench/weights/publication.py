@@ -4,7 +4,7 @@ The baseline is gloo from one process to as many others as there are engines, an
 the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
 every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
 both take turns, and so do publications through files, on the disk and in shared memory (ipc), whose lines have the
-bytes written. `--all` adds 2 GB and four engines.
+bytes written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 ROUNDS = 7
 RAW_BUCKET_BYTES = 64 << 20
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
-TWO_GB = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
 def receive_raw(name: str, port: int, world_size: int, rank: int, sizes: list[int], ready: Queue[int]) -> None:
@@ -136,11 +135,11 @@ async def measured(fleet: Fleet, policy: SameWeights, num_engines: int, roots: M
     return rounds[2:]
 
 
-def make_llama(folder: Path, shapes: Mapping[str, int]) -> Path:
-    """A random Llama of these shapes with the tiny tokenizer."""
+def make_smollm2(folder: Path) -> Path:
+    """A random Llama of its shapes with the tiny tokenizer."""
     LlamaForCausalLM(
         LlamaConfig(
-            **shapes, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
+            **SMOLLM2, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
             tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).to(torch.float32).save_pretrained(folder)  # fmt: skip
@@ -198,22 +197,16 @@ def print_files_row(way: str, num_engines: int, rounds: Sequence[Round]) -> None
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB", "2GB"])
+    parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB"])
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--all", action="store_true", help="2 GB and four engines, too")
     given = parser.parse_args()
-    sizes = ["7MB", "538MB", "2GB"] if given.all else given.sizes
     with tempfile.TemporaryDirectory() as name:
         print("  Seconds and ratios are medians: to the broadcast; last, to the broadcast and one pass of SHA-256.")
         print(f"{'weights':>8} {'engines':>8} {'raw gloo':>9} {'SHA-256':>9} {'standstill':>17} {'whole':>25}")
-        for size in sizes:
+        for size in given.sizes:
             folder = Path(name) / size
-            checkpoint = (
-                make_tiny_qwen3(folder, num_layers=48)
-                if size == "7MB"
-                else make_llama(folder, SMOLLM2 if size == "538MB" else TWO_GB)
-            )
-            for num_engines in [1, 2, 4] if given.all else given.engines:
+            checkpoint = make_tiny_qwen3(folder, num_layers=48) if size == "7MB" else make_smollm2(folder)
+            for num_engines in given.engines:
                 await bench(size, checkpoint, num_engines, Path(name))
 
 
