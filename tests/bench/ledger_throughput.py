@@ -24,8 +24,8 @@ from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.job.schema.services import BufferSection
 from headrace.trajectory import pack_column
-from tests.bench.raw_stream import raw_samples_per_second
 from tests.bench.cpu import cpu_seconds
+from tests.bench.raw_stream import raw_samples_per_second
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.processes.buffer_server import BufferProcess
 

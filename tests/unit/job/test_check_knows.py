@@ -110,8 +110,6 @@ def test_a_file_alone_means_its_only_function_that_fits(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file defines nothing, and none of them fits: the flag takes f"),
-        ("def one(a): ...\n", "the file defines one, and none of them fits"),
         (
             "def one(args, sample): ...\ndef two(args, sample): ...\n",
             r"one, two all fit: name one of them, as .*mine.py:one",

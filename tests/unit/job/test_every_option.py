@@ -121,17 +121,6 @@ def test_every_extreme_word_for_every_option_is_taken_whole_or_refused_in_a_sent
             )
 
 
-def test_every_number_of_a_job_file_is_checked_as_a_flag_is(tmp_path: Path) -> None:
-    for text in ("lr = inf", "lr = nan", "lr = 1e300", "lr = [1]", "lr = 2020-01-01", "lr = {a = 1}"):
-        (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n[megatron]\n{text}\n')
-        with pytest.raises(ConfigError, match=r"\[megatron\] lr: should"):
-            read(tmp_path / "job.toml", [], {})
-    for value in ("NaN", "Infinity", "1e400", "[" * 80 + "1" + "]" * 80):
-        (tmp_path / "job.json").write_text(f'{{"model": {{"hf_checkpoint": "m"}}, "sglang": {{"tp_size": {value}}}}}')
-        with pytest.raises(ConfigError, match="should"):
-            read(tmp_path / "job.json", [], {})
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -152,11 +141,3 @@ def test_a_file_that_is_no_job_is_refused_in_a_sentence(
     assert said.startswith("headrace: ")
     assert "Traceback" not in said
     assert len(said) < 2_000
-
-
-@pytest.mark.parametrize("name", [".", "/dev/zero", "\ud800", "/nowhere/job.toml"])
-def test_what_is_no_file_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(["check", name]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("headrace: ")
-    assert len(said) < 6_000

@@ -58,17 +58,6 @@ def test_the_chat_templates_variables_come_as_an_object(load_with, model: Path, 
         load_with("--apply-chat-template-kwargs", "enable_thinking=false")
 
 
-def test_slimes_names_are_views_of_ours(load_with) -> None:
-    job = load_with("--use-tis", "--tis-threshold", "3", "--async-buffer-size", "2")
-    assert job.train.tis_clip == 3
-    assert job.buffer.max_staleness == 2
-
-
-def test_megatrons_flags_go_by_their_own_names(load_with) -> None:
-    job = load_with("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2", "--bf16")
-    assert job.megatron == {"lr": 2e-5, "tensor_model_parallel_size": 2, "bf16": True}
-
-
 def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> None:
     job = load_with(
         "--recompute-modules", "core_attn", "mlp", "--moe-aux-loss-coeff", "[0.1, 0.2]", "--attention-backend", "local",
@@ -99,17 +88,6 @@ def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
     job = load_with("--prompt-data", "data.jsonl", "--custom-rm-path", "reward.py:judge")
     assert job.data.prompt_data == (str(tmp_path / "data.jsonl"),)
     assert job.reward.custom_rm_path == f"{tmp_path}/reward.py:judge"
-
-
-def test_several_weighted_files_and_slices(load_with, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "hello"}\n' * 3)
-    files = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}@[1:]"]
-    job = load_with("--prompt-data", *files, "--prompt-data-weights", "3", "1")
-    assert job.data.prompt_data == tuple(files)
-    assert job.data.prompt_data_weights == (3.0, 1.0)
-    with pytest.raises(ConfigError, match="has 1 numbers for 2 files"):
-        load_with("--prompt-data", *files, "--prompt-data-weights", "3")
 
 
 def test_the_resolved_job_reads_back_from_toml_and_from_json(load_with, tmp_path: Path) -> None:

@@ -15,12 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.commands.live import ORDER
+from headrace.cli.main import main
 from headrace.errors import NothingToLearn
+from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec
+from headrace.launch.specs import SERVICES, specs
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
-from headrace.process.exit_status import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
+from headrace.process.exit_status import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
+from headrace.process.linux import parent_of
 from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder, ServiceEntry
 
 HERE = Path(__file__).parent
 QUICK = RestartPolicy(max_restarts=2, first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
@@ -250,3 +256,75 @@ async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: S
     await becomes(lambda: "up" in stubborn.log_file.read_text())
     await process.stop(grace_seconds=0.2)
     assert process.exit_code == 128 + signal.SIGKILL
+
+
+async def test_a_service_whose_guard_is_killed_ends_with_it_and_comes_back(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    spec = stage.spec("--slow-to-end")
+    supervisor = Supervisor([spec], None, stage.hear, QUICK, stage.pids.update, lambda: 0.0)
+    async with running(supervisor):
+        await becomes(lambda: any("ready" in line for line in stage.told))
+        first = stage.pids["fake"]
+        os.kill(parent_of(first), signal.SIGKILL)
+        await becomes(lambda: sum("ready" in line for line in stage.told) == 2)
+        assert not alive(first)
+        assert await is_serving(spec.address)
+    os.kill(stage.children()[0], signal.SIGKILL)  # what its service had started has no guard any more
+    assert "fake ended with signal 9" in stage.told[1]
+
+
+def times_ready(stage: Stage) -> int:
+    return sum("ready" in line for line in stage.told)
+
+
+async def test_a_restart_that_was_asked_for_is_one_at_once_and_counts_for_nothing(stage: Stage) -> None:
+    request = stage.folder / "again"
+    spec = replace(stage.spec(), restart_request=request, max_restarts=0, no_restart="not by itself")
+    async with running(stage.supervisor(spec, until="fake")):
+        for number in range(1, 3):
+            await becomes(lambda number=number: times_ready(stage) == number)  # type: ignore[misc]
+            pid = stage.pids["fake"]
+            request.touch()
+            await becomes(lambda pid=pid: stage.pids["fake"] != pid)  # type: ignore[misc]
+            assert not request.exists()
+        await becomes(lambda: times_ready(stage) == 3)
+        assert await is_serving(spec.address)
+    assert not any("ended with" in line for line in stage.told)
+
+
+async def test_a_service_whose_job_is_wrong_by_now_is_not_started_again_for_ever(stage: Stage) -> None:
+    request = stage.folder / "again"
+    stubborn = ["/bin/sh", "-c", f'trap "exit {NOT_WORTH_RESTARTING}" TERM; "$@" & wait', "sh"]
+    spec = stage.spec()
+    spec = replace(spec, command=[*stubborn, *spec.command], restart_request=request)
+    task = asyncio.create_task(stage.supervisor(spec).run())
+    await becomes(lambda: times_ready(stage) == 1)
+    request.touch()
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 2"):
+        await task
+
+
+def test_the_launcher_holds_the_port_of_openais_protocol_for_each_rollout_service(load_with, tmp_path: Path) -> None:
+    def held(*flags: str) -> list[str | None]:
+        addresses = ("--buffer-address", "b:1", "--reward-address", "r:1", "--rollout-address", "c:1,c:2")
+        job: Job = load_with("--run-dir", str(tmp_path), *addresses, *flags)
+        return [each.held and str(each.held) for each in specs(job, "rollout", RunFolder(tmp_path))]
+
+    assert held("--rollout-service", "1", "--openai-port", "8000") == ["127.0.0.1:8001"]
+    assert held("--rollout-service", "1") == [None]
+
+
+def test_services_that_are_called_come_before_those_that_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sorted(ORDER) == sorted(SERVICES)
+    assert ORDER.index("trainer") > ORDER.index("rollout") > max(ORDER.index("buffer"), ORDER.index("reward"))
+    run = RunFolder(tmp_path / "r")
+    run.path.mkdir()
+    run.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, None), "trainer": ServiceEntry("t:1", None, 2**22)})
+    assert main(["restart", "bufer", str(run.path)]) == 1
+    assert "has no process bufer: there are buffer, trainer, and all" in " ".join(capsys.readouterr().err.split())
+    assert main(["restart", "buffer", str(run.path)]) == 1
+    assert "keeps buffer alive: restart it where it was started" in " ".join(capsys.readouterr().err.split())
+    assert main(["restart", "all", str(run.path)]) == 1
+    assert "keeps a service alive" in " ".join(capsys.readouterr().err.split())

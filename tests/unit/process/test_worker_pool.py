@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ResourceExhausted, Unavailable
-from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.errors import ResourceExhausted
+from headrace.process.workers import FairQueue, WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
 
 LIMIT = 60.0
 """Of calls that end by themselves, however slow the machine is."""
@@ -132,13 +132,6 @@ async def test_a_crash_is_typed_and_names_the_signal(pool: WorkerPool) -> None:
     with pytest.raises(WorkerCrashed, match="segfault ended its worker process with SIGSEGV"):
         await pool.run(segfault, timeout_seconds=LIMIT)
     assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
-
-
-async def test_a_worker_that_cannot_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    with pytest.raises(Unavailable, match="a worker process cannot be started: .*No such file"):
-        await WorkerPool(1).start()
 
 
 async def test_what_a_function_prints_goes_to_the_stderr_of_its_service(
@@ -275,3 +268,38 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # before, or while it was read
         return False
+
+
+async def test_callers_take_turns_and_calls_of_one_caller_keep_their_order() -> None:
+    queue = FairQueue(["slot"])
+    await queue.take("greedy")
+    served = []
+
+    async def call(caller: str, number: int) -> None:
+        slot = await queue.take(caller)
+        served.append((caller, number))
+        queue.give(slot)
+
+    calls = [*(call("greedy", number) for number in range(3)), call("modest", 0)]
+    waiting = asyncio.gather(*calls)
+    await asyncio.sleep(0)
+    assert queue.waiting == 4
+    queue.give("slot")
+    await waiting
+    assert served == [("greedy", 0), ("modest", 0), ("greedy", 1), ("greedy", 2)]
+    assert queue.waiting == 0
+
+
+async def test_a_slot_goes_past_a_caller_that_left_in_the_same_moment_and_is_not_lost() -> None:
+    queue = FairQueue(["slot"])
+    await queue.take("a")
+    gone, after = (asyncio.create_task(queue.take(caller)) for caller in ("b", "c"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    queue.give("slot")
+    assert await after == "slot"
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert queue.waiting == 0
+    queue.give("slot")
+    assert await queue.take("d") == "slot"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import threading
@@ -14,20 +13,13 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import HeadraceError
-from headrace.hooks import HookArgs
-from headrace.hooks.agent import Task, run_agent
 from headrace.job.schema.job import Job
-from headrace.job.schema.production import RolloutSection
 from headrace.launch.health import is_serving
 from headrace.launch.specs import spec
-from headrace.process.workers import WorkerPool
 from headrace.run_folder import RunFolder
 from headrace.score import ScoreItem
 from services.buffer.store.memory import MemoryStore
 from services.reward.scorers import judge, remote_rm
-from services.rollout.engine.fleet import FleetTiming
-from services.rollout.engine.router import Router
-from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.processes.buffer_server import served_buffer
 
 NOWHERE = "http://127.0.0.1:9"
@@ -130,43 +122,6 @@ async def test_a_grader_elsewhere_is_asked_through_the_proxy_unless_no_proxy_nam
         monkeypatch.setenv("no_proxy", "grader.example")
         assert await graded_by(scorer, "http://grader.example:8000") != 0.7
         assert len(asked) == 1
-
-
-async def test_the_router_takes_an_engine_past_a_proxy(proxied: None, tmp_path: Path) -> None:
-    engine = FakeEngine()
-    await engine.start(seconds=LIMIT)
-    router = Router(RolloutSection(), tmp_path / "router.log", request_seconds=10.0, timing=FleetTiming())
-    taken = False
-    try:
-        await router.start()
-        try:
-            async with asyncio.timeout(60):
-                await router.add(engine.url)
-                taken = True
-        except TimeoutError:
-            pass
-        assert taken, "the router did not take the engine"
-    finally:
-        await router.stop()
-        await engine.stop()
-
-
-async def test_an_agent_on_another_machine_reaches_its_policy_past_a_proxy(proxied: None, tmp_path: Path) -> None:
-    agent = tmp_path / "agent.py"
-    agent.write_text(
-        "import httpx\n\nasync def run(args, task, base_url):\n"
-        "    with httpx.Client() as client:\n"
-        "        return float(client._transport_for_url(httpx.URL(base_url)) is client._transport)\n"
-    )
-    hosts = ("10.9.8.7", "policy.example", "[fd00::9]")
-    pool, is_direct = WorkerPool(1), {}
-    try:
-        for host in hosts:
-            work = (f"{agent}:run", HookArgs({}), Task("hi"), f"http://{host}:8000/sessions/1")
-            is_direct[host] = await pool.run(run_agent, *work, timeout_seconds=LIMIT)
-        assert is_direct == dict.fromkeys(hosts, 1.0)
-    finally:
-        await pool.close()
 
 
 @pytest.mark.parametrize("service", ["buffer", "reward", "rollout", "trainer"])

@@ -60,9 +60,3 @@ def test_pauses_double_up_to_the_longest_and_have_a_random_part() -> None:
         for longest in (0.5, 1.0, 2.0, 4.0, 4.0):
             assert backoff.seconds == longest
             assert longest / 2 <= backoff.next_seconds() <= longest
-
-
-def test_no_pause_goes_beyond_the_time_that_is_left() -> None:
-    tomorrow = Unavailable("tomorrow", retry_after_seconds=86_400)
-    assert Backoff().next_seconds(tomorrow, at_most=3.0) == 3.0
-    assert Backoff().next_seconds(tomorrow, at_most=-1.0) == 0.0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import grpc
 import pytest
@@ -30,7 +34,9 @@ from headrace.errors import (
     Unavailable,
     error_classes,
 )
+from headrace.rpc import interceptor
 from headrace.rpc.client import call, connect
+from headrace.rpc.log import configure_logging, cygrpc, log
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 
@@ -204,3 +210,77 @@ async def test_so_does_a_routable_metrics_address(metrics_address: str) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines.*--insecure"):
         RpcServer("reward", "127.0.0.1:0", [], metrics_address=metrics_address)
     assert RpcServer("reward", "127.0.0.1:0", [], metrics_address=metrics_address, insecure=True)
+
+
+def test_a_caller_that_leaves_while_its_answer_is_sent_writes_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging("test")
+    grpcs = logging.getLogger("grpc._cython.cygrpc")
+    monkeypatch.setattr(grpcs, "disabled", False)  # a library that another test has loaded may have silenced it
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    kept: list[logging.LogRecord] = []
+    collector = logging.Handler()
+    collector.emit = kept.append  # type: ignore[method-assign]
+    monkeypatch.setattr(grpcs, "handlers", [collector])
+    for error in (cygrpc.ExecuteBatchError("a caller left"), RuntimeError("of the server")):
+        try:
+            raise error
+        except Exception:  # noqa: BLE001  # what is logged may be anything
+            grpcs.exception("raised by servicer method")
+    (record,) = kept
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], RuntimeError)
+
+
+def test_a_log_on_a_full_disk_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        with pytest.raises(OSError, match="No space left"):
+            full.write("it is full\n")
+        monkeypatch.setattr(sys, "stderr", full)
+        configure_logging("test")
+        for number in range(10_000):
+            log.error("rpc_failed", number=number)
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+
+
+SLOW = f"/{NAME}/Score"
+
+
+class Scored(reward_pb2_grpc.RewardServiceServicer):
+    async def Score(self, request, context):
+        return reward_pb2.ScoreResponse()
+
+    async def ListScorers(self, request, context):
+        return reward_pb2.ListScorersResponse()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[RpcServer]:
+    servicer = Service(Scored(), reward_pb2_grpc.add_RewardServiceServicer_to_server, NAME)
+    server = RpcServer("test", "127.0.0.1:0", [servicer])
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.get_running_loop().create_future()
+    yield b""
+
+
+async def test_requests_that_never_arrive_hold_up_nobody_and_end(monkeypatch) -> None:
+    monkeypatch.setattr(interceptor, "MAX_RECEIVE_SECONDS", 1.0)
+    async with serving() as server, connect(server.address) as stranger, connect(server.address) as other:
+        slow = [asyncio.ensure_future(stranger.stream_unary(SLOW, None, None)(never())) for _ in range(20)]
+        while server.calls_in_progress < len(slow):  # another party's state
+            await asyncio.sleep(0.01)
+        stub = reward_pb2_grpc.RewardServiceStub(other)
+        await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=30)
+        ends = await asyncio.gather(*slow, return_exceptions=True)
+        assert {end.code() for end in ends} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert "did not arrive within 1 s" in ends[0].details()
+        assert server.calls_in_progress == 0
+        await reward_pb2_grpc.RewardServiceStub(stranger).ListScorers(reward_pb2.ListScorersRequest(), timeout=30)
