@@ -1,5 +1,5 @@
 # quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench |
-# chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
+# chaos | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +12,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench chaos mutants images gpu sbom audit clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -89,11 +89,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
-
-# A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5.
-SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
-soak: $(STAMPS)/headrace $(STAMPS)/dev
-	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
 
 # A run as a job of a real Slurm (Debian: apt-get install slurm-wlm munge), and of a real Ray, of two nodes each.
 clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
