@@ -13,14 +13,24 @@ from headrace.job.load.flags import UNSUPPORTED
 from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model import contradictions
+from headrace.job.option import options
 from headrace.job.rules.warnings import warnings
 from headrace.models.registry import PRESETS, architecture
-from tests.support.slime_flags import MODEL_ARGS, REFUSED, TAKEN
+from tests.support.slime_flags import MODEL_ARGS, REFUSED, SAME_NAME, TAKEN
 
 
 def read_line(line: str, notes: list[str] | None = None):
     heard = [] if notes is None else notes
     return read(None, ["--hf-checkpoint", "model", *line.split()], {}, heard.append)
+
+
+@pytest.mark.parametrize("line", re.findall(r"--\S+(?: (?!--)\S+)?", SAME_NAME.replace("\n", " ")))
+def test_a_flag_of_slimes_scripts_sets_the_option_of_its_name(line: str) -> None:
+    flag, _, word = line.partition(" ")
+    option = options()[flag[2:].replace("-", "_")]
+    given = getattr(read_line(line), option.section)
+    found = given[option.name] if isinstance(given, dict) else getattr(given, option.name)
+    assert found == type(found)(word or True)
 
 
 @pytest.mark.parametrize(("line", "option", "value"), TAKEN)
