@@ -60,7 +60,6 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.training_step
-	@$(BIN)/python -m tests.bench.overlap
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 

@@ -134,10 +134,15 @@ async def backed_up(client: BufferClient) -> set[str]:
 
 CASES: Mapping[str, Case] = {
     "CreateStream": Case(Scene.submitted, lambda s, c: c.create_stream(s.config)),
-    "DeleteStream": Case(Scene.submitted, lambda s, c: c.delete_stream(s.stream, force=True)),
+    "DeleteStream": Case(Scene.submitted, lambda s, c: read(c.delete_stream(s.stream, force=True), lambda _: None)),
     "ListStreams": Case(Scene.created, lambda s, c: listed(s, c)),
     "SubmitPrompts": Case(Scene.created, lambda s, c: c.submit_prompts(s.stream, text_prompts(*PROMPTS))),
-    "LeaseGroups": Case(Scene.submitted, lambda s, c: c.lease_groups(s.stream, "p", 2, request_id="the one")),
+    "LeaseGroups": Case(
+        Scene.submitted,
+        lambda s, c: read(
+            c.lease_groups(s.stream, "p", 2, request_id="the one"), lambda a: [lease.lease_id for lease in a.leases]
+        ),
+    ),
     "RenewLeases": Case(Scene.leased, lambda s, c: c.renew_leases([lease.lease_id for lease in s.leases])),
     "ReleaseLeases": Case(
         Scene.leased, lambda s, c: c.release_leases([pb.LeaseRelease(lease_id=lease.lease_id) for lease in s.leases])
@@ -150,11 +155,16 @@ CASES: Mapping[str, Case] = {
         Scene.batched,
         lambda s, c: c.drop_groups(s.stream, [s.batch.groups[0].group_id], "poison", request_id="the one"),
     ),
-    "PutGroups": Case(Scene.leased, lambda s, c: c.put_groups([complete_put(lease) for lease in s.leases])),
+    "PutGroups": Case(
+        Scene.leased,
+        lambda s, c: read(
+            c.put_groups([complete_put(lease) for lease in s.leases]), lambda a: [each.state for each in a]
+        ),
+    ),
     "LeaseBatch": Case(Scene.put, lambda s, c: c.try_lease_batch(s.stream, s.epoch, 0)),
     "FetchSamples": Case(Scene.batched, lambda s, c: c.fetch_samples(s.stream, s.sample_ids)),
     "ConsumeBatch": Case(Scene.batched, lambda s, c: c.consume(s.stream, s.epoch, 0, s.batch.digest)),
-    "CommitStep": Case(Scene.consumed, lambda s, c: c.commit(s.stream, s.epoch, 1)),
+    "CommitStep": Case(Scene.consumed, lambda s, c: read(c.commit(s.stream, s.epoch, 1), lambda _: None)),
     "Rewind": Case(Scene.consumed, lambda s, c: c.rewind(s.stream, 0, request_id="the one")),
     "SetPolicyVersion": Case(Scene.consumed, lambda s, c: c.set_policy_version(s.stream, s.epoch, 1)),
     "Watch": Case(Scene.consumed, lambda s, c: s.events(c, c._deadline_seconds)),
@@ -164,6 +174,11 @@ CASES: Mapping[str, Case] = {
     "Backup": Case(Scene.consumed, lambda s, c: backed_up(c)),
     "GetStats": Case(Scene.consumed, lambda s, c: c.stats(s.stream)),
 }
+
+
+async def read(answer: Awaitable[Any], what: Callable[[Any], object]) -> object:
+    """What of an answer is the same however often it is asked for."""
+    return what(await answer)
 
 
 async def listed(scene: Scene, client: BufferClient) -> list[pb.StreamConfig]:
