@@ -76,11 +76,6 @@ def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> No
     }
 
 
-def test_sglangs_flags_carry_a_prefix(load_with) -> None:
-    job = load_with("--sglang-mem-fraction-static", "0.5", "--sglang-disable-cuda-graph", "--sglang-log-level=error")
-    assert job.sglang == {"mem_fraction_static": 0.5, "disable_cuda_graph": True, "log_level": "error"}
-
-
 def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n')
     (tmp_path / "reward.py").write_text("async def judge(args, sample): return 1.0\n")

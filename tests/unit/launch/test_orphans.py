@@ -146,9 +146,3 @@ def test_a_run_has_ended_when_nothing_that_it_started_lives(tmp_path: Path) -> N
     assert not has_ended(run)
     run.write_services({"buffer": ServiceEntry("h:1", None, None), "trainer": ServiceEntry("h:2", None, 2**22 + 1)})
     assert has_ended(run)
-
-
-def test_a_folder_of_an_earlier_version_says_nothing(tmp_path: Path) -> None:
-    assert previous_run(RunFolder(tmp_path)) is None
-    (tmp_path / "job.json").write_text('{"run": 3}')
-    assert previous_run(RunFolder(tmp_path)) is None

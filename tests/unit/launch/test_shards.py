@@ -14,7 +14,6 @@ from headrace.launch.buffer_of_run import living_buffer
 from headrace.launch.launcher import Launcher
 from headrace.launch.previous_run import previous_run, resumption
 from headrace.launch.specs import SERVICES
-from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
 
 GONE = 2**22 + 1
@@ -77,16 +76,6 @@ def test_the_runs_folder_has_all_addresses_and_those_of_each_shard(load_with, tm
     assert living_buffer(launcher.folder) == joined  # one of them restarts
     others = Launcher(two_shards(load_with, tmp_path), ["rollout"], print)
     assert others.job.services.buffer_address == joined
-
-
-def test_shards_that_are_started_again_get_their_addresses_again(load_with, tmp_path: Path) -> None:
-    launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    launcher.folder.create(launcher.job)
-    ports = [free_port(), free_port()]
-    entries = {f"buffer-{k}": ServiceEntry(f"127.0.0.1:{port}", None, GONE) for k, port in enumerate(ports)}
-    launcher.folder.write_services(entries)
-    again = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    assert again.job.services.buffer_address == f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
 
 
 @pytest.mark.parametrize(

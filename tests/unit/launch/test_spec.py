@@ -89,13 +89,6 @@ def test_a_service_runs_in_the_python_that_the_job_names(tmp_path: Path, service
     assert sys.executable in list(spec(job_of(tmp_path), service, RunFolder(tmp_path)).command)
 
 
-def test_a_python_that_is_not_there_is_refused_by_name(load_with) -> None:
-    with pytest.raises(ConfigError, match="rollout_python: /no/python is no program here"):
-        load_with("--rollout-python", "/no/python")
-    with pytest.raises(ConfigError, match="trainer_python: No closing quotation"):
-        load_with("--trainer-python", "python '")
-
-
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -144,14 +143,6 @@ async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage
     assert sum("restart" in line for line in stage.told) == 2
 
 
-async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_to_do(stage: Stage) -> None:
-    spec = replace(stage.dying(7), no_restart="--use-fault-tolerance would")
-    with pytest.raises(ServiceFailed, match="exit code 7: --use-fault-tolerance would; the end") as error:
-        await stage.supervisor(spec).run()
-    assert "serving" in error.value.message
-    assert not any("restart" in line for line in stage.told)
-
-
 async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Stage) -> None:
     dead = stage.folder / "rank-1-is-gone"
     service = stage.spec("--exit-when", str(dead), "--exit-code", str(PEER_LOST))
@@ -198,15 +189,6 @@ async def test_the_last_service_ends_the_run(stage: Stage) -> None:
     worker = stage.spec(name="worker")
     await stage.supervisor(worker, stage.dying(0, name="trainer"), until="trainer").run()
     assert not alive(stage.pids["worker"])
-
-
-async def test_a_taken_port_is_named(stage: Stage) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ServiceFailed, match=f"fake cannot be started: 127.0.0.1:{port} is taken"):
-            await stage.supervisor(stage.spec(port=port)).run()
 
 
 async def test_a_service_that_hangs_at_the_start_says_what_it_does_and_is_given_up(stage: Stage) -> None:

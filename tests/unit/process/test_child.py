@@ -91,17 +91,6 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
         os.killpg(process.pid, 0)
 
 
-async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
-    log = tmp_path / "engine-0.log"
-    for words in ("out of memory", "all is well"):
-        process = Child([sys.executable, "-c", f"print({words!r})"], log, {})
-        await process.start()
-        assert await process.wait() == 0
-        assert process.last_lines() == words
-    assert "out of memory" in log.read_text()
-    assert re.search(r"^---- started again at .* UTC ----$", log.read_text(), re.MULTILINE)
-
-
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.process.gloo import gloo_at, interface_of
+from headrace.process.gloo import gloo_at
 from headrace.rpc.client import _target
 from headrace.rpc.net import Address, free_port, host_towards, own_place
 
@@ -41,11 +41,6 @@ def test_places_of_one_address_are_of_the_first_ones_family() -> None:
     if socket.has_ipv6:
         assert _target("[::1]:1|[::1]:2") == "ipv6:[::1]:1,[::1]:2"
     assert _target("buffer:7001") == "buffer:7001"
-
-
-def test_an_address_has_an_interface_where_it_is_this_machines() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of(ELSEWHERE) is None
 
 
 def test_gloo_listens_at_a_name_too() -> None:
