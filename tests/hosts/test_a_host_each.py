@@ -43,8 +43,8 @@ async def test_two_ranks_on_each_of_two_hosts_train_over_ipv6_and_callers_have_t
 ) -> None:
     with network((*NAMES, "second"), ipv6=True) as hosts:
         flags = ("--num-rollout", "4", "--tensor-model-parallel-size", "2")
-        ranks = {"trainers": ("trainer", "second"), "ranks_per_host": 2}
-        run = RunOnHosts(hosts, tmp_path, make_tiny_qwen3(tmp_path / "model"), *flags, **ranks)
+        model = make_tiny_qwen3(tmp_path / "model")
+        run = RunOnHosts(hosts, tmp_path, model, *flags, trainers=("trainer", "second"), ranks_per_host=2)
         async with run.started():
             await run.finished()
             asked = (sys.executable, "-c", LOOK_AND_CHANGE, run.at("buffer"), run.guest_token, "")
