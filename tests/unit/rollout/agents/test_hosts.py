@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,6 @@ from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.agent_hosts import LEASE_SECONDS, host, lending
 from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
-from tests.support.faults.out_of_memory import is_possible, kill_for_memory
-
-needs_cgroup = pytest.mark.skipif(not is_possible(), reason="this user may not make a memory cgroup")
 
 
 def run_out_leases(made: Producing) -> None:
@@ -58,20 +54,13 @@ async def ask(task: pb.AgentTask) -> str:
         return made.choices[0].message.content or ""
 
 
-def kill_9(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("how", [kill_9, pytest.param(kill_for_memory, marks=needs_cgroup)])
-async def test_a_host_that_is_killed_loses_no_sample_and_none_is_trained_twice(
-    tmp_path: Path, how: Callable[[int], None]
-) -> None:
+async def test_a_host_that_is_killed_loses_no_sample_and_none_is_trained_twice(tmp_path: Path) -> None:
     async with lending(tmp_path, token_seconds=0.1) as (made, engine, _, address):
         async with host(address, "--concurrency", "6") as first:
             async with asyncio.timeout(120):
                 while engine.num_in_flight < 6:  # another party's state
                     await asyncio.sleep(0.01)
-            await asyncio.to_thread(how, first.pid)
+            os.kill(first.pid, signal.SIGKILL)
             await first.wait()
         run_out_leases(made)
         engine.token_seconds = 0.0

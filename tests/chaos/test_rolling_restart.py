@@ -24,9 +24,6 @@ from headrace.rpc.net import free_port
 from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
-from tests.support.rolling.clients import Clients
-from tests.support.rolling.stubs import Stubs
-from tests.support.rolling.tally import Tally
 
 ROUNDS = int(os.environ.get("HEADRACE_ROLLING_ROUNDS", "0"))
 
@@ -39,25 +36,19 @@ def documented_config() -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def clients_of(addresses: Mapping[str, str], folder: Path, openai_url: str | None = None) -> AsyncIterator[None]:
+async def clients_of(addresses: Mapping[str, str], folder: Path, openai_url: str) -> AsyncIterator[None]:
     """They work while the block does, and not one call of them failed; the ledger's streams of theirs are whole."""
-    tally = Tally()
-    users = Clients(addresses, openai_url, tally, folder / "own.jsonl")
-    foreign = Stubs(addresses, documented_config(), tally)
+    clients = Clients(addresses, openai_url, documented_config(), folder / "own.jsonl")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(users.run())
-        tasks.create_task(foreign.run())
-        await tally.until_all_have_called(addresses)
+        tasks.create_task(clients.run())
+        await clients.until_all_have_called()
         yield
-        await tally.until_all_have_called(addresses)
-        users.stopping.set()
-        foreign.stopping.set()
-    print("\n".join(tally.lines()))
-    assert not tally.failed
+        await clients.until_all_have_called()
+        clients.stopping.set()
+    print(dict(clients.calls), clients.failed)
+    clients.check()
     found = await audit_ledger(addresses["buffer"], "own", folder / "own.jsonl", 60.0, deep=True)
     assert found.verdict.is_clean, described(found)
-    users.check()
-    foreign.check()
 
 
 @pytest.mark.ranks

@@ -21,7 +21,7 @@ _METHOD = "/raw.Raw/Take"
 async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_flight: int) -> tuple[float, float]:
     """Of `size` bytes each, `per_call` in a message; and CPU seconds of both sides for one."""
     address = f"127.0.0.1:{free_port()}"
-    server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.baselines.raw_stream", address)
+    server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.raw_stream", address)
     message = os.urandom(size * per_call)
     calls = iter(range(num_samples // per_call))
     try:

@@ -1,1 +1,0 @@
-"""What the benches compare with: programs that headrace has no part in."""

@@ -1,1 +1,0 @@
-"""A job for hours, and whether any of its processes grows: `make soak`."""
