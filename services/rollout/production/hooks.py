@@ -49,30 +49,30 @@ class UserFunction(Generic[T]):
         *,
         workers: int = 1,
         calls_at_once: int = 1,
+        kind: str = "hook",
     ) -> None:
         """`field`: the job's, which names it. `seconds`: the limit of a call."""
+        self._name = f"{kind} {path}"
         self._path = path
         self._load = load
         self._field = field
         self._seconds = seconds
-        self._pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
+        self.pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
 
     async def start(self) -> T:
         """Returns what `load` does. Raises ConfigError when it cannot be loaded or takes other arguments."""
         try:
-            loaded: T = await self._pool.run(
-                self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
-            )
+            loaded: T = await self.pool.run(self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=self._name)
         except WorkerError as error:
             raise ConfigError(error.message, field=f"rollout.{self._field}") from error
         return loaded
 
     async def call(self, run: Callable[..., Any], *args: Any) -> Any:
         """Returns what `run(path, *args)` does in a worker. Raises WorkerError."""
-        return await self._pool.run(run, self._path, *args, timeout_seconds=self._seconds, name=f"hook {self._path}")
+        return await self.pool.run(run, self._path, *args, timeout_seconds=self._seconds, name=self._name)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
 
 class GroupFilter:

@@ -209,7 +209,7 @@ AGENTS: Readers = {
     "generate_timeout_seconds": [
         lambda b: b.started(AgentSampler)._limits.seconds,
         lambda b: b.started(AgentSampler)._sessions._limits.seconds,
-        lambda b: b.started(AgentSampler).player._seconds,
+        lambda b: b.started(AgentSampler).player._function._seconds,
     ],
 }
 HOSTS: Readers = AGENTS | {
