@@ -100,17 +100,6 @@ async def test_a_conversation_that_ends_at_max_turns_in_a_call_is_truncated_and_
     assert attach_tokens(sample, limited).status is Sample.Status.TRUNCATED
 
 
-async def test_a_context_without_room_ends_in_an_empty_message(engine: ScriptedEngine, tmp_path: Path) -> None:
-    renderer = renderer_of(call_of(engine, tmp_path).args)
-    prompt = renderer.tokens_of_rendered(renderer.render([USER], None))
-    call = call_of(engine, tmp_path, rollout_max_context_len=len(prompt) + 3)
-    with calling(call):
-        first = await chat([USER])
-        second = await chat([USER, first, USER])
-    assert ([*first.content.turn.answer.tokens], second["content"]) == (engine.turns[0][:3], "")
-    assert attach_tokens(Sample(response=second.content), call).status is Sample.Status.TRUNCATED
-
-
 async def test_a_message_whose_calls_were_edited_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
     with calling(call_of(engine, tmp_path)):
         first = await chat([USER], tools.schemas())

@@ -79,14 +79,6 @@ async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
     assert [*whole.loss_mask] == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
 
 
-async def test_a_text_that_does_not_go_on_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
-    with calling(call_of(engine, tmp_path)):
-        first = await generate_single("3 + 4 =<|im_start|>assistant\n")
-        again = await generate_single("3 + 4 =<|im_start|>assistant\n")
-    assert again.turn.parent is None
-    assert again.turn.context == first.turn.context
-
-
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
@@ -180,34 +172,6 @@ def test_what_was_said_since_a_response_is_rendered_by_every_template_without_th
         messages = [USER, said, AGAIN]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(wholes[0].tokens) == rendered
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": "4"}}\n</tool_call>',
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
-        '<arg_key>b</arg_key>\n<arg_value>"4"</arg_value>\n</tool_call>',
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 3, "b": "4"}<｜tool▁call▁end｜>',
-        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3, "b": "4"}\n```<｜tool▁call▁end｜>',
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": "4"}}]',
-        '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": "4"}}<|eom_id|>',
-        '{"name": "add", "arguments": "{\\"a\\": 3, \\"b\\": \\"4\\"}"}',
-    ],
-    ids=["hermes", "glm", "deepseek 3.1", "deepseek r1", "mistral", "llama", "llama, text"],
-)
-def test_a_tool_call_is_found_in_every_format(text: str) -> None:
-    call = extract_tool_call(text)
-    assert call is not None
-    assert (call.name, call.arguments) == ("add", {"a": 3, "b": "4"})
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["The answer is 7.", "", "<tool_call>{not json}</tool_call>", '{"a": 3}', "[TOOL_CALLS]", '<tool_call>"add"'],
-)
-def test_what_is_no_tool_call_is_none(text: str) -> None:
-    assert extract_tool_call(text) is None
 
 
 def test_tool_calls_are_found_in_special_tokens_that_the_text_leaves_out(tmp_path: Path) -> None:

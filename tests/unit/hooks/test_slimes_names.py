@@ -103,9 +103,7 @@ def named(code: str, modules: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("code", "function", "words", "part"),
     [
-        (named(SEARCHES, SLIMES), "generate", (), "makes 2 samples of 2 prompts"),
         (named(SEARCHES, NEWER), "generate", (), "makes 2 samples of 2 prompts"),
-        (named(APPENDS, SLIMES), "generate", (), "makes 2 samples of 2 prompts"),
         (named(APPENDS, OURS), "generate", (), "makes 2 samples of 2 prompts"),
         (named(FANS_OUT, SLIMES), "generate", (), "makes 3 samples of 2 prompts"),
         (FILTERS, "generous", ("--kind", "filter"), "kept, dropped (generous: all rewards are 1.0)"),
@@ -132,9 +130,7 @@ def test_a_function_that_is_written_for_slime_runs(
 @pytest.mark.parametrize(
     ("line", "way"),
     [
-        ("from slime.rollout.rm_hub import batched_async_rm", "headrace has no slime.rollout.rm_hub"),
         ("from slime.rollout.sglang_rollout import generate_and_rm_group", "leave the rewards to the job's scorer"),
-        ("from slime.utils.types import ParamInfo", "it has Sample"),
         ("import slime.backends.megatron_utils.loss", "of slime there are slime.data"),
     ],
 )
