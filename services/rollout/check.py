@@ -181,7 +181,7 @@ def _evaluations(job: Job, report: Report) -> None:
             report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:
             report.facts.append((f"evaluation {each.name}", f"{len(rows):,} prompts of {each.path}"))
-            if asked.label_key and all(row.label is None for row in rows):
+            if asked.label_key and not any(row.HasField("label") for row in rows):
                 report.refusals.append(f"eval_prompt_data {each.name}: no row of {each.path} has a {asked.label_key!r}")
 
 

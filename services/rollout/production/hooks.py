@@ -49,11 +49,13 @@ class UserFunction(Generic[T]):
         *,
         workers: int = 1,
         calls_at_once: int = 1,
+        section: str = "rollout",
     ) -> None:
-        """`field`: the job's, which names it. `seconds`: the limit of a call."""
+        """`field`: the job's, in its `section`, which names it. `seconds`: the limit of a call."""
         self._path = path
         self._load = load
         self._field = field
+        self._section = section
         self._seconds = seconds
         self._pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
 
@@ -64,7 +66,7 @@ class UserFunction(Generic[T]):
                 self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
             )
         except WorkerError as error:
-            raise ConfigError(error.message, field=f"rollout.{self._field}") from error
+            raise ConfigError(error.message, field=f"{self._section}.{self._field}") from error
         return loaded
 
     async def call(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -75,13 +77,12 @@ class UserFunction(Generic[T]):
         await self._pool.close()
 
 
-class GroupFilter:
+class GroupFilter(UserFunction[None]):
     """Asks the job's filter whether a group is kept."""
 
     def __init__(self, path: str, args: HookArgs, *, seconds: float = _FILTER_SECONDS) -> None:
-        self._path = path
+        super().__init__(path, load_filter, "dynamic_sampling_filter_path", seconds)
         self._args = args
-        self._function = UserFunction(path, load_filter, "dynamic_sampling_filter_path", seconds)
 
     @classmethod
     def of(cls, config: RolloutSection, args: HookArgs) -> GroupFilter | None:
@@ -89,16 +90,9 @@ class GroupFilter:
         path = config.dynamic_sampling_filter_path
         return cls(path, args) if path else None
 
-    async def start(self) -> None:
-        """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        await self._function.start()
-
-    async def close(self) -> None:
-        await self._function.close()
-
     async def refusal(self, samples: Sequence[Sample]) -> Failure | None:
         """Returns why the group is dropped, or None when it is stored. Raises WorkerError when the function fails."""
-        keep, reason = await self._function.call(run_filter, self._args, [to_hook(sample) for sample in samples])
+        keep, reason = await self.call(run_filter, self._args, [to_hook(sample) for sample in samples])
         return None if keep else Failure(FILTERED, reason or self._own_reason(samples))
 
     def _own_reason(self, samples: Sequence[Sample]) -> str:
@@ -234,11 +228,8 @@ class SampleCodec:
             return await self._from_hooks(request, made, oldest)
         except WeightsRefused:
             raise
-        except HeadraceError as error:
-            failure = Failure(error.reason, error.message)
         except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
-            message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
-            failure = Failure("HOOK_INVALID", message)
+            failure = failure_of(f"hook {self._path}", error)
         log.warning("hook_failed", hook=self._path, sample_id=request.sample_id, message=failure.message)
         return [failed_sample(request, failure)]
 
@@ -252,7 +243,7 @@ class SampleCodec:
             self._warn_without_versions(sample)
             sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
         made_samples = [
-            self._with_reward(
+            with_reward(
                 from_hook(
                     sample,
                     sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
@@ -262,6 +253,8 @@ class SampleCodec:
                     sampling_params=request.params.for_engine(),
                 ),
                 sample,
+                self._args,
+                f"hook {self._path}",
             )
             for number, sample in enumerate(made)
         ]
@@ -312,14 +305,6 @@ class SampleCodec:
             "shown. To have it measured, append each answer's meta_info['weight_version'] to sample.weight_versions"
         )
 
-    def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
-        """Takes a reward that the function has set; no scorer is asked then."""
-        if made.reward is None or sample.status not in (Status.COMPLETED, Status.TRUNCATED):
-            return sample
-        parts = made.reward if isinstance(made.reward, dict) else {}
-        scorer = f"hook {self._path}"[-MAX_ID_CHARACTERS:]
-        return replace(sample, reward=made.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
-
     async def _version(self, name: object) -> str:
         """Returns the policy version behind a name that an engine gave, or behind a version's own number."""
         if isinstance(name, str) and (number := whole_number(name, MAX_COUNTER)) is not None:
@@ -332,13 +317,30 @@ class SampleCodec:
         return str(version)
 
 
+_FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+
+
+def with_reward(sample: Sample, made: HookSample, args: HookArgs, name: str) -> Sample:
+    """Takes a reward that the function called `name` has set; no scorer is asked then."""
+    if made.reward is None or sample.status not in _FINISHED:
+        return sample
+    parts = made.reward if isinstance(made.reward, dict) else {}
+    return replace(sample, reward=made.get_reward_value(args), reward_parts=parts, scorer=name[-MAX_ID_CHARACTERS:])
+
+
+def failure_of(name: str, error: Exception) -> Failure:
+    """What is wrong with the samples of a call, or with what the function called `name` made of them."""
+    if isinstance(error, WorkerError | HeadraceError):
+        return call_failure(error)
+    return Failure("HOOK_INVALID", f"what {name} returned cannot be used: {type(error).__name__}: {error}")
+
+
 # Shows each generated sample to the user's functions before it is scored, and takes back what they made of it.
 # A sample that a function fails on, or makes unusable, is a failure of its own. Samples that were aborted or have
 # failed are not shown: the first will be continued, and the others hold no response.
 
 _WORKERS = 2
 _SAMPLE_HOOK_SECONDS = 60.0
-_SHOWN = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class PreScoreHooks:
@@ -368,7 +370,7 @@ class PreScoreHooks:
 
     async def show(self, sample: Sample, *, evaluation: bool) -> Sample:
         """Returns the sample as the functions leave it."""
-        if sample.status not in _SHOWN:
+        if sample.status not in _FINISHED:
             return sample
         try:
             changed = await self._pool.run(
@@ -381,11 +383,8 @@ class PreScoreHooks:
                 name=self._name,
             )
             return self._taken_back(sample, changed)
-        except (WorkerError, HeadraceError) as error:
-            failure = call_failure(error)
         except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
-            message = f"what {self._name} returned cannot be used: {type(error).__name__}: {error}"
-            failure = Failure("HOOK_INVALID", message)
+            failure = failure_of(self._name, error)
         log.warning("hook_failed", hook=self._name, sample_id=sample.sample_id, message=failure.message)
         return replace(sample, status=Status.FAILED, failure=failure)
 
@@ -402,14 +401,9 @@ class PreScoreHooks:
             policy_ranges=sample.policy_ranges if is_as_long else (),
             sampling_params=dict(sample.sampling_params),
         )
-        before = to_hook(sample).reward
-        if changed.reward == before:
+        if changed.reward == to_hook(sample).reward:
             return replace(taken, reward=sample.reward, reward_parts=sample.reward_parts, scorer=sample.scorer)
-        if changed.reward is None:
-            return taken
-        parts = changed.reward if isinstance(changed.reward, dict) else {}
-        scorer = self._name[-MAX_ID_CHARACTERS:]
-        return replace(taken, reward=changed.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
+        return with_reward(taken, changed, self._args, self._name)
 
 
 class WithPreScoreHooks:

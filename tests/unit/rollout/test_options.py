@@ -222,7 +222,7 @@ STEPS: Readers = {
     ],
     "rollout_timeout_seconds": [
         lambda b: b.started(StepSampler)._function._seconds,
-        lambda b: b.parts.evaluator._function._seconds,
+        lambda b: b.parts.evaluator._function._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
     "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],

@@ -124,7 +124,7 @@ def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[
     named = [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]
     of_job = EvalFiles.of(EvalSection.model_validate({"eval_prompt_data": named}), None)
     for files in (EvalFiles([data], None), of_job, EvalFiles([], tmp_path)):
-        rows = [(row.where, row.prompt) for row in files.read(dataset(f"{data}{part}"))]
+        rows = [(row.prompt_id, row.text) for row in files.read(dataset(f"{data}{part}"))]
         assert rows == [(f"{data}:{each + 1}", str(each)) for each in numbers]
 
 
