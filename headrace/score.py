@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
-from headrace.limits import from_json, require_json_object, to_json
+from headrace.limits import from_json, require_json_object, shown, to_json
 from headrace.prompts import LABEL_IS_JSON
 from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     TOKENS,
     Sample,
+    Status,
     check_reward,
     check_token_rows,
     pack_column,
@@ -26,6 +27,7 @@ from headrace.trajectory import (
 CUSTOM_RM_PATH = "custom_rm_path"
 _SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
 """Of a sample's hook_fields: what a reward service reads."""
+_STATUSES = ("", *(status.value for status in Status))
 SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
 
 
@@ -83,7 +85,10 @@ class ScoreItem:
 
     @classmethod
     def unpack(cls, packed: pb.ScoreItem) -> ScoreItem:
-        """Raises InvalidArgument for metadata that is no JSON object, and for columns that no sample could have."""
+        """Raises InvalidArgument for metadata that is no JSON object, and for what no sample could have."""
+        if packed.status not in _STATUSES:
+            raise InvalidArgument(f"status is {shown(packed.status)}, must be one of {', '.join(_STATUSES)}")
+        require_json_object(packed.metadata_json, "metadata_json")
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,

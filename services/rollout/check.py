@@ -174,9 +174,8 @@ def _evaluations(job: Job, report: Report) -> None:
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)
-        functions = [asked.generate_function_path] if asked.generate_function_path else []
         try:
-            rows = read_plan(asked, files, job_params(job.rollout), functions).rows
+            rows = read_plan(asked, files, job_params(job.rollout)).rows
         except HeadraceError as error:
             report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:

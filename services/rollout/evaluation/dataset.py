@@ -16,7 +16,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.images import with_images
-from headrace.job.eval_sets import PASS_REWARD, eval_sets
+from headrace.job.eval_sets import PASS_REWARD, eval_sets, own_functions
 from headrace.job.schema.production import EvalSection
 from headrace.job.schema.section import PromptPath
 from headrace.limits import (
@@ -36,6 +36,7 @@ from headrace.limits import (
 from headrace.prompts import content_of, ordered_json, parse_row, set_content, set_label, table, typed_value, value_at
 from headrace.trajectory import MAX_REWARD
 from services.rollout.engine.api import SamplingParams
+from services.rollout.production.hooks import GENERATE_FUNCTION_PATH
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
 
@@ -44,15 +45,20 @@ _FIELD = "datasets.path"
 
 @dataclass(frozen=True, slots=True)
 class EvalFiles:
-    """The files that a client may name: `files` themselves, and everything under the `root`."""
+    """The files that a client may name: `files` themselves, and everything under the `root`; and `functions`.
+
+    Generate functions that the operator has not named are never imported.
+    """
 
     files: Sequence[Path]
     root: Path | None
+    functions: Collection[str] = ()
 
     @classmethod
     def of(cls, section: EvalSection, prompt_root: Path | None) -> EvalFiles:
-        """Allows the files of a job's evaluations, and everything under its prompt_root."""
-        return cls([each.prompts.path for each in eval_sets(section)], prompt_root)
+        """Allows what a job's evaluations name, and everything under its prompt_root."""
+        sets = eval_sets(section)
+        return cls([each.prompts.path for each in sets], prompt_root, own_functions(sets))
 
     def read(self, dataset: pb.EvalDataset) -> tuple[sample_pb2.Prompt, ...]:
         """Returns the prompts of the file, or of its slice `path@[a:b]`, checked; their ids are file:line.
@@ -135,7 +141,10 @@ def _prompt(where: str, line: Any, keys: pb.EvalDataset, overrides: Mapping[str,
         own = value_at(row, keys.metadata_key) if keys.metadata_key else None
         rm_type = {"rm_type": keys.rm_type} if keys.rm_type else {}
         metadata = {**rm_type, **(own if isinstance(own, dict) else {}), **overrides}
-        prompt = sample_pb2.Prompt(prompt_id=where, metadata_json=to_json(metadata))
+        own_function = {GENERATE_FUNCTION_PATH: keys.generate_function_path} if keys.generate_function_path else {}
+        prompt = sample_pb2.Prompt(
+            prompt_id=where, metadata_json=to_json(metadata), hook_json=to_json(own_function) if own_function else ""
+        )
         set_content(prompt, content)
         if (tools := typed_value(row, keys.tool_key, list)) is not None:
             prompt.tools_json = ordered_json(tools)
@@ -190,13 +199,8 @@ def _require_short(num_tokens: int, limit: int, name: str) -> None:
         )
 
 
-def read_plan(
-    dataset: pb.EvalDataset, files: EvalFiles, defaults: SamplingParams, generate_functions: Collection[str]
-) -> EvalPlan:
-    """Blocks. Raises InvalidArgument that names the field, or file and line.
-
-    Refuses generate functions that the operator has not named: they would be imported.
-    """
+def read_plan(dataset: pb.EvalDataset, files: EvalFiles, defaults: SamplingParams) -> EvalPlan:
+    """Blocks. Raises InvalidArgument that names the field, or file and line."""
     require_between(dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt")
     for name in ("name", "input_key"):
         require_name(getattr(dataset, name), f"datasets.{name}")
@@ -204,7 +208,7 @@ def read_plan(
         optional_name(getattr(dataset, name), f"datasets.{name}")
     require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)
     path = dataset.generate_function_path
-    if path and path not in generate_functions:
+    if path and path not in files.functions:
         raise InvalidArgument(
             f"generate function {shown(path)} is none that the job's eval_config names",
             field="datasets.generate_function_path",

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
@@ -53,8 +52,8 @@ class _Job:
 class EvalRunner:
     """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
 
-    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. `samplers`
-    are the generate functions of single data sets, by path. A `function` takes the place of all of it.
+    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. A `function`
+    takes the place of all of it.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class EvalRunner:
         files: EvalFiles,
         slots: EngineSlots,
         scores_groups: bool = False,
-        samplers: Mapping[str, Sampler] = MappingProxyType({}),
         function: EvalFunction | None = None,
     ) -> None:
         self._encoder = encoder
@@ -79,7 +77,6 @@ class EvalRunner:
         self._files = files
         self._slots = slots
         self._scores_groups = scores_groups
-        self._samplers = samplers
         self._function = function
         self._running = 0
 
@@ -106,10 +103,7 @@ class EvalRunner:
         if not datasets:
             raise InvalidArgument("no data set is named", field="datasets")
         require_at_most(len(datasets), MAX_EVAL_DATASETS, "datasets")
-        plans = [
-            await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults, self._samplers)
-            for dataset in datasets
-        ]
+        plans = [await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults) for dataset in datasets]
         if self._function and self._function.evaluates:
             for progress in _progress(*await self._function.evaluate(plans)):
                 yield progress
@@ -169,13 +163,12 @@ class EvalRunner:
             return job, [_failed(request, job, error) for request in requests]
 
     async def _generated(self, job: _Job, request: SampleRequest) -> list[Sample]:
-        plan, own = job.plan, job.plan.dataset.generate_function_path
+        plan = job.plan
         try:
             prompt, params = await self._encoder.off_loop(plan.encode, self._encoder, plan.rows[job.row])
             request = replace(request, prompt=prompt, params=replace(params, seed=request.params.seed))
             async with self._slots.slot(Kind.EVALUATION):
-                sampler = self._samplers[own] if own else self._sampler
-                return await sampler.sample_all([request], evaluation=True)
+                return await self._sampler.sample_all([request], evaluation=True)
         except Exception as error:  # noqa: BLE001  # one sample of many
             return [_failed(request, job, error)]
 

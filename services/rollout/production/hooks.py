@@ -32,6 +32,8 @@ from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample
 
+GENERATE_FUNCTION_PATH = "generate_function_path"
+"""The key in a prompt's hook_json of the function that plays it."""
 _LOAD_SECONDS = 120.0
 _FILTER_SECONDS = 30.0
 T = TypeVar("T")
@@ -193,7 +195,7 @@ def sample_for_hook(request: SampleRequest, args: HookArgs) -> HookSample:
         multimodal_train_inputs=processed_of(columns),
         label=label_for_hooks(request.label, fields),
         metadata=metadata,
-        generate_function_path=fields.get("generate_function_path"),
+        generate_function_path=fields.get(GENERATE_FUNCTION_PATH),
         custom_rm_path=fields.get("custom_rm_path"),
     )
 
@@ -522,12 +524,16 @@ class CustomGenerateSampler:
 class OwnFunctions:
     """A sampler whose prompts may name the generate function that plays them (`generate_function_path`).
 
-    A function is loaded when its first prompt comes; all other prompts go to the job's own sampler.
+    A function is loaded when its first prompt comes, those at `paths` at the start; all other prompts go to the job's
+    own sampler.
     """
 
-    def __init__(self, sampler: Sampler, make: Callable[[str], CustomGenerateSampler]) -> None:
+    def __init__(
+        self, sampler: Sampler, make: Callable[[str], CustomGenerateSampler], paths: Sequence[str] = ()
+    ) -> None:
         self._sampler = sampler
         self._make = make
+        self._paths = paths
         self._of_paths: dict[str, asyncio.Task[CustomGenerateSampler]] = {}
 
     @property
@@ -536,7 +542,8 @@ class OwnFunctions:
         return self._sampler.in_flight + sum(each.in_flight for each in loaded)
 
     async def start(self) -> None:
-        """Functions are loaded when they are needed."""
+        """Raises ConfigError when a function cannot be loaded or takes other arguments."""
+        await asyncio.gather(*map(self._function, self._paths))
 
     async def close(self) -> None:
         for task in self._of_paths.values():
@@ -550,16 +557,19 @@ class OwnFunctions:
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """Returns the samples of one prompt. A function that cannot be loaded fails them."""
-        path = requests[0].hook_fields.get("generate_function_path")
+        path = requests[0].hook_fields.get(GENERATE_FUNCTION_PATH)
         sampler: Sampler = self._sampler
         if isinstance(path, str) and path:
-            if path not in self._of_paths:
-                self._of_paths[path] = asyncio.create_task(self._loaded(path))
             try:
-                sampler = await asyncio.shield(self._of_paths[path])
+                sampler = await self._function(path)
             except HeadraceError as error:
                 return [failed_sample(request, Failure("HOOK_NOT_LOADED", error.message)) for request in requests]
         return await sampler.sample_all(requests, evaluation=evaluation, return_partial=return_partial)
+
+    async def _function(self, path: str) -> CustomGenerateSampler:
+        if path not in self._of_paths:
+            self._of_paths[path] = asyncio.create_task(self._loaded(path))
+        return await asyncio.shield(self._of_paths[path])
 
     async def _loaded(self, path: str) -> CustomGenerateSampler:
         sampler = self._make(path)

@@ -153,7 +153,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(CustomGenerateSampler)._function._seconds,
+        lambda b: b.started(OwnFunctions)._make("hooks.py:two")._function._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
