@@ -31,11 +31,12 @@ class EvalDataset:
     rm_type: str | None
 
 
-def eval_samples(path: str, name: str, given: Mapping[str, Any], reward_keys: Mapping[str, str]) -> list[list[Sample]]:
-    """The samples of one data set by prompts, as far as its numbers and the log of samples need them; none is trained.
+EvalData = list[list[Sample]]
+"""The samples of one data set by prompts, as far as its numbers and the log of samples need them; none is trained."""
 
-    Raises InvalidArgument for rewards that are none, and for lists of different lengths.
-    """
+
+def eval_data(path: str, name: str, given: Mapping[str, Any], reward_keys: Mapping[str, str]) -> EvalData:
+    """Raises InvalidArgument for rewards that are none, and for lists of different lengths."""
     rewards = _list(path, name, "rewards", given.get("rewards"))
     truncated = _list(path, name, "truncated", given.get("truncated") or [False] * len(rewards))
     samples = _list(path, name, "samples", given.get("samples") or [None] * len(rewards))

@@ -14,10 +14,9 @@ from headrace.hooks.generate import sendable
 from headrace.hooks.kit.conversation import Call, attach_tokens, calling
 from headrace.hooks.load import Hook
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
-from headrace.hooks.rollout.evaluation import eval_samples
+from headrace.hooks.rollout.evaluation import EvalData, eval_data
 from headrace.hooks.rollout.messages import HEADER, Ask, Hello, Order, Reply, frame, read_reply
 from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
-from headrace.hooks.sample import Sample
 from headrace.hooks.signature import awaited, load_function, takes
 
 ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
@@ -43,9 +42,9 @@ class RolloutReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """An evaluation's samples by data sets and prompts."""
+    """An evaluation's samples by data sets."""
 
-    data: dict[str, list[list[Sample]]]
+    data: dict[str, EvalData]
     metrics: dict[str, float]
 
 
@@ -95,7 +94,7 @@ async def run_eval_rollout(
         source = LedgerDataSource(args, no_data_source)
         returned = await awaited(hook.target(args, rollout_id, source, evaluation=True))
         output: RolloutFnEvalOutput = eval_output(path, returned)
-    data = {str(name): eval_samples(path, str(name), each, reward_keys) for name, each in output.data.items()}
+    data = {str(name): eval_data(path, str(name), each, reward_keys) for name, each in output.data.items()}
     return EvalReport(data, numbers(output.metrics))
 
 

@@ -22,6 +22,8 @@ from services.rollout.evaluation.dataset import EvalPlan
 from services.rollout.evaluation.estimates import Tally
 from services.rollout.production.hooks import UserFunction, with_reward
 
+_FIELD = "eval_function_path"
+
 
 class EvalFunction:
     """Calls the function at `path` in a worker process, one evaluation after another.
@@ -44,16 +46,19 @@ class EvalFunction:
         self._weights = weights
         self._params = params
         self._must_evaluate = must_evaluate
-        self._function = UserFunction(path, load_rollout, "eval_function_path", seconds, section="eval")
+        self._function = UserFunction(path, load_rollout, _FIELD, seconds)
         self.evaluates = True
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded, or takes no `evaluation` although it has to."""
-        self.evaluates = await self._function.start()
+        try:
+            self.evaluates = await self._function.start()
+        except ConfigError as error:
+            raise ConfigError(error.message, field=f"eval.{_FIELD}") from error
         if self._must_evaluate and not self.evaluates:
             raise ConfigError(
                 f"hook {self._path} takes no argument `evaluation`; accepted are:\n  {ACCEPTED[0]}",
-                field="eval.eval_function_path",
+                field=f"eval.{_FIELD}",
             )
 
     async def close(self) -> None:

@@ -51,13 +51,11 @@ class UserFunction(Generic[T]):
         *,
         workers: int = 1,
         calls_at_once: int = 1,
-        section: str = "rollout",
     ) -> None:
-        """`field`: the job's, in its `section`, which names it. `seconds`: the limit of a call."""
+        """`field`: the job's, which names it. `seconds`: the limit of a call."""
         self._path = path
         self._load = load
         self._field = field
-        self._section = section
         self._seconds = seconds
         self._pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
 
@@ -68,7 +66,7 @@ class UserFunction(Generic[T]):
                 self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
             )
         except WorkerError as error:
-            raise ConfigError(error.message, field=f"{self._section}.{self._field}") from error
+            raise ConfigError(error.message, field=f"rollout.{self._field}") from error
         return loaded
 
     async def call(self, run: Callable[..., Any], *args: Any) -> Any:
