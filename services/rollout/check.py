@@ -174,14 +174,13 @@ def _evaluations(job: Job, report: Report) -> None:
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)
-        functions = [asked.generate_function_path] if asked.generate_function_path else []
         try:
-            rows = read_plan(asked, files, job_params(job.rollout), functions).rows
+            rows = read_plan(asked, files, job_params(job.rollout)).rows
         except HeadraceError as error:
             report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:
             report.facts.append((f"evaluation {each.name}", f"{len(rows):,} prompts of {each.path}"))
-            if asked.label_key and all(row.label is None for row in rows):
+            if asked.label_key and not any(row.HasField("label") for row in rows):
                 report.refusals.append(f"eval_prompt_data {each.name}: no row of {each.path} has a {asked.label_key!r}")
 
 

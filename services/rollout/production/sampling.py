@@ -20,6 +20,7 @@ from headrace.limits import (
     MAX_STOPS,
     MAX_TEMPERATURE,
     MAX_TEXT_CHARACTERS,
+    from_json,
     require_at_most,
     require_between,
     require_finite,
@@ -51,6 +52,29 @@ class SampleRequest:
     """The partial sample of an earlier lease."""
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's hook_json: what users' functions see of it beside its text."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: pb.Prompt,
+        encoded: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        sample_id: str,
+        group_id: str,
+        index: int,
+    ) -> SampleRequest:
+        """Returns the request for one sample of a prompt; `params` hold its own seed."""
+        return cls(
+            sample_id=sample_id,
+            group_id=group_id,
+            index=index,
+            prompt=encoded,
+            label=prompt.label if prompt.HasField("label") else None,
+            metadata=from_json(prompt.metadata_json),
+            params=params,
+            hook_fields=from_json(prompt.hook_json),
+        )
 
     def sample(self, loss_mask: ArrayLike, log_probs: ArrayLike, status: Status, **values: Any) -> Sample:
         """Returns a sample of this request, with the prompt's tokens and no response where `values` say nothing else.

@@ -153,7 +153,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(CustomGenerateSampler)._function._seconds,
+        lambda b: b.started(OwnFunctions)._make("hooks.py:two")._function._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
@@ -222,7 +222,7 @@ STEPS: Readers = {
     ],
     "rollout_timeout_seconds": [
         lambda b: b.started(StepSampler)._function._seconds,
-        lambda b: b.parts.evaluator._function._seconds,
+        lambda b: b.parts.evaluator._function._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
     "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],

@@ -19,7 +19,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.dataset import EvalFiles
 from services.rollout.evaluation.runner import EvalRunner
-from services.rollout.production.hooks import CustomGenerateSampler
+from services.rollout.production.hooks import CustomGenerateSampler, OwnFunctions
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
@@ -107,13 +107,12 @@ async def test_a_data_sets_generate_function_is_called_with_evaluation_true(tmp_
     hook = CustomGenerateSampler(path, HookArgs({}), ServedWeights(), seconds=60, calls_at_once=8)
     evaluator = EvalRunner(
         PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
-        production,
+        OwnFunctions(production, lambda _: hook, [path]),
         cast(SampleScorer, Agreeing()),
         SamplingParams(max_new_tokens=5),
         seed=1,
-        files=EvalFiles([data], None),
+        files=EvalFiles([data], None, [path]),
         slots=EngineSlots(Shares({Kind.EVALUATION: 8}), max_waiting=0),
-        samplers={path: hook},
     )
     asked = dataset(data)
     asked.generate_function_path, asked.sampling.min_new_tokens, asked.max_prompts = path, 3, 4
@@ -133,16 +132,6 @@ async def test_a_generate_function_that_the_job_does_not_name_is_never_imported(
     asked = dataset(data)
     asked.generate_function_path = f"{tmp_path}/evil.py:f"
     with pytest.raises(InvalidArgument, match="none that the job's eval_config names"):
-        await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
-
-
-@pytest.mark.parametrize("tools", ['"add"', "{}", "1"])
-async def test_tools_that_are_no_array_are_refused_with_the_line(tmp_path: Path, tools: str) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text(f'{{"q": "one", "tools": {tools}}}\n')
-    asked = dataset(data)
-    asked.tool_key = "tools"
-    with pytest.raises(InvalidArgument, match=r"bad\.jsonl:1: 'tools' must be an array"):
         await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
 
 
