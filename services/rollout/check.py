@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import hook_args
-from headrace.hooks.all_samples import load_all_samples
-from headrace.hooks.filter import load_filter
-from headrace.hooks.sample_hook import load_sample_hook
+from headrace.hooks.filter import load_all_samples, load_filter, load_sample_hook
 from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit

@@ -13,17 +13,15 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.agent import is_agent, require_agent
-from headrace.hooks.all_samples import is_all_samples, load_all_samples
 from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import load_data_source
-from headrace.hooks.filter import load_filter
+from headrace.hooks.filter import is_all_samples, load_all_samples, load_filter, load_sample_hook
 from headrace.hooks.generate import takes_group
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import reward_hook
 from headrace.hooks.rollout.function import rollout_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.sample_hook import load_sample_hook
 from headrace.hooks.signature import Signature
 from headrace.hooks.trainer import trainer_hook, trainer_kind
 from headrace.hooks.trial.dry_run import answer_tokens, dry_run

@@ -12,12 +12,18 @@ from urllib.parse import urlsplit
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
-from headrace.hooks.all_samples import load_all_samples, run_all_samples
 from headrace.hooks.failure import call_failure
-from headrace.hooks.filter import ALL_REWARDS_ARE, load_filter, run_filter
+from headrace.hooks.filter import (
+    ALL_REWARDS_ARE,
+    load_all_samples,
+    load_filter,
+    load_sample_hook,
+    run_all_samples,
+    run_filter,
+    run_sample_hooks,
+)
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
-from headrace.hooks.sample_hook import load_sample_hook, run_sample_hooks
 from headrace.images import processed_of, raw_of
 from headrace.job.schema.production import RolloutSection
 from headrace.limits import MAX_COUNTER, MAX_ID_CHARACTERS, whole_number
