@@ -209,7 +209,7 @@ AGENTS: Readers = {
     "generate_timeout_seconds": [
         lambda b: b.started(AgentSampler)._limits.seconds,
         lambda b: b.started(AgentSampler)._sessions._limits.seconds,
-        lambda b: b.started(AgentSampler).player._function._seconds,
+        lambda b: getattr(player := b.started(AgentSampler).player, "_function", player)._seconds,
     ],
 }
 HOSTS: Readers = AGENTS | {
