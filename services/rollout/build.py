@@ -257,8 +257,9 @@ class _Build:
         )
         of_job: Sampler = self.custom or self.agents or alone
         of_sets = own_functions(eval_sets(job.eval))
-        if job.data.data_source_path or of_sets:  # prompts may name functions of their own
-            of_job = self.of_prompts = OwnFunctions(of_job, self.hook_sampler, of_sets)
+        has_source = job.data.data_source_path is not None
+        if has_source or of_sets:  # prompts may name functions of their own
+            of_job = self.of_prompts = OwnFunctions(of_job, self.hook_sampler, of_sets, any_path=has_source)
         return self.hooked(of_job)
 
     @cached_property

@@ -17,7 +17,6 @@ from headrace.hooks.filter import load_all_samples, load_filter, load_sample_hoo
 from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
-from headrace.limits import from_json
 from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.preflight import LOAD_SECONDS, CheckOptions, Prompts, ReadPrompts, Report, hook_pool, serve_check
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
@@ -104,16 +103,7 @@ def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> Sample
         encoded = encoder.encode(prompt)
     except HeadraceError:
         return None
-    return SampleRequest(
-        "check/0",
-        "check",
-        0,
-        encoded,
-        label=prompt.label if prompt.HasField("label") else None,
-        metadata=from_json(prompt.metadata_json),
-        params=job_params(job.rollout),
-        hook_fields=from_json(prompt.hook_json),
-    )
+    return SampleRequest.of(prompt, encoded, job_params(job.rollout), sample_id="check/0", group_id="check", index=0)
 
 
 async def _hooks(options: CheckOptions) -> Report:

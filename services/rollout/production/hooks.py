@@ -528,16 +528,22 @@ class CustomGenerateSampler:
 class OwnFunctions:
     """A sampler whose prompts may name the generate function that plays them (`generate_function_path`).
 
-    A function is loaded when its first prompt comes, those at `paths` at the start; all other prompts go to the job's
-    own sampler.
+    The functions at `paths`, which the job names, are loaded at the start. With `any_path` others are loaded when their
+    first prompt comes: a data source names them. All other prompts go to the job's own sampler.
     """
 
     def __init__(
-        self, sampler: Sampler, make: Callable[[str], CustomGenerateSampler], paths: Sequence[str] = ()
+        self,
+        sampler: Sampler,
+        make: Callable[[str], CustomGenerateSampler],
+        paths: Sequence[str] = (),
+        *,
+        any_path: bool = False,
     ) -> None:
         self._sampler = sampler
         self._make = make
         self._paths = paths
+        self._any_path = any_path
         self._of_paths: dict[str, asyncio.Task[CustomGenerateSampler]] = {}
 
     @property
@@ -563,7 +569,7 @@ class OwnFunctions:
         """Returns the samples of one prompt. A function that cannot be loaded fails them."""
         path = requests[0].hook_fields.get(GENERATE_FUNCTION_PATH)
         sampler: Sampler = self._sampler
-        if isinstance(path, str) and path:
+        if isinstance(path, str) and path and (self._any_path or path in self._paths):
             try:
                 sampler = await self._function(path)
             except HeadraceError as error:

@@ -107,7 +107,7 @@ ENGINES: Readers = {
     "trust_remote_code": [lambda b: b.parts.encoder._trust_remote_code],
     "prompt_data": [lambda b: tuple(f"{folder}/prompts.jsonl" for folder in b.parts.encoder._images._folders[:1])],
     "prompt_root": [lambda b: b.parts.evaluator._files.root, lambda b: b.parts.encoder._images._folders[-1]],
-    "data_source_path": [lambda b: b.sampler(OwnFunctions) and b.job.data.data_source_path],
+    "data_source_path": [lambda b: b.sampler(OwnFunctions)._any_path and b.job.data.data_source_path],
     "apply_chat_template": [lambda b: b.parts.encoder._apply_chat_template],
     "apply_chat_template_kwargs": [lambda b: b.parts.encoder.variables],
     "rollout_seed": [

@@ -20,7 +20,7 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.dataset import EvalFiles
 from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.production.hooks import CustomGenerateSampler, OwnFunctions
-from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
 from tests.support.fakes.fake_fleet import FakeFleet
@@ -133,6 +133,17 @@ async def test_a_generate_function_that_the_job_does_not_name_is_never_imported(
     asked.generate_function_path = f"{tmp_path}/evil.py:f"
     with pytest.raises(InvalidArgument, match="none that the job's eval_config names"):
         await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+
+
+async def test_a_prompt_without_a_data_source_names_no_function_but_the_jobs() -> None:
+    def never(path: str) -> CustomGenerateSampler:
+        raise AssertionError(path)
+
+    sampler = Counting()
+    fields = {"generate_function_path": "evil.py:f"}
+    request = SampleRequest("s", "g", 0, EncodedPrompt("p", (1,)), None, {}, SamplingParams(4), hook_fields=fields)
+    await OwnFunctions(sampler, never, ["agent.py:f"]).sample_all([request], evaluation=False)
+    assert sampler.asked == 1
 
 
 async def test_the_part_of_a_dict_reward_that_a_set_names_is_reported(fakes: FakeFleet, tmp_path: Path) -> None:
