@@ -225,11 +225,15 @@ class _Request(msgspec.Struct, kw_only=True):
         """
         if is_recorded and (field := next(self._bending(), None)):
             raise InvalidArgument(f"{field} must be left out: what is trained is sampled freely", field=field)
-        made = self._free(default)
         if not is_recorded:
+            made = self._free(default)
             return made.at_most(made.max_new_tokens)
-        most = min(made.max_new_tokens, default.max_new_tokens)
-        return replace(default, max_new_tokens=most, stop=made.stop, stop_token_ids=made.stop_token_ids)
+        return replace(
+            default,
+            max_new_tokens=min(self.most_tokens or default.max_new_tokens, default.max_new_tokens),
+            stop=(*default.stop, *self.stops),
+            stop_token_ids=(*default.stop_token_ids, *(self.stop_token_ids or ())),
+        )
 
     def _free(self, default: SamplingParams) -> SamplingParams:
         """Returns `default` with all that the request asks for, in or out of range."""
