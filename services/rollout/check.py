@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import hook_args
@@ -20,7 +21,7 @@ from headrace.job.schema.production import ContextLimit
 from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.preflight import LOAD_SECONDS, CheckOptions, Prompts, ReadPrompts, Report, hook_pool, serve_check
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
-from services.rollout.chat.images import ImageReader, image_reader
+from services.rollout.build import prompt_encoder
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.hooks import sample_for_hook
 from services.rollout.production.prompts import PromptEncoder
@@ -84,7 +85,7 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> tuple[Report, Sam
     _evaluations(options.job, report)
     if options.fast:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
-    elif not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
+    elif not _has_tokenizer(options.job.model.hf_checkpoint):
         report.unchecked.append("prompts as the model sees them, and their lengths: the tokenizer is not here")
     else:
         loading = Report()
@@ -95,6 +96,10 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> tuple[Report, Sam
         elif prompts.rows:
             report.join(loading)
     return report, first
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("tokenizer*"))
 
 
 def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> SampleRequest | None:
@@ -188,21 +193,10 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
 
 
 def _made(job: Job) -> PromptEncoder:
-    variables = job.data.apply_chat_template_kwargs
-    folder, trusts = job.model.hf_checkpoint, job.model.trust_remote_code
-    supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
-    if supervised:
-        return supervised.encoder
-    apply = job.data.apply_chat_template
-    return PromptEncoder(
-        folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts, images=_images(job)
-    )
-
-
-def _images(job: Job) -> ImageReader | None:
-    if not (job.model.hf_checkpoint / "config.json").is_file():
-        return None
-    return image_reader(job.model.hf_checkpoint, job.data, job.eval, job.buffer.prompt_root)
+    model, variables = job.model, job.data.apply_chat_template_kwargs
+    trusts = model.trust_remote_code
+    supervised = supervised_parts(job.train, model.hf_checkpoint, variables, trust_remote_code=trusts)
+    return supervised.encoder if supervised else prompt_encoder(job)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:

@@ -261,22 +261,6 @@ def test_a_batch_size_that_cannot_be_derived(model: Path) -> None:
         load(None, [*flags, "--global-batch-size", "5"], {})
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "b"', r"data.jsonl, line 2: not JSON: .*or pass --skip-bad-lines"),
-        ('["b"]', r"line 2: must be a JSON object, is \['b'\]"),
-        ('{"question": "b"}', r"line 2: no key 'prompt' \(input_key\); the keys are question"),
-    ],
-)
-def test_a_bad_line_of_prompts_is_named_by_file_and_line(load_with, tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=message):
-        load_with("--prompt-data", str(path))
-    assert load_with("--prompt-data", str(path), "--skip-bad-lines").data.skip_bad_lines
-
-
 def test_a_hook_that_its_file_does_not_define(load_with, tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def judge(args, sample): return 1.0\n")

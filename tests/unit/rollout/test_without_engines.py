@@ -17,8 +17,8 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition
+from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
-from headrace.launch.specs import without_address
 from headrace.process.linux import descendants
 from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
@@ -52,7 +52,7 @@ def test_a_reward_service_is_started_where_something_is_scored(
 ) -> None:
     (tmp_path / "eval.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
     flags = tuple(str(tmp_path / "eval.jsonl") if flag == "EVAL" else flag for flag in flags)
-    assert list(without_address(load_with(*flags))) == started
+    assert list(services_here(load_with(*flags))) == started
 
 
 def conversation(number: int) -> sample_pb2.Prompt:
