@@ -95,7 +95,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTILE=20000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
 	@HEADRACE_OPTION_WORDS=all $(BIN)/python -m pytest tests/unit/job/test_every_option.py
 	@HEADRACE_POSTGRES_CUTS=60 HEADRACE_POSTGRES_AWAY_SECONDS=30 $(BIN)/python -m pytest tests/hostile/test_postgres_away.py
-	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
 	@$(BIN)/python -m tests.chaos.recovery
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py \
 		tests/unit/trainer/control/test_rollback.py tests/unit/trainer/control/test_several_services.py
@@ -106,7 +105,6 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		tests/contract/test_placement.py tests/unit/rollout/engine/test_ray_engines.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
 	@HEADRACE_PLACEMENTS=1 $(BIN)/python -m pytest tests/e2e/test_nothing_to_learn.py
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
-	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py

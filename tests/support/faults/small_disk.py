@@ -10,11 +10,6 @@ _FILLER = ".filler"
 _CHUNK = 64 << 10
 
 
-def may_mount() -> bool:
-    """True where `in_own_namespace` works for this user."""
-    return subprocess.run([*_UNSHARE, "true"], check=False, capture_output=True).returncode == 0
-
-
 def in_own_namespace(command: list[str]) -> list[str]:
     """The command, in a mount namespace in which it may mount; what it mounts is gone when it ends."""
     return [*_UNSHARE, *command]
