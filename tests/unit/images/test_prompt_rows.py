@@ -21,6 +21,7 @@ from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
+from services.rollout.production.prompts import messages_of
 from tests.support.pictures import png
 
 FOLDER = Path("/data/set")
