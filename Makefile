@@ -95,6 +95,8 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTILE=20000 $(BIN)/python -m pytest -s tests/hostile/test_surfaces.py
 	@HEADRACE_OPTION_WORDS=all $(BIN)/python -m pytest tests/unit/job/test_every_option.py
 	@HEADRACE_POSTGRES_CUTS=60 HEADRACE_POSTGRES_AWAY_SECONDS=30 $(BIN)/python -m pytest tests/hostile/test_postgres_away.py
+	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
+	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
 	@$(BIN)/python -m tests.chaos.recovery
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py \
 		tests/unit/trainer/control/test_rollback.py tests/unit/trainer/control/test_several_services.py
