@@ -79,6 +79,12 @@ def eval_sets(evaluation: EvalSection) -> Sequence[EvalSet]:
     return found
 
 
+def own_functions(sets: Sequence[EvalSet]) -> list[str]:
+    """The paths of the generate functions of single data sets, each once."""
+    paths = (each.custom_generate_function_path for each in sets)
+    return list(dict.fromkeys(path for path in paths if path is not None))
+
+
 def own_rewards(sets: Sequence[EvalSet]) -> list[str]:
     """The paths of the functions that score single data sets, each once."""
     return list(dict.fromkeys(each.custom_rm_path for each in sets if each.custom_rm_path is not None))

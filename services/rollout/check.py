@@ -14,13 +14,10 @@ from pathlib import Path
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import hook_args
-from headrace.hooks.all_samples import load_all_samples
-from headrace.hooks.filter import load_filter
-from headrace.hooks.sample_hook import load_sample_hook
+from headrace.hooks.filter import load_all_samples, load_filter, load_sample_hook
 from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
-from headrace.limits import from_json
 from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.preflight import LOAD_SECONDS, CheckOptions, Prompts, ReadPrompts, Report, hook_pool, serve_check
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
@@ -111,16 +108,7 @@ def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> Sample
         encoded = encoder.encode(prompt)
     except HeadraceError:
         return None
-    return SampleRequest(
-        "check/0",
-        "check",
-        0,
-        encoded,
-        label=prompt.label if prompt.HasField("label") else None,
-        metadata=from_json(prompt.metadata_json),
-        params=job_params(job.rollout),
-        hook_fields=from_json(prompt.hook_json),
-    )
+    return SampleRequest.of(prompt, encoded, job_params(job.rollout), sample_id="check/0", group_id="check", index=0)
 
 
 async def _hooks(options: CheckOptions) -> Report:
@@ -179,14 +167,13 @@ def _evaluations(job: Job, report: Report) -> None:
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)
-        functions = [asked.generate_function_path] if asked.generate_function_path else []
         try:
-            rows = read_plan(asked, files, job_params(job.rollout), functions).rows
+            rows = read_plan(asked, files, job_params(job.rollout)).rows
         except HeadraceError as error:
             report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:
             report.facts.append((f"evaluation {each.name}", f"{len(rows):,} prompts of {each.path}"))
-            if asked.label_key and all(row.label is None for row in rows):
+            if asked.label_key and not any(row.HasField("label") for row in rows):
                 report.refusals.append(f"eval_prompt_data {each.name}: no row of {each.path} has a {asked.label_key!r}")
 
 

@@ -31,7 +31,7 @@ from headrace.ledger_tools.backup import Backup, require_new, restore_backup, wr
 from headrace.ledger_tools.export import export_parquet, pages
 from headrace.limits import canonical, to_json
 from headrace.process.child import run_once
-from headrace.prompts import chat_message, content_of, parse_row, rows_of, set_label
+from headrace.prompts import content_of, parse_row, rows_of, set_content, set_label
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 
@@ -303,11 +303,7 @@ def prompt_of(row: Mapping[str, Any], prompt_id: str, chat: bool) -> sample_pb2.
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
     set_label(prompt, label)
     content = content_of(row, "prompt")
-    if isinstance(content, str) and not chat:
-        prompt.text = content
-    else:
-        turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        prompt.messages.messages.extend(map(chat_message, turns))
+    set_content(prompt, [{"role": "user", "content": content}] if isinstance(content, str) and chat else content)
     return prompt
 
 

@@ -21,6 +21,7 @@ from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
+from services.rollout.production.prompts import messages_of
 from tests.support.pictures import png
 
 FOLDER = Path("/data/set")
@@ -86,9 +87,8 @@ def test_multimodal_keys_name_the_key_in_prompt_files_and_evaluations(tmp_path: 
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "pictures": "b.png"}))
     asked = eval_dataset(EvalSet(name="e", path=path), EvalSection(), RolloutSection(), data)
-    plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5), [])
-    messages = plan.rows[0].prompt
-    assert isinstance(messages, list)
+    plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5))
+    messages, _ = messages_of(plan.rows[0])
     assert messages[0]["content"][0] == {"type": "image", "image": f"{tmp_path}/b.png"}
 
 

@@ -105,7 +105,7 @@ ENGINES: Readers = {
     "trust_remote_code": [lambda b: b.parts.encoder._trust_remote_code],
     "prompt_data": [lambda b: tuple(f"{folder}/prompts.jsonl" for folder in b.parts.encoder._images._folders[:1])],
     "prompt_root": [lambda b: b.parts.evaluator._files.root, lambda b: b.parts.encoder._images._folders[-1]],
-    "data_source_path": [lambda b: b.sampler(OwnFunctions) and b.job.data.data_source_path],
+    "data_source_path": [lambda b: b.sampler(OwnFunctions)._any_path and b.job.data.data_source_path],
     "apply_chat_template": [lambda b: b.parts.encoder._apply_chat_template],
     "apply_chat_template_kwargs": [lambda b: b.parts.encoder.variables],
     "rollout_seed": [
@@ -151,7 +151,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(CustomGenerateSampler)._function._seconds,
+        lambda b: b.started(OwnFunctions)._make("hooks.py:two")._function._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
@@ -207,7 +207,7 @@ AGENTS: Readers = {
     "generate_timeout_seconds": [
         lambda b: b.started(AgentSampler)._limits.seconds,
         lambda b: b.started(AgentSampler)._sessions._limits.seconds,
-        lambda b: b.started(AgentSampler).player._seconds,
+        lambda b: getattr(player := b.started(AgentSampler).player, "_function", player)._seconds,
     ],
 }
 HOSTS: Readers = AGENTS | {
@@ -220,7 +220,7 @@ STEPS: Readers = {
     ],
     "rollout_timeout_seconds": [
         lambda b: b.started(StepSampler)._function._seconds,
-        lambda b: b.parts.evaluator._function._seconds,
+        lambda b: b.parts.evaluator._function._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
     "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],
