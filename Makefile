@@ -1,10 +1,11 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench |
-# chaos | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning | bench-trl |
+# chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
+TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
 MODEL  := models/SmolLM2-135M-Instruct
@@ -12,7 +13,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench chaos mutants images gpu sbom audit clusters clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -63,6 +64,12 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 
+bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
+	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
+
+bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
+	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)
+
 chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_KILLS=100 HEADRACE_FAILPOINTS=all HEADRACE_RANK_KILLS=20 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
 		HEADRACE_AWAY_SECONDS=30 HEADRACE_SURVIVAL=all HEADRACE_COLOCATE_KILLS=all HEADRACE_WHOLE_RUNS=all \
@@ -87,6 +94,11 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 	@HEADRACE_SERVED_FAMILIES=all $(BIN)/python -m pytest -s tests/e2e/test_served_families.py
+
+# A job for hours under traffic: SOAK_HOURS=4, or SOAK_MINUTES=5; the lines are drawn into SOAK_FOLDER.
+SOAK_FOLDER ?= runs/soak-$(shell date +%Y%m%d-%H%M%S)
+soak: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m tests.soak $(SOAK_FOLDER)
 
 # A run as a job of a real Slurm (Debian: apt-get install slurm-wlm munge), and of a real Ray, of two nodes each.
 clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
@@ -123,7 +135,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -174,6 +186,13 @@ $(SUPPLY)/.stamp: requirements/supply.txt
 	@echo "── pip-audit and cyclonedx-bom in $(SUPPLY)"
 	@$(PYTHON) -m venv $(SUPPLY)
 	@$(SUPPLY)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/supply.txt
+	@touch $@
+
+$(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu
+	@echo "── TRL in $(TRL), beside the packages of $(VENV)"
+	@$(PYTHON) -m venv $(TRL)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
+	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/trl.txt
 	@touch $@
 
 $(VERIFIERS)/.stamp: requirements/verifiers.txt

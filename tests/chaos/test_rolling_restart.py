@@ -21,6 +21,7 @@ from headrace.cli.commands.live import ORDER
 from headrace.cli.main import main
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from headrace.rpc.net import free_port
+from tests.chaos.rolling_clients import Clients
 from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun

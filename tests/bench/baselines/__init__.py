@@ -1,0 +1,1 @@
+"""What the benches compare with: programs that headrace has no part in."""

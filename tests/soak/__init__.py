@@ -1,0 +1,1 @@
+"""A job for hours, and whether any of its processes grows: `make soak`."""
