@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -125,14 +126,14 @@ class RewardServer:
             request_bytes={"Score": MAX_SCORE_REQUEST_BYTES},
         )
         metrics.show(rpc.metrics.registry, pool)
-        try:
-            await pool.start()
+        async with AsyncExitStack() as on_failure:  # whatever it is, the workers must not stay behind
+            on_failure.push_async_callback(pool.close)
+            try:
+                await pool.start()
+            except WorkerError as error:
+                raise ConfigError(error.message) from error
             await rpc.start()
-        except WorkerError as error:
-            raise ConfigError(error.message) from error
-        except Exception:  # whatever it is, the workers must not stay behind
-            await pool.close()
-            raise
+            on_failure.pop_all()
         return cls(rpc, pool, slow_pool)
 
     async def run_until_signal(self) -> None:

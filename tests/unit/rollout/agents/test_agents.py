@@ -86,7 +86,7 @@ async def test_each_failure_is_the_samples_own(tmp_path: Path) -> None:
         "    if task.index == 2:\n        await asyncio.Event().wait()\n"
         "    async with",
     )
-    async with producing(tmp_path, code, num_prompts=0, generate_timeout_seconds=6.0) as (made, _):
+    async with producing(tmp_path, code, num_prompts=0, generate_timeout_seconds=20.0) as (made, _):
         samples = await made.play(4)
     reasons = [sample.failure.reason if sample.failure else None for sample in samples]
     assert reasons == ["HOOK_RAISED", "HOOK_INCOMPLETE", "HOOK_TIMEOUT", None]
