@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from headrace.api.sample.v1 import sample_pb2
@@ -73,6 +73,7 @@ def label_text(value: Any, field: str = "the label") -> str | None:
 _BOM = b"\xef\xbb\xbf"
 _SEPARATED = (".csv", ".tsv")
 _PEEKED_BYTES = 4096
+_KINDS: Mapping[type, str] = {dict: "an object", list: "an array", int: "an integer"}
 
 
 def is_table(file: BinaryIO, path: str | os.PathLike[str]) -> bool:
@@ -148,6 +149,22 @@ def content_of(row: Mapping[str, Any], key: str) -> str | list[dict[str, Any]]:
     raise InvalidArgument(
         f"{key!r} must be text or an array of chat messages, each an object with a role, is {shown(content)}"
     )
+
+
+def set_content(prompt: sample_pb2.Prompt, content: str | Sequence[Mapping[str, Any]]) -> None:
+    """Gives the prompt what `content_of` has read."""
+    if isinstance(content, str):
+        prompt.text = content
+    else:
+        prompt.messages.messages.extend(map(chat_message, content))
+
+
+def typed_value(row: Mapping[str, Any], key: str | None, kind: type) -> Any:
+    """None without the key, or where the row has no value of it. Raises InvalidArgument for one of another type."""
+    value = value_at(row, key) if key else None
+    if value is not None and not isinstance(value, kind):
+        raise InvalidArgument(f"{key!r} must be {_KINDS[kind]}, is {shown(value)}")
+    return value
 
 
 def required(row: Mapping[str, Any], key: str) -> Any:

@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
-from headrace.limits import from_json, require_json_object, to_json
+from headrace.limits import from_json, require_json_object, shown, to_json
 from headrace.prompts import LABEL_IS_JSON
 from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     TOKENS,
-    check_log_probs,
-    check_loss_mask,
+    Sample,
+    Status,
     check_reward,
-    check_row,
-    check_token_ids,
+    check_token_rows,
     pack_column,
     unpack_column,
 )
 
 CUSTOM_RM_PATH = "custom_rm_path"
-SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
+_SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
 """Of a sample's hook_fields: what a reward service reads."""
+_STATUSES = ("", *(status.value for status in Status))
 SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
 
 
@@ -50,6 +50,24 @@ class ScoreItem:
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
     """`label_is_json`, and `custom_rm_path`: the function that scores the item instead of the service's own."""
 
+    @classmethod
+    def of(cls, sample: Sample, *, has_columns: bool = True) -> ScoreItem:
+        """What a reward service sees of a sample; `has_columns` False leaves its tokens out."""
+        columns = scored_columns(sample) if has_columns else {}
+        return cls(
+            item_id=sample.sample_id,
+            prompt=sample.prompt,
+            response=sample.response,
+            label=sample.label,
+            metadata=sample.metadata,
+            group_id=sample.group_id,
+            status=sample.status.value,
+            response_tokens=sample.response_length,
+            columns=columns,
+            index=sample.index,
+            hook_fields={key: sample.hook_fields[key] for key in _SCORED_FIELDS if key in sample.hook_fields},
+        )
+
     def pack(self) -> pb.ScoreItem:
         return pb.ScoreItem(
             item_id=self.item_id,
@@ -67,7 +85,10 @@ class ScoreItem:
 
     @classmethod
     def unpack(cls, packed: pb.ScoreItem) -> ScoreItem:
-        """Raises InvalidArgument for metadata that is no JSON object, and for columns that no sample could have."""
+        """Raises InvalidArgument for metadata that is no JSON object, and for what no sample could have."""
+        if packed.status not in _STATUSES:
+            raise InvalidArgument(f"status is {shown(packed.status)}, must be one of {', '.join(_STATUSES)}")
+        require_json_object(packed.metadata_json, "metadata_json")
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,
@@ -83,6 +104,10 @@ class ScoreItem:
         )
 
 
+def scored_columns(sample: Sample) -> dict[str, NDArray[Any]]:
+    return {TOKENS: sample.tokens, LOSS_MASK: sample.loss_mask, ROLLOUT_LOG_PROBS: sample.rollout_log_probs}
+
+
 def _columns(packed: pb.ScoreItem) -> dict[str, NDArray[Any]]:
     columns = {column.name: unpack_column(column) for column in packed.columns}
     if not columns:
@@ -90,15 +115,9 @@ def _columns(packed: pb.ScoreItem) -> dict[str, NDArray[Any]]:
     if len(packed.columns) != len(SCORED_COLUMNS) or columns.keys() != set(SCORED_COLUMNS):
         named = [column.name[:80] for column in packed.columns][:8]
         raise InvalidArgument(f"columns are {named}, must be {', '.join(SCORED_COLUMNS)}, or none")
-    tokens, mask, log_probs = (columns[name] for name in SCORED_COLUMNS)
-    check_row(TOKENS, tokens)
-    check_token_ids(TOKENS, tokens)
-    check_row(LOSS_MASK, mask, packed.response_tokens)
-    check_loss_mask(LOSS_MASK, mask)
-    check_row(ROLLOUT_LOG_PROBS, log_probs, packed.response_tokens)
-    check_log_probs(ROLLOUT_LOG_PROBS, log_probs)
-    if len(tokens) < packed.response_tokens:
-        raise InvalidArgument(f"{TOKENS} has {len(tokens)} entries, response_tokens is {packed.response_tokens}")
+    check_token_rows("", *(columns[name] for name in SCORED_COLUMNS))
+    if (length := len(columns[LOSS_MASK])) != packed.response_tokens:
+        raise InvalidArgument(f"{LOSS_MASK} has {length} entries, response_tokens is {packed.response_tokens}")
     return columns
 
 

@@ -172,6 +172,20 @@ def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = No
     raise InvalidArgument(f"{name}{_place(wrong)} is {tokens[wrong][0]}, not an id of a vocabulary of {end}")
 
 
+def check_token_rows(
+    prefix: str, tokens: NDArray[Any], loss_mask: NDArray[Any], rollout_log_probs: NDArray[Any]
+) -> None:
+    """Requires token ids, and a mask and log-probs of the last of them. `prefix` stands before the columns' names."""
+    check_row(f"{prefix}{TOKENS}", tokens)
+    check_token_ids(f"{prefix}{TOKENS}", tokens)
+    check_row(f"{prefix}{LOSS_MASK}", loss_mask)
+    check_loss_mask(f"{prefix}{LOSS_MASK}", loss_mask)
+    if len(loss_mask) > len(tokens):
+        raise InvalidArgument(f"{prefix}{LOSS_MASK} has {len(loss_mask)} entries, more than the {len(tokens)} tokens")
+    check_row(f"{prefix}{ROLLOUT_LOG_PROBS}", rollout_log_probs, len(loss_mask))
+    check_log_probs(f"{prefix}{ROLLOUT_LOG_PROBS}", rollout_log_probs)
+
+
 def check_experts(name: str, experts: object, num_tokens: int) -> None:
     """Requires int16 [num_tokens - 1, layers, experts of a token], -1 where unknown."""
     dtype = COLUMN_DTYPES[ROUTED_EXPERTS]
@@ -364,21 +378,15 @@ class Sample:
             object.__setattr__(self, LOSS_MASK, np.concatenate((np.zeros(1, np.uint8), self.loss_mask[1:])))
 
     def _check_arrays(self, name: str) -> None:
-        check_row(f"{name} {TOKENS}", self.tokens)
-        check_token_ids(f"{name} {TOKENS}", self.tokens)
-        check_row(f"{name} {LOSS_MASK}", self.loss_mask)
-        check_loss_mask(f"{name} {LOSS_MASK}", self.loss_mask)
-        total, response = len(self.tokens), len(self.loss_mask)
-        if response > total:
-            raise InvalidArgument(f"{name} {LOSS_MASK} has {response} entries, more than the {total} tokens")
+        check_token_rows(f"{name} ", self.tokens, self.loss_mask, self.rollout_log_probs)
+        total = len(self.tokens)
         if not total and self.status is not Status.FAILED:
             raise InvalidArgument(f"{name} {TOKENS} is empty: a sample needs a prompt or a response")
-        for column, values in ((ROLLOUT_LOG_PROBS, self.rollout_log_probs), *self.columns.items()):
-            if column in (ROLLOUT_LOG_PROBS, TEACHER_LOG_PROBS):
-                check_row(f"{name} {column}", values, response)
-                check_log_probs(f"{name} {column}", values)
-            elif column == ROUTED_EXPERTS:
-                check_experts(f"{name} {column}", values, total)
+        if (teacher := self.columns.get(TEACHER_LOG_PROBS)) is not None:
+            check_row(f"{name} {TEACHER_LOG_PROBS}", teacher, self.response_length)
+            check_log_probs(f"{name} {TEACHER_LOG_PROBS}", teacher)
+        if (experts := self.columns.get(ROUTED_EXPERTS)) is not None:
+            check_experts(f"{name} {ROUTED_EXPERTS}", experts, total)
 
     @property
     def response_length(self) -> int:

@@ -24,7 +24,7 @@ from tests.support.processes.leftovers import (
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 _TESTS = Path(__file__).parent
-_LONG = ("e2e", "chaos", "hosts", "hostile", "clusters", "upgrade", "soak", "gpu", "images")
+_LONG = ("e2e", "chaos", "hosts", "hostile", "clusters", "upgrade", "gpu", "images")
 
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# `run.sh BIN MODEL`: trains, or goes on with what was interrupted; then shows where everything is and lets the model speak.
+# `run.sh BIN MODEL`: trains, or continues an interrupted run; then shows where everything is and asks the model.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bin=$1 model=$2
 run="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 last=$(find runs -maxdepth 1 -name 'quickstart-*' 2>/dev/null | sort | tail -n 1) || true
-# The model is written at the end; who asks for the state of a run that is live gets 0.
+# The model is written at the end. `status` of a running run exits with 0.
 if [ -d "${last:-none}/checkpoints" ] && [ ! -e "$last/model" ] && ! "$bin/headrace" status "$last" >/dev/null 2>&1; then
     run=$last
     echo "$run was interrupted and goes on; delete it to begin anew"

@@ -13,6 +13,7 @@ import hashlib
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, TypeVar
 
@@ -291,11 +292,11 @@ class ShardLeases:
         """Repeats an unanswered request before a new one is sent, because it may have been granted."""
         unanswered = self._unanswered[stream, k]
         request = unanswered.pop() if unanswered else request_id
-        try:
-            return await self.clients[k].lease_groups(stream, producer_id, share, request_id=request)
-        except BaseException:
-            unanswered.append(request)
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(unanswered.append, request)
+            reply = await self.clients[k].lease_groups(stream, producer_id, share, request_id=request)
+            on_failure.pop_all()
+        return reply
 
 
 _MAX_REWINDS = 8

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
 from typing import Any
 
 from headrace.errors import InvalidArgument
-
-
-class SampleStatus(Enum):
-    """The state in which a generation ended; hooks write it as `Sample.Status.COMPLETED`."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
+from headrace.trajectory import Status as SampleStatus
 
 
 @dataclass

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.section import NonNegative, Positive, PromptPath, Score, Section, Share, Temperature
-from headrace.limits import MAX_EVAL_DATASETS, MAX_SAMPLES_PER_GROUP, did_you_mean, shown, to_json
+from headrace.job.table_file import TableFile
+from headrace.limits import MAX_EVAL_DATASETS, MAX_SAMPLES_PER_GROUP, to_json
 
-_MAX_FILE_BYTES = 1 << 20
 _TABLES = ("defaults", "datasets")
 
 
@@ -75,8 +75,14 @@ def eval_sets(evaluation: EvalSection) -> Sequence[EvalSet]:
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"two data sets are called {name}: rename one", field="eval_prompt_data")
+            raise ConfigError(f"two data sets are called {name}: rename one")
     return found
+
+
+def own_functions(sets: Sequence[EvalSet]) -> list[str]:
+    """The paths of the generate functions of single data sets, each once."""
+    paths = (each.custom_generate_function_path for each in sets)
+    return list(dict.fromkeys(path for path in paths if path is not None))
 
 
 def own_rewards(sets: Sequence[EvalSet]) -> list[str]:
@@ -85,44 +91,32 @@ def own_rewards(sets: Sequence[EvalSet]) -> list[str]:
 
 
 def _read(path: Path) -> list[EvalSet]:
-    tree = _parsed(path)
-    for key in tree:
-        if key not in _TABLES:
-            raise _refusal(path, f"{key} is unknown{did_you_mean(key, _TABLES)}; write [defaults] and [[datasets]]")
+    file = TableFile("eval_config", path, str)
+    try:
+        tree = tomllib.loads(file.read())
+    except (ValueError, RecursionError) as error:
+        file.refuse(f"it is not TOML: {error}")
+    file.require_keys("", tree, _TABLES)
     defaults, datasets = tree.get("defaults", {}), tree.get("datasets", [])
     if not isinstance(defaults, dict) or not isinstance(datasets, list) or not datasets:
-        raise _refusal(path, "there must be one [[datasets]] or more, and [defaults] may be a table")
+        file.refuse("there must be one [[datasets]] or more, and [defaults] may be a table")
     for key in ("name", "path"):
         if key in defaults:
-            raise _refusal(path, f"[defaults] {key} would be the same for all: write it in each [[datasets]]")
-    return [_set(path, number, {**defaults, **_table(path, table)}) for number, table in enumerate(datasets, 1)]
+            file.refuse(f"[defaults] {key} would be the same for all: write it in each [[datasets]]")
+    tables = [file.require_table("a data set", table) for table in datasets]
+    return [_set(file, number, {**defaults, **table}) for number, table in enumerate(tables, 1)]
 
 
-def _table(path: Path, table: Any) -> Mapping[str, Any]:
-    if not isinstance(table, dict):
-        raise _refusal(path, f"a data set is {shown(table)}: write it as a table under [[datasets]]")
-    return table
-
-
-def _set(path: Path, number: int, table: Mapping[str, Any]) -> EvalSet:
+def _set(file: TableFile, number: int, table: Mapping[str, Any]) -> EvalSet:
     where = f"data set {table.get('name', number)}"
-    for key in table:
-        if key not in EvalSet.model_fields:
-            raise _refusal(path, f"{where}: {key} is unknown{did_you_mean(key, EvalSet.model_fields)}")
-    try:
-        read = EvalSet.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        what = "is missing" if first["type"] == "missing" else f"{first['msg']}, got {shown(first['input'])}"
-        raise _refusal(path, f"{where}: {key}: {what.removeprefix('Value error, ')}") from error
+    read = file.validated(EvalSet, where, table)
     if read.custom_rm_path is not None and read.rm_type is not None:
-        raise _refusal(path, f"{where}: rm_type {read.rm_type} and custom_rm_path both score it: leave one of them out")
+        file.refuse(f"{where}: rm_type {read.rm_type} and custom_rm_path both score it: leave one of them out")
     return read.model_copy(
         update={
-            "path": (path.parent / read.path.expanduser()).absolute(),
-            "custom_generate_function_path": _beside(path, read.custom_generate_function_path),
-            "custom_rm_path": _beside(path, read.custom_rm_path),
+            "path": (file.path.parent / read.path.expanduser()).absolute(),
+            "custom_generate_function_path": _beside(file.path, read.custom_generate_function_path),
+            "custom_rm_path": _beside(file.path, read.custom_rm_path),
         }
     )
 
@@ -133,23 +127,6 @@ def _beside(path: Path, hook: str | None) -> str | None:
         return hook
     file, _, function = hook.rpartition(":")
     return f"{(path.parent / Path(file).expanduser()).absolute()}:{function}"
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            raise _refusal(path, f"it has more than {_MAX_FILE_BYTES} bytes, so it is no list of data sets")
-        return tomllib.loads(text.decode())
-    except OSError as error:
-        raise _refusal(path, f"it cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # bytes that are no text, and TOML that does not parse
-        raise _refusal(path, f"it is not TOML: {error}") from error
-
-
-def _refusal(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"eval_config {path}: {why}", field="eval_config")
 
 
 T = TypeVar("T")

@@ -12,19 +12,11 @@ from enum import Enum
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.job.names import SLIME
 from headrace.limits import syntax_tree
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-_SLIMES: Mapping[str, str] = {
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
-        "write headrace.hooks.filter.check_reward_nonzero_std"
-    ),
-    "slime.rollout.rm_hub": "name a scorer with --rm-type",
-    "slime.rollout.sglang_rollout": "leave it out: headrace generates so by itself",
-    "slime.rollout.sft_rollout": "write --loss-type sft_loss --loss-mask-type",
-    "slime.rollout.fully_async_rollout": "leave it out, and write --max-staleness N: it goes on beside training",
-}
 _SLIME = ("slime.", "slime_plugins.")
 
 
@@ -250,7 +242,7 @@ def _body(option: str, file: Path) -> list[ast.stmt]:
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
         message = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"{option} {file}: {where}: {message}", field=option) from error
+        raise ConfigError(f"{option} {file}: {where}: {message}") from error
 
 
 def completed(option: str, path: str, *, group_rm: bool = False) -> str:
@@ -267,23 +259,19 @@ def completed(option: str, path: str, *, group_rm: bool = False) -> str:
         there = ", ".join(node.name for node in definitions(option, Path(path))) or "nothing"
         raise ConfigError(
             f"{option} {path}: the file defines {there}, and none of them fits: the flag takes "
-            f"{_accepted(option, group_rm)}",
-            field=option,
+            f"{_accepted(option, group_rm)}"
         )
-    raise ConfigError(
-        f"{option} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}", field=option
-    )
+    raise ConfigError(f"{option} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}")
 
 
 def refuse_slimes(option: str, path: str) -> None:
     """Raises ConfigError for a module of slime, which headrace does not have."""
     if not path.startswith(_SLIME):
         return
-    way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
+    way = next((way for module, way in SLIME["modules"].items() if path.startswith(module)), None)
     raise ConfigError(
         f"{option} {path} is a module of slime, which headrace does not have: "
-        f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}",
-        field=option,
+        f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}"
     )
 
 

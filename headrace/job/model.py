@@ -29,8 +29,7 @@ def _tensor(architecture: Architecture, args: MegatronArgs) -> None:
         size = getattr(architecture, name)
         if size % ranks:
             raise ConfigError(
-                f"tensor_model_parallel_size {ranks} does not divide {name} {size}: choose a divisor of it",
-                field="tensor_model_parallel_size",
+                f"tensor_model_parallel_size {ranks} does not divide {name} {size}: choose a divisor of it"
             )
 
 
@@ -47,8 +46,7 @@ def _pipeline(architecture: Architecture, args: MegatronArgs) -> None:
     if (architecture.num_layers - sum(given)) % max(1, stages - len(given)):
         raise ConfigError(
             f"pipeline_model_parallel_size {stages} does not divide num_layers {architecture.num_layers}: "
-            "choose a divisor of it, or pass --num-layers-in-last-pipeline-stage",
-            field="pipeline_model_parallel_size",
+            "choose a divisor of it, or pass --num-layers-in-last-pipeline-stage"
         )
 
 
@@ -57,23 +55,20 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
     if architecture.experts is None:
         if ranks > 1:
             raise ConfigError(
-                f"expert_model_parallel_size {ranks}: this {architecture.family} model has no experts: leave it out",
-                field="expert_model_parallel_size",
+                f"expert_model_parallel_size {ranks}: this {architecture.family} model has no experts: leave it out"
             )
         return
     if architecture.experts.count % ranks:
         raise ConfigError(
             f"expert_model_parallel_size {ranks} does not divide the {architecture.experts.count} experts: "
-            "choose a divisor of it",
-            field="expert_model_parallel_size",
+            "choose a divisor of it"
         )
     tensor = args.tensor_model_parallel_size
     if tensor > 1 and not args.sequence_parallel:
         raise ConfigError(
             f"tensor_model_parallel_size {tensor} with experts: Megatron-core trains them only with "
             "--sequence-parallel: add it, or divide the experts alone: "
-            f"--expert-model-parallel-size {tensor}",
-            field="sequence_parallel",
+            f"--expert-model-parallel-size {tensor}"
         )
 
 
@@ -100,8 +95,12 @@ def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
         stages = _of_so_many_layers(args.num_layers_per_virtual_pipeline_stage, architecture.num_layers, args)
     else:
         stages = args.virtual_pipeline_model_parallel_size or 1
-        if not _cuts_otherwise(args):
-            _require_divisor(stages, architecture.num_layers, args.pipeline_model_parallel_size)
+        ranks, num_layers = args.pipeline_model_parallel_size, architecture.num_layers
+        if stages > 1 and num_layers % (ranks * stages) and not _cuts_otherwise(args):
+            raise ConfigError(
+                f"num_virtual_stages_per_pipeline_rank {stages} x pipeline_model_parallel_size {ranks} does not divide "
+                f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}"
+            )
     if stages > 1 and args.pipeline_model_parallel_size == 1:
         raise ConfigError(
             f"{stages} virtual stages on one pipeline rank have no effect: pass "
@@ -114,33 +113,21 @@ def _of_so_many_layers(layers: int, num_layers: int, args: MegatronArgs) -> int:
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ConfigError(
             "num_layers_per_virtual_pipeline_stage and num_virtual_stages_per_pipeline_rank set the "
-            "same thing: give only one",
-            field="num_layers_per_virtual_pipeline_stage",
+            "same thing: give only one"
         )
     if cut := _cuts_otherwise(args):
         raise ConfigError(
             f"num_layers_per_virtual_pipeline_stage {layers} with {', '.join(cut)}: the stages would differ in "
             f"length: pass "
-            "--num-virtual-stages-per-pipeline-rank",
-            field="num_layers_per_virtual_pipeline_stage",
+            "--num-virtual-stages-per-pipeline-rank"
         )
     ranks = args.pipeline_model_parallel_size
     if num_layers % (ranks * layers):
         raise ConfigError(
             f"num_layers_per_virtual_pipeline_stage {layers} x pipeline_model_parallel_size {ranks} does not divide "
-            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}",
-            field="num_layers_per_virtual_pipeline_stage",
+            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}"
         )
     return num_layers // (ranks * layers)
-
-
-def _require_divisor(stages: int, num_layers: int, ranks: int) -> None:
-    if stages > 1 and num_layers % (ranks * stages):
-        raise ConfigError(
-            f"num_virtual_stages_per_pipeline_rank {stages} x pipeline_model_parallel_size {ranks} does not divide "
-            f"num_layers {num_layers}: choose a divisor of {num_layers / ranks:g}",
-            field="virtual_pipeline_model_parallel_size",
-        )
 
 
 def _cuts_otherwise(args: MegatronArgs) -> list[str]:
@@ -303,14 +290,12 @@ def lora_targets(architecture: Architecture, wanted: Sequence[str]) -> frozenset
     if unknown := sorted(chosen - found - of_experts):
         raise ConfigError(
             f"lora_target_modules {unknown[0]} is not a linear layer of this model: choose from "
-            f"{', '.join(sorted(found))}, or {ALL_LINEAR}",
-            field="lora_target_modules",
+            f"{', '.join(sorted(found))}, or {ALL_LINEAR}"
         )
     if refused := sorted(chosen & of_experts):
         raise ConfigError(
             f"lora_target_modules {', '.join(refused)}: layers of experts have no adapters here: choose from "
-            f"{', '.join(sorted(found))}",
-            field="lora_target_modules",
+            f"{', '.join(sorted(found))}"
         )
     return chosen
 
@@ -345,6 +330,5 @@ def _require_family(architecture: Architecture) -> None:
         if has_it is not None:
             raise ConfigError(
                 f"lora_rank with {what} ({architecture.family}): such models have no adapters here: leave --lora-rank "
-                "out",
-                field="lora_rank",
+                "out"
             )

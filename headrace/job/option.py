@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from headrace.job.megatron.arguments import MEGATRON_ALIASES, MegatronArgs
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.names import MEGATRON, SLIME
 from headrace.job.schema.job import Job
+from headrace.job.schema.section import Section
 
-ALIASES: Mapping[str, str] = {
-    "tis_threshold": "tis_clip",
-    "tis_upper_bound": "tis_clip",
-    "tis_lower_bound": "tis_clip_low",
-    "mis_mode": "tis_mode",
-    "mis_level": "tis_level",
-    "mis_upper_bound": "tis_clip",
-    "mis_lower_bound": "tis_clip_low",
-    "mis_veto_threshold": "rs_veto_threshold",
-    "mis_batch_normalize": "tis_batch_normalize",
-    "async_buffer_size": "max_staleness",
-    "train_params": "only_train_params_name_list",
-    "freeze_params": "freeze_params_name_list",
-    **MEGATRON_ALIASES,
-}
+ALIASES: Mapping[str, str] = {**SLIME["aliases"], **MEGATRON["aliases"]}
 """Other names of options: slime's, Megatron's, and views."""
 
 OPPOSITES: Mapping[str, str] = {"grad_reduce_in_bf16": "grad_reduce_in_fp32"}
@@ -50,9 +42,14 @@ class Option:
     section: str
     name: str
     arity: Arity
-    description: str
+    model: type[BaseModel]
+    """The class of its section."""
     default: Any
     required: bool
+
+    @property
+    def description(self) -> str:
+        return _texts(self.model).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -88,12 +85,27 @@ def options() -> Mapping[str, Option]:
 
 def _of(section: str, model: type[BaseModel]) -> dict[str, Option]:
     return {
-        name: Option(
-            section, name, _arity(field.annotation), field.description or "", field.default, field.is_required()
-        )
+        name: Option(section, name, _arity(field.annotation), model, field.default, field.is_required())
         for name, field in model.model_fields.items()
         if name not in ALIASES
     }
+
+
+@cache
+def _texts(model: type[BaseModel]) -> Mapping[str, str]:
+    """The texts below a section's fields, and Megatron's own descriptions.
+
+    Read from the source when somebody asks, which a run never does.
+    """
+    found = {name: field.description for name, field in model.model_fields.items() if field.description}
+    for each in (cls for cls in reversed(model.__mro__) if issubclass(cls, Section) and cls is not Section):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def _arity(annotation: Any) -> Arity:

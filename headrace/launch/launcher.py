@@ -283,8 +283,7 @@ def require_internal_token(services: ServicesSection) -> None:
             f"tokens_file {services.tokens_file}: without tls_dir the services call each other with a token, and "
             f"{f'{caller.name} has the role {caller.role}' if caller else 'the environment has none of the file'}: "
             f"`headrace tokens add {services.tokens_file} services --role service` prints one; write it to a file, and "
-            "start with HEADRACE_TOKEN_FILE=that file",
-            field="tokens_file",
+            "start with HEADRACE_TOKEN_FILE=that file"
         )
 
 

@@ -117,8 +117,7 @@ def require_shards(run: RunFolder, buffer: BufferSection) -> None:
     raise ConfigError(
         f"the ledger of {run.path} was made with {made_with}, and buffer_shards is {buffer.buffer_shards}: a ledger "
         f"keeps its number of shards; pass --buffer-shards {there} to continue it, or start a new run with another "
-        "--run-name",
-        field="buffer_shards",
+        "--run-name"
     )
 
 

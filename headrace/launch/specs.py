@@ -15,7 +15,7 @@ from headrace.devices import ORDER, RANK_DEVICES, DeviceShare
 from headrace.errors import ConfigError, Unavailable
 from headrace.hooks.slime_names import slime_environment
 from headrace.job.rules.machines import device_plan, meeting_of
-from headrace.job.rules.scope import Scope, services_here
+from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.launch.process import ServiceSpec
@@ -35,11 +35,6 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 
 _LOADS: Mapping[str, str] = {"rollout": "SGLang", "trainer": "torch and Megatron"}
-
-
-def without_address(job: Job) -> list[str]:
-    """The services that `headrace train` starts: those without an address in the job, and the trainer."""
-    return services_here(job)
 
 
 def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
@@ -282,18 +277,17 @@ def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
 
 def _require_slurm() -> None:
     if shutil.which("srun") is None:
-        raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
+        raise ConfigError("placement slurm needs srun, which this machine does not have")
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
             "placement slurm starts ranks in an allocation, and this process is not in one: see "
-            "deploy/slurm/train.sbatch",
-            field="placement",
+            "deploy/slurm/train.sbatch"
         )
 
 
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
+        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'")
 
 
 def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, str]]:

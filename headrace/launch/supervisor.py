@@ -109,6 +109,8 @@ class Supervisor:
         while True:
             code, healthy, asked_for = await self._run_once(spec, held)
             ever_healthy = ever_healthy or healthy
+            process = self._running[spec.name]
+            ended = f"{spec.name} ended with {process.ended_with(code)}"
             if asked_for and code not in (NOTHING_TO_LEARN, NOT_WORTH_RESTARTING):
                 self._started_at[spec.name].pop()
                 continue
@@ -116,22 +118,17 @@ class Supervisor:
                 return
             if code == NOTHING_TO_LEARN:
                 raise NothingToLearn(
-                    f"{self._running[spec.name].last_words}\n"
+                    f"{process.last_words}\n"
                     "correct that and repeat the command: it continues from the last checkpoint, and "
                     "`headrace buffer retry` queues the failed prompts again"
                 )
             if code == NOT_WORTH_RESTARTING or not (ever_healthy or spec.restarts_before_ready):
-                when = "" if ever_healthy else " before it was ready"
-                ended = self._running[spec.name].ended_with(code)
-                raise ServiceFailed(f"{spec.name} ended with {ended}{when}; {self._running[spec.name].why}")
+                raise ServiceFailed(f"{ended}{'' if ever_healthy else ' before it was ready'}; {process.why}")
             if code == PEER_AWAY:
                 await self._until_peers_may_be_back(spec)
                 continue
             if spec.no_restart is not None:
-                ended = self._running[spec.name].ended_with(code)
-                raise ServiceFailed(
-                    f"{spec.name} ended with {ended}: {spec.no_restart}; {self._running[spec.name].why}"
-                )
+                raise ServiceFailed(f"{ended}: {spec.no_restart}; {process.why}")
             await self._before_restart(spec, code)
 
     async def _run_once(self, spec: ServiceSpec, held: socket.socket | None) -> tuple[int, bool, bool]:

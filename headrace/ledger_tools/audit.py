@@ -200,8 +200,8 @@ class Steps:
     _dissolving: dict[int, pb.LedgerEvent] = field(default_factory=dict)
     """Step → the event with which the first group left its batch, while others may follow."""
     _rewinding: bool = False
-    _giving: tuple[int, pb.LedgerEvent] | None = None
-    _consuming: tuple[int, pb.LedgerEvent] | None = None
+    _last: pb.LedgerEvent | None = None
+    """The last event of a batch that is being given, or of a step that is being consumed."""
 
     def step_of(self, group_id: str) -> int | None:
         """The step that has the group in its batch."""
@@ -209,10 +209,8 @@ class Steps:
 
     def before(self, event: pb.LedgerEvent) -> None:
         """Notes the epoch of any event, and the end of the command before it."""
-        if self._giving and (event.kind, event.step) != ("batched", self._giving[0]):
-            self._end_giving(*self._giving)
-        if self._consuming and (event.kind, event.step) != ("consumed", self._consuming[0]):
-            self._end_consuming(*self._consuming)
+        if self._last is not None and (event.kind, event.step) != (self._last.kind, self._last.step):
+            self._end_step(self._last)
         if self._dissolving and event.kind not in ("dropped", "unbatched"):
             self._end_dissolving()
         if self._rewinding and event.kind not in ("consumed", "rewound"):
@@ -228,10 +226,8 @@ class Steps:
 
     def finish(self) -> None:
         """There are no more events."""
-        if self._giving:
-            self._end_giving(*self._giving)
-        if self._consuming:
-            self._end_consuming(*self._consuming)
+        if self._last is not None:
+            self._end_step(self._last)
         self._end_dissolving()
 
     def batched(self, event: pb.LedgerEvent) -> None:
@@ -242,7 +238,7 @@ class Steps:
             self.batches[step].remove(event.group_id)
         self.batches.setdefault(event.step, []).append(event.group_id)
         self._of[event.group_id] = event.step
-        self._giving = (event.step, event)
+        self._last = event
 
     def consumed(self, event: pb.LedgerEvent) -> None:
         """A step has used a group of its batch."""
@@ -250,10 +246,10 @@ class Steps:
             self.found("batch", event, f"consumed group {event.group_id} for step {event.step}, which has not got it")
         if any(event.group_id in self.used.get(step, ()) for step in {event.step, self._of.get(event.group_id, -1)}):
             self.twice.extend(event.sample_ids)
-        if not self._rewinding and self._consuming is None and event.step != self.next_step:
+        if not self._rewinding and self._last is None and event.step != self.next_step:
             self.found("epoch", event, f"consumed step {event.step}, the next was {self.next_step}")
         self.used.setdefault(event.step, []).append(event.group_id)
-        self._consuming = (event.step, event)
+        self._last = event
 
     def came_back(self, event: pb.LedgerEvent) -> None:
         """A rewind took a group back to its batch."""
@@ -308,15 +304,14 @@ class Steps:
                 self.found("batch", event, f"took a group out of the batch of step {step} and left the groups {left}")
         self._dissolving.clear()
 
-    def _end_giving(self, step: int, event: pb.LedgerEvent) -> None:
-        self._giving = None
-        if len(self.batches[step]) != self.groups_per_step:
-            number = len(self.batches[step])
-            self.found("batch", event, f"left step {step} with {number} groups, a batch has {self.groups_per_step}")
-
-    def _end_consuming(self, step: int, event: pb.LedgerEvent) -> None:
-        self._consuming = None
-        batch, used = self.batches.get(step, []), self.used[step]
+    def _end_step(self, event: pb.LedgerEvent) -> None:
+        self._last = None
+        batch, used, step = self.batches.get(event.step, []), self.used.get(event.step, []), event.step
+        if event.kind == "batched":
+            if len(batch) != self.groups_per_step:
+                what = f"left step {step} with {len(batch)} groups, a batch has {self.groups_per_step}"
+                self.found("batch", event, what)
+            return
         if batch != used:
             self.found("batch", event, f"ended step {step} with the groups {used}, its batch has {batch}")
         if self._rewinding:

@@ -31,6 +31,7 @@ from headrace.ledger_tools.audit import (
     read_record,
     verdict_of,
 )
+from headrace.ledger_tools.export import pages
 from headrace.trajectory import check_payload
 
 _PAGE = 1_000
@@ -130,7 +131,7 @@ async def _watched(buffer: BufferClient, first: int, silence_seconds: float) -> 
 async def _groups(buffer: BufferClient, replay: Replay) -> Mapping[str, pb.Group]:
     """A group that changes while pages are read may be on none of them: then it is asked for by name."""
     stream = replay.config.name
-    groups = {group.group_id: group async for group in _pages(buffer, stream)}
+    groups = {group.group_id: group async for page in pages(buffer, stream, _PAGE) for group in page}
     missing = [group_id for group_id in replay.groups if group_id not in groups]
     for first in range(0, len(missing), _PAGE):
         found = await buffer.list_groups(stream, group_ids=missing[first : first + _PAGE])
@@ -149,17 +150,6 @@ async def _pass_over_forgotten(
     async for event in _events(buffer, now, silence_seconds, replay, end + 1):
         if event.stream == replay.config.name and event.kind == "forgotten":
             replay.forget_since(event, missing)
-
-
-async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[pb.Group]:
-    token = ""
-    while True:
-        page = await buffer.list_groups(stream, page_size=_PAGE, page_token=token)
-        for group in page.groups:
-            yield group
-        token = page.next_page_token
-        if not token:
-            return
 
 
 _AT_ONCE = 256

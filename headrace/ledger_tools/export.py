@@ -48,7 +48,10 @@ async def export_parquet(address: str, stream: str, file: Path, log: SampleLog |
     async with open_buffer(address) as buffer:
         await buffer.stats(stream)
         with ParquetWriter(file, schema, compression="zstd") as writer:
-            async for groups in _pages(buffer, stream):
+            seen = set[str]()
+            async for page in pages(buffer, stream, _GROUPS_AT_ONCE):
+                groups = [group for group in page if group.samples and group.group_id not in seen]
+                seen.update(group.group_id for group in page)
                 rows = [row async for row in _rows(buffer, stream, groups, logged)]
                 writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
                 num_rows += len(rows)
@@ -95,13 +98,14 @@ class _Logged:
         return self._steps[step]
 
 
-async def _pages(buffer: Buffer, stream: str) -> AsyncIterator[Sequence[pb.Group]]:
-    """Every group once: one that changes meanwhile moves to the front, behind what is read already."""
-    token, seen = "", set[str]()
+async def pages(
+    buffer: Buffer, stream: str, page_size: int, states: Sequence[pb.GroupState.ValueType] = ()
+) -> AsyncIterator[Sequence[pb.Group]]:
+    """Yields a stream's groups. One that changes meanwhile moves to the front, behind what is read already."""
+    token = ""
     while True:
-        page = await buffer.list_groups(stream, page_size=_GROUPS_AT_ONCE, page_token=token)
-        yield [group for group in page.groups if group.samples and group.group_id not in seen]
-        seen.update(group.group_id for group in page.groups)
+        page = await buffer.list_groups(stream, states, page_size=page_size, page_token=token)
+        yield page.groups
         token = page.next_page_token
         if not token:
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from headrace.process.exit_status import of_shell
 from headrace.process.guard import SWEEP_NOW, guard_command
 from headrace.process.linux import descendants, runs
 from headrace.process.log_file import last_lines, open_log, tail
-from headrace.process.memory import resident_of_tree
+from headrace.process.memory import of_tree
 
 Stream = TypeVar("Stream", asyncio.StreamReader, asyncio.StreamWriter)
 
@@ -165,7 +166,7 @@ class ResidentMemory:
         ended = asyncio.ensure_future(wait())
         try:
             while not ended.done():
-                if resident := await asyncio.to_thread(resident_of_tree, self._pid):
+                if resident := await asyncio.to_thread(of_tree, self._pid, sys.maxsize):
                     self._looks.append(resident)
                 await asyncio.wait([ended], timeout=LOOK_SECONDS)
         finally:

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.process.linux import children, descendants
+from headrace.process.linux import descendants
 
 _KIB = 1024
 
 
-def of_tree(pid: int) -> int:
-    """Returns the bytes of a process and those below it; what they share counts once."""
-    return sum(_proportional(each) for each in (pid, *descendants(pid)))
+def of_tree(pid: int, enough: int = 0) -> int:
+    """`bytes_of_tree` of a process and those below it."""
+    return bytes_of_tree((pid, *descendants(pid)), enough)
 
 
 def bytes_of_tree(pids: Sequence[int], enough: int) -> int:
-    """Returns the bytes of processes, in memory and swapped out; what they share may count for each up to `enough`."""
+    """Returns the bytes of processes, in memory and swapped out; what they share counts once.
+
+    Up to `enough` it may count for each, which is read faster.
+    """
     resident = {pid: resident_bytes(pid) + _swapped_bytes(pid) for pid in pids}
     if (total := sum(resident.values())) <= enough:
         return total
@@ -31,14 +34,6 @@ def resident_bytes(pid: int) -> int:
         return _field(Path(f"/proc/{pid}/status"), "VmRSS") * _KIB
     except OSError:
         return 0
-
-
-def resident_of_tree(pid: int) -> int:
-    """Returns the resident bytes of a process and those below it; cheap, and what they share counts for each."""
-    found = [pid]
-    for each in found:
-        found.extend(children(each))
-    return sum(resident_bytes(each) for each in found)
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

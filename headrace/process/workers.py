@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, process, util
 from pathlib import Path
@@ -142,16 +142,16 @@ class Worker:
     async def start(cls) -> Worker:
         """Starts a new process. Raises Unavailable when the machine cannot start one."""
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                async with asyncio.timeout(_START_SECONDS):
-                    pid, status = await asyncio.to_thread(_forked, theirs.fileno(), {**os.environ, **direct_to()})
-        except (OSError, EOFError) as error:
-            ours.close()
-            raise Unavailable(f"a worker process cannot be started: {error or 'the fork server gave none'}") from error
-        except BaseException:
-            ours.close()  # a worker that starts nevertheless ends at once
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(ours.close)  # a worker that starts nevertheless ends at once
+            try:
+                with theirs:
+                    async with asyncio.timeout(_START_SECONDS):
+                        pid, status = await asyncio.to_thread(_forked, theirs.fileno(), {**os.environ, **direct_to()})
+            except (OSError, EOFError) as error:
+                why = error or "the fork server gave none"
+                raise Unavailable(f"a worker process cannot be started: {why}") from error
+            on_failure.pop_all()
         return cls(pid, status, *await asyncio.open_connection(sock=ours))
 
     async def call(
@@ -254,14 +254,14 @@ def _forked(channel: int, environment: Mapping[str, str]) -> tuple[int, int]:
     _shorten_socket_path()
     place = {"sys_path": sys.path, "dir": os.getcwd()}
     status, data = forkserver.connect_to_new_process([channel, _STDERR])
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(os.close, status)
         with open(data, "wb") as start:
             pickle.dump(place, start)
             pickle.dump(WorkerMain(dict(environment)), start)
-        return forkserver.read_signed(status), status
-    except BaseException:
-        os.close(status)
-        raise
+        pid = forkserver.read_signed(status)
+        on_failure.pop_all()
+    return pid, status
 
 
 def _shorten_socket_path() -> None:
@@ -436,14 +436,16 @@ class WorkerPool:
     async def _new_worker(self) -> Worker:
         worker = await Worker.start()
         if self._prepare is not None:
-            seconds = self._prepare_seconds
-            try:
+            async with AsyncExitStack() as on_failure:  # a caller that was cancelled as well: the process must not stay
+                on_failure.push_async_callback(worker.close)
                 await worker.call(
-                    run_prepare, (self._prepare,), timeout_seconds=seconds, name="preparation", prepares=True
+                    run_prepare,
+                    (self._prepare,),
+                    timeout_seconds=self._prepare_seconds,
+                    name="preparation",
+                    prepares=True,
                 )
-            except BaseException:  # a caller that was cancelled as well: the process must not stay
-                await worker.close()
-                raise
+                on_failure.pop_all()
         return worker
 
 

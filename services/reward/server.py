@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -18,18 +19,14 @@ from headrace.limits import (
     MAX_SCORE_ITEMS,
     MAX_SCORE_ITEMS_PER_CALL,
     MAX_SCORE_REQUEST_BYTES,
-    require_json_object,
-    shown,
 )
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.score import ScoreError, ScoreItem, pack_result
-from headrace.trajectory import Status
 from services.reward.registry import BOXED, Registry, prepare_builtin, prepare_slow
 from services.reward.scoring import BatchScorer, RewardMetrics
 
 _BYTES_IN_A_TURN = 256 << 10
-_STATUSES = ("", *(status.value for status in Status))
 
 
 class RewardServicer(RewardServiceServicer):
@@ -72,13 +69,9 @@ async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreIte
 def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
     """Turns what is wrong with one item into that item's own error."""
     try:
-        require_json_object(packed.metadata_json, "metadata_json")
-        item = ScoreItem.unpack(packed)
-        if item.status not in _STATUSES:
-            raise InvalidArgument(f"status is {shown(item.status)}, must be one of {', '.join(_STATUSES)}")
+        return ScoreItem.unpack(packed)
     except InvalidArgument as error:
         return ScoreError("ITEM_INVALID", error.message)
-    return item
 
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -133,14 +126,14 @@ class RewardServer:
             request_bytes={"Score": MAX_SCORE_REQUEST_BYTES},
         )
         metrics.show(rpc.metrics.registry, pool)
-        try:
-            await pool.start()
+        async with AsyncExitStack() as on_failure:  # whatever it is, the workers must not stay behind
+            on_failure.push_async_callback(pool.close)
+            try:
+                await pool.start()
+            except WorkerError as error:
+                raise ConfigError(error.message) from error
             await rpc.start()
-        except WorkerError as error:
-            raise ConfigError(error.message) from error
-        except Exception:  # whatever it is, the workers must not stay behind
-            await pool.close()
-            raise
+            on_failure.pop_all()
         return cls(rpc, pool, slow_pool)
 
     async def run_until_signal(self) -> None:

@@ -128,14 +128,14 @@ class EngineSlots:
         self._queues[kind].append(turn)
         self.shares.wait(kind)
         self._grant()
-        try:
-            async with asyncio.timeout(seconds):
-                await turn
-        except BaseException as error:
-            self._give_up(kind, turn)
-            if isinstance(error, TimeoutError):
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._give_up, kind, turn)
+            try:
+                async with asyncio.timeout(seconds):
+                    await turn
+            except TimeoutError as error:
                 raise DeadlineExceeded(f"no engine was free within {seconds:g} s: ask again later") from error
-            raise
+            on_failure.pop_all()
         try:
             yield
         finally:

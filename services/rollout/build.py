@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from headrace.client.buffer import Buffer
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
-from headrace.job.eval_sets import eval_sets
+from headrace.job.eval_sets import eval_sets, own_functions
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit, EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
@@ -256,20 +256,16 @@ class _Build:
             samples_together=samples_together(job.rollout, all_engines),
         )
         of_job: Sampler = self.custom or self.agents or alone
-        if job.data.data_source_path:  # its samples may name functions of their own
-            of_job = self.of_prompts = OwnFunctions(of_job, self.hook_sampler)
+        of_sets = own_functions(eval_sets(job.eval))
+        has_source = job.data.data_source_path is not None
+        if has_source or of_sets:  # prompts may name functions of their own
+            of_job = self.of_prompts = OwnFunctions(of_job, self.hook_sampler, of_sets, any_path=has_source)
         return self.hooked(of_job)
 
     @cached_property
     def custom(self) -> CustomGenerateSampler | None:
         path = self.job.rollout.custom_generate_function_path
         return self.hook_sampler(path) if path else None
-
-    @cached_property
-    def of_data_sets(self) -> Mapping[str, CustomGenerateSampler]:
-        """Evaluation functions of data sets, by path."""
-        functions = {each.custom_generate_function_path for each in eval_sets(self.job.eval)}
-        return {path: self.hook_sampler(path) for path in sorted(filter(None, functions))}
 
     def hook_sampler(self, path: str) -> CustomGenerateSampler:
         return CustomGenerateSampler(
@@ -372,7 +368,7 @@ class _Build:
 
     def started_functions(self) -> list[Startable]:
         """The parts that have processes."""
-        some = (
+        some: Sequence[Startable | None] = (
             self.custom,
             self.agents,
             self.steps.sampler if self.steps else None,
@@ -382,7 +378,7 @@ class _Build:
             self.of_prompts,
             self.openai.tool_calls if self.openai else None,
         )
-        return [*(each for each in some if each), *self.of_data_sets.values()]
+        return [each for each in some if each]
 
     @cached_property
     def producer(self) -> Producer:
@@ -474,7 +470,6 @@ class _Build:
             files=EvalFiles.of(job.eval, job.buffer.prompt_root),
             slots=self.slots,
             scores_groups=job.reward.group_rm,
-            samplers={path: self.hooked(each) for path, each in self.of_data_sets.items()},
             function=self.by_function,
         )
 

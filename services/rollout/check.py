@@ -10,20 +10,18 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import hook_args
-from headrace.hooks.all_samples import load_all_samples
-from headrace.hooks.filter import load_filter
-from headrace.hooks.sample_hook import load_sample_hook
+from headrace.hooks.filter import load_all_samples, load_filter, load_sample_hook
 from headrace.job.eval_sets import eval_dataset, eval_sets
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
-from headrace.limits import from_json
 from headrace.models.tokenizer.tokenizer import end_tokens
 from headrace.preflight import LOAD_SECONDS, CheckOptions, Prompts, ReadPrompts, Report, hook_pool, serve_check
 from headrace.process.workers import WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
-from services.rollout.chat.images import ImageReader, image_reader
+from services.rollout.build import prompt_encoder
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.hooks import sample_for_hook
 from services.rollout.production.prompts import PromptEncoder
@@ -87,7 +85,7 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> tuple[Report, Sam
     _evaluations(options.job, report)
     if options.fast:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
-    elif not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
+    elif not _has_tokenizer(options.job.model.hf_checkpoint):
         report.unchecked.append("prompts as the model sees them, and their lengths: the tokenizer is not here")
     else:
         loading = Report()
@@ -100,22 +98,17 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> tuple[Report, Sam
     return report, first
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("tokenizer*"))
+
+
 def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> SampleRequest | None:
     prompt = prompts.rows[0].prompt()
     try:
         encoded = encoder.encode(prompt)
     except HeadraceError:
         return None
-    return SampleRequest(
-        "check/0",
-        "check",
-        0,
-        encoded,
-        label=prompt.label if prompt.HasField("label") else None,
-        metadata=from_json(prompt.metadata_json),
-        params=job_params(job.rollout),
-        hook_fields=from_json(prompt.hook_json),
-    )
+    return SampleRequest.of(prompt, encoded, job_params(job.rollout), sample_id="check/0", group_id="check", index=0)
 
 
 async def _hooks(options: CheckOptions) -> Report:
@@ -174,14 +167,13 @@ def _evaluations(job: Job, report: Report) -> None:
         if not each.prompts.path.is_file():
             continue  # the job's own rules have said so
         asked = eval_dataset(each, job.eval, job.rollout, job.data)
-        functions = [asked.generate_function_path] if asked.generate_function_path else []
         try:
-            rows = read_plan(asked, files, job_params(job.rollout), functions).rows
+            rows = read_plan(asked, files, job_params(job.rollout)).rows
         except HeadraceError as error:
             report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:
             report.facts.append((f"evaluation {each.name}", f"{len(rows):,} prompts of {each.path}"))
-            if asked.label_key and all(row.label is None for row in rows):
+            if asked.label_key and not any(row.HasField("label") for row in rows):
                 report.refusals.append(f"eval_prompt_data {each.name}: no row of {each.path} has a {asked.label_key!r}")
 
 
@@ -201,21 +193,10 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
 
 
 def _made(job: Job) -> PromptEncoder:
-    variables = job.data.apply_chat_template_kwargs
-    folder, trusts = job.model.hf_checkpoint, job.model.trust_remote_code
-    supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
-    if supervised:
-        return supervised.encoder
-    apply = job.data.apply_chat_template
-    return PromptEncoder(
-        folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts, images=_images(job)
-    )
-
-
-def _images(job: Job) -> ImageReader | None:
-    if not (job.model.hf_checkpoint / "config.json").is_file():
-        return None
-    return image_reader(job.model.hf_checkpoint, job.data, job.eval, job.buffer.prompt_root)
+    model, variables = job.model, job.data.apply_chat_template_kwargs
+    trusts = model.trust_remote_code
+    supervised = supervised_parts(job.train, model.hf_checkpoint, variables, trust_remote_code=trusts)
+    return supervised.encoder if supervised else prompt_encoder(job)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:

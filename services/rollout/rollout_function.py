@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
@@ -21,9 +21,10 @@ from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.failure import call_failure
 from headrace.hooks.rollout import messages
-from headrace.hooks.rollout.function import Desk, RolloutReport, load_rollout, run_rollout
+from headrace.hooks.rollout.function import RolloutReport, load_rollout, run_rollout
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, cut_text
-from headrace.process.worker_main import Unreadable
+from headrace.process.scratch import folder_for_sockets
+from headrace.process.worker_main import Unreadable, decode_as
 from headrace.process.workers import WorkerError
 from headrace.rpc.log import kept_running, log
 from headrace.trajectory import Failure, Sample
@@ -216,8 +217,6 @@ class StepCall:
                     self._end(self._group(number), GroupFiltered(cut_text(reason), rewards))
                 case messages.FailSamples(number, why):
                     self._fail(self._group(number), Failure("HOOK_INVALID", cut_text(why)))
-                case messages.Hello():
-                    raise InvalidArgument("the connection has said already whose it is")
         except (InvalidArgument, FailedPrecondition) as error:
             return messages.OrderRefused(error.message)
         return messages.OrderDone()
@@ -320,76 +319,51 @@ class StepCall:
             group.ended.set_result(outcome)
 
 
-# The socket at which data sources of rollout functions ask for groups and end them, in a folder of this user alone.
-# A connection says first which call it belongs to, and ends with the call. What it sends is bounded, decoded in a
-# thread, and never unpickled; anything but an order ends it.
+@asynccontextmanager
+async def data_source_of(call: StepCall, path: Path) -> AsyncIterator[None]:
+    """Carries out orders that come to a socket at `path` while the block runs. Raises Unavailable without a socket.
 
+    What a connection sends is bounded, decoded in a thread, and never unpickled; anything but an order ends it.
+    """
+    serving = set[asyncio.Task[Any]]()
 
-class DataSourceServer:
-    """States: built → started → closed."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-desk-")
-        self._path = Path(self._folder.name) / "desk"
-        self._calls: dict[str, StepCall] = {}
-        self._connections: dict[str, set[asyncio.StreamWriter]] = {}
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> None:
-        """Raises Unavailable where the folder for temporary files does not take a socket."""
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path)
-        except OSError as error:
-            raise Unavailable(f"no socket can be made at {self._path}: {error}: name a folder in TMPDIR") from error
-
-    async def close(self) -> None:
-        """Ends every connection."""
-        if self._server:
-            self._server.close()
-        for writers in self._connections.values():
-            for writer in writers:
-                writer.close()
-        self._folder.cleanup()
-
-    @asynccontextmanager
-    async def opened(self, call: StepCall) -> AsyncIterator[Desk]:
-        """Yields what a worker connects with while the block runs; its connections end with the block."""
-        secret = secrets.token_hex(16)
-        self._calls[secret], self._connections[secret] = call, set()
-        try:
-            yield Desk(str(self._path), secret)
-        finally:
-            del self._calls[secret]
-            for writer in self._connections.pop(secret):
-                writer.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            hello = await self._next(reader)
-            if not isinstance(hello, messages.Hello) or hello.secret not in self._calls:
-                raise Unreadable("it does not say whose it is")
-            self._connections[hello.secret].add(writer)
-            call, reply = self._calls[hello.secret], messages.frame(messages.OrderDone())
             call.begin()
-            while hello.secret in self._calls:
-                writer.write(reply)
+            while True:
+                reply = await call.answer(await _next_order(reader))
+                writer.write(await asyncio.to_thread(messages.packed, reply))
                 await writer.drain()
-                answered = await call.answer(await self._next(reader))
-                reply = await asyncio.to_thread(messages.frame, answered)
         except Unreadable as error:
             log.warning("data_source_connection_refused", why=str(error))
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # the worker, or the call, has ended
         finally:
+            serving.discard(task)
             writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
 
-    async def _next(self, reader: asyncio.StreamReader) -> messages.Order:
-        (size,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
-        if size > MAX_HOOK_ANSWER_BYTES:
-            raise Unreadable(f"{size} bytes are more than the {MAX_HOOK_ANSWER_BYTES} that one group may have")
-        return await asyncio.to_thread(messages.read_order, await reader.readexactly(size))
+    try:
+        server = await asyncio.start_unix_server(serve, path)
+    except OSError as error:
+        raise Unavailable(f"no socket can be made at {path}: {error}: name a folder in TMPDIR") from error
+    try:
+        yield
+    finally:
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+async def _next_order(reader: asyncio.StreamReader) -> messages.Order:
+    (size,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
+    if size > MAX_HOOK_ANSWER_BYTES:
+        raise Unreadable(f"{size} bytes are more than the {MAX_HOOK_ANSWER_BYTES} that one group may have")
+    order: messages.Order = await asyncio.to_thread(decode_as, messages.Order, await reader.readexactly(size))
+    return order
 
 
 # A rollout function as the producer's sampler: it is called for a step's groups, one call after another.
@@ -428,7 +402,7 @@ class StepSampler:
         self._activity = activity
         self._ended = ended
         self._samples = SampleCodec(path, args, weights, warn)
-        self._desk = DataSourceServer()
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-rollout-", dir=folder_for_sockets())
         self._function = UserFunction(path, load_rollout, "rollout_function_path", seconds)
         self.in_flight = 0
         self._calling: asyncio.Task[None] | None = None
@@ -436,7 +410,6 @@ class StepSampler:
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
         await self._function.start()
-        await self._desk.start()
         self._calling = asyncio.create_task(kept_running("call the rollout function", self._run, self._ended))
 
     async def close(self) -> None:
@@ -445,7 +418,7 @@ class StepSampler:
             self._calling.cancel()
             await asyncio.gather(self._calling, return_exceptions=True)
         await self._function.close()
-        await self._desk.close()
+        self._folder.cleanup()
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
@@ -467,11 +440,12 @@ class StepSampler:
     async def _step(self, num_groups: int) -> None:
         rollout_id = await self._rollout_id()
         call = StepCall(self._path, self._groups, self._samples, self._weights, self._activity)
-        work = (self._call_args(num_groups), rollout_id, self._params.for_engine())
+        path = Path(self._folder.name) / "data_source"
+        work = (self._call_args(num_groups), rollout_id, self._params.for_engine(), str(path))
         log.info("rollout_function_called", hook=self._path, rollout_id=rollout_id, groups=num_groups)
         try:
-            async with self._desk.opened(call) as desk:
-                report = await self._function.call(run_rollout, *work, desk)
+            async with data_source_of(call, path):
+                report = await self._function.call(run_rollout, *work)
             call.charge(num_groups)
             call.finish(report)
             log.info("rollout_function_returned", hook=self._path, rollout_id=rollout_id, metrics=report.metrics)

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
-
-from numpy.typing import NDArray
 
 from headrace.client.reward import RewardClient, score_until
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.limits import MAX_SCORE_REQUEST_BYTES
 from headrace.rpc.log import log
-from headrace.score import SCORED_FIELDS, Score, ScoreItem, ScoreResult
-from headrace.trajectory import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS, Failure, Sample, Status
+from headrace.score import Score, ScoreItem, ScoreResult, scored_columns
+from headrace.trajectory import Failure, Sample, Status
 
 _MOST_COLUMN_BYTES = MAX_SCORE_REQUEST_BYTES // 2
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
@@ -132,31 +129,11 @@ class SampleScorer:
 
 def _items(samples: Sequence[Sample]) -> list[ScoreItem]:
     """Sends tokens, masks and log-probs along, unless a group's are more than a request can hold."""
-    num_bytes = sum(array.nbytes for sample in samples for array in _columns(sample).values())
+    num_bytes = sum(array.nbytes for sample in samples for array in scored_columns(sample).values())
     fits = num_bytes <= _MOST_COLUMN_BYTES
     if not fits:
         log.warning("scored_without_tokens", samples=len(samples), num_bytes=num_bytes, most=_MOST_COLUMN_BYTES)
-    return [_item(sample, _columns(sample) if fits else {}) for sample in samples]
-
-
-def _columns(sample: Sample) -> Mapping[str, NDArray[Any]]:
-    return {TOKENS: sample.tokens, LOSS_MASK: sample.loss_mask, ROLLOUT_LOG_PROBS: sample.rollout_log_probs}
-
-
-def _item(sample: Sample, columns: Mapping[str, NDArray[Any]]) -> ScoreItem:
-    return ScoreItem(
-        item_id=sample.sample_id,
-        prompt=sample.prompt,
-        response=sample.response,
-        label=sample.label,
-        metadata=sample.metadata,
-        group_id=sample.group_id,
-        status=sample.status.value,
-        response_tokens=sample.response_length,
-        columns=columns,
-        index=sample.index,
-        hook_fields={key: sample.hook_fields[key] for key in SCORED_FIELDS if key in sample.hook_fields},
-    )
+    return [ScoreItem.of(sample, has_columns=fits) for sample in samples]
 
 
 def _with_score(sample: Sample, result: ScoreResult) -> Sample:

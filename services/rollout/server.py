@@ -46,7 +46,7 @@ from headrace.trajectory import (
     unpack_column,
 )
 from services.rollout.admission import Kind, Shares
-from services.rollout.agents.task_wire import finish_task, lease_tasks, require_hosts
+from services.rollout.agents.hosts import require_hosts
 from services.rollout.engine.api import NOTHING_YET, Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.engine.replies import Finish
@@ -362,15 +362,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return response
 
     async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
-        return await lease_tasks(require_hosts(self._parts.agent_hosts), request)
+        return await require_hosts(self._parts.agent_hosts).lease(request)
 
     async def RenewTasks(self, request: pb.RenewTasksRequest, context: Context) -> pb.RenewTasksResponse:
         require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
-        hosts = require_hosts(self._parts.agent_hosts)
-        return pb.RenewTasksResponse(lost_lease_ids=hosts.renew(request.lease_ids))
+        return require_hosts(self._parts.agent_hosts).renew(request)
 
     async def FinishTask(self, request: pb.FinishTaskRequest, context: Context) -> pb.FinishTaskResponse:
-        return pb.FinishTaskResponse(accepted=finish_task(require_hosts(self._parts.agent_hosts), request))
+        return require_hosts(self._parts.agent_hosts).finish(request)
 
 
 # Calls to a service that still starts its engines wait for it; who only looks is answered at once.

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
     draft = folder.parent / f".{folder.name}.draft"
     remove(draft)
     make_folder(draft)
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(remove, draft)
         yield draft
         for path in (*sorted(draft.rglob("*"), reverse=True), draft):
             sync(path)
         if folder.exists():
             folder.rmdir()
         put_in_place(draft, folder)
-    except BaseException:
-        remove(draft)
-        raise
+        on_failure.pop_all()
 
 
 def remove(path: Path) -> None:

@@ -1,7 +1,4 @@
-"""CPU time of a process and of this one: what a rate cannot tell on a machine that others use, too.
-
-Imported by programs of other environments: the standard library only.
-"""
+"""CPU time of a process and of this one: what a rate cannot tell on a machine that others use, too."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""Samples a second into and out of a durable buffer, beside Reverb in memory, a bare disk and a bare gRPC stream.
+"""Samples a second into and out of a durable buffer, beside a bare disk and a bare gRPC stream.
 
-`python -m tests.bench.ledger_throughput [PYTHON]`: PYTHON has dm-reverb; without it Reverb is left out. Random bytes,
-calls of 16 samples, 16 in flight; every server is a process of its own; our servers and clients run on uvloop. One run,
-so that the ratios mean something.
+`python -m tests.bench.ledger_throughput`: random bytes, calls of 16 samples, 16 in flight; every server is a process of
+its own; our servers and clients run on uvloop. One run, so that the ratios mean something.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,8 +24,8 @@ from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.job.schema.services import BufferSection
 from headrace.trajectory import pack_column
-from tests.bench.baselines.raw_stream import raw_samples_per_second
 from tests.bench.cpu import cpu_seconds
+from tests.bench.raw_stream import raw_samples_per_second
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.processes.buffer_server import BufferProcess
 
@@ -150,16 +146,6 @@ def raw_disk(folder: Path, size: int) -> float:
     return statistics.median(rates)
 
 
-def reverb(python: str | None, size: int) -> Rates | None:
-    if python is None:
-        return None
-    script = Path(__file__).with_name("reverb_rates.py")
-    command = [python, str(script), str(size), str(NUM_SAMPLES[size]), str(PER_CALL), str(IN_FLIGHT), str(ROUNDS)]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return Rates(**json.loads(done.stdout.splitlines()[-1]))
-
-
 async def lease_batch_seconds(client: BufferClient, num_steps: int = 6, asks: int = 10) -> list[float]:
     """Of LeaseBatch for 1,024 groups of 8."""
     stream, groups = "bench/batch", 1_024
@@ -179,16 +165,16 @@ async def lease_batch_seconds(client: BufferClient, num_steps: int = 6, asks: in
     return sorted(seconds)
 
 
-async def main(python: str | None) -> None:
+async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=Path.cwd()) as folder:
         buffer = BufferProcess(Path(folder), None, buffer=BufferSection(max_staleness=0))
         await buffer.start()
         try:
             async with BufferClient(buffer.address) as client:
                 for size in SIZES:
-                    own, peer = await ours(client, buffer.pid, size), reverb(python, size)
+                    own = await ours(client, buffer.pid, size)
                     raw = await raw_samples_per_second(size, NUM_SAMPLES[size], PER_CALL, IN_FLIGHT)
-                    report(size, own, peer, raw_disk(Path(folder), size), raw)
+                    report(size, own, raw_disk(Path(folder), size), raw)
                 seconds = await lease_batch_seconds(client)
                 p50, p99 = (1000 * seconds[int(len(seconds) * q)] for q in (0.5, 0.99))
                 print(f"LeaseBatch of 1,024 × 8 samples: p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(seconds)} calls)")
@@ -196,20 +182,13 @@ async def main(python: str | None) -> None:
             await buffer.kill()
 
 
-def report(size: int, own: Rates, peer: Rates | None, disk: float, raw: tuple[float, float]) -> None:
+def report(size: int, own: Rates, disk: float, raw: tuple[float, float]) -> None:
     wire, wire_cpu = raw
     print(f"{size / 1000:g} KB a sample, samples a second (median of {ROUNDS})")
-    print(f"  put    headrace {own.put:8.0f}   {ratio(own.put, disk, 'append + fdatasync')}   "
-          f"{ratio(own.put, wire, 'gRPC bytes')}   {ratio(own.put, peer.put if peer else None, 'Reverb')}")  # fmt: skip
-    cpu = f"{own.put_cpu * 1e6:.0f} µs a sample; gRPC bytes {wire_cpu * 1e6:.0f}"
-    print(f"         CPU of client and server {cpu}" + (f"; Reverb {peer.put_cpu * 1e6:.0f}" if peer else ""))
-    print(f"  fetch  headrace {own.fetch:8.0f}   {ratio(own.fetch, wire, 'gRPC bytes')}   "
-          f"{ratio(own.fetch, peer.fetch if peer else None, 'Reverb')}", flush=True)  # fmt: skip
-
-
-def ratio(own: float, other: float | None, name: str) -> str:
-    return f"{name}: not measured" if other is None else f"{name} {other:.0f}: {own / other:.2f}×"
+    print(f"  put    {own.put:8.0f}   append + fdatasync {own.put / disk:.2f}×   gRPC bytes {own.put / wire:.2f}×")
+    print(f"         CPU of client and server {own.put_cpu * 1e6:.0f} µs a sample; gRPC bytes {wire_cpu * 1e6:.0f}")
+    print(f"  fetch  {own.fetch:8.0f}   gRPC bytes {own.fetch / wire:.2f}×", flush=True)
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1] if len(sys.argv) > 1 else None))
+    uvloop.run(main())

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from headrace.cli.main import main
 from headrace.errors import PublicationAborted
 from headrace.publication import TensorSpec
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
@@ -25,15 +23,11 @@ from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.weights.weight_group import WeightGroup
 from tests.long_forms import whole_run
-from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.gloo_engine import GlooEngineProcess
-from tests.support.models.tiny_model import make_tiny_qwen3
-from tests.support.processes.training_run import TrainingRun, consumed_by_step
 
 MEGABYTES = 48  # of a bucket: far more than sockets hold
-STEPS, GROUPS_PER_STEP = 4, 4
 
 
 @dataclass
@@ -121,44 +115,6 @@ async def test_one_that_is_killed_before_the_bucket_does_not_take_the_others_wit
 
         again = await publish(receiver, a_group("second"), weights(2), 2, name="version-2-again")
         assert again.engine_ids == (survivor.engine_id,)
-
-
-@whole_run
-@pytest.mark.ranks
-async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) -> None:
-    processes = Processes(tmp_path, "bytes:kill:3")  # the first bucket is version 0's
-    processes.may_return.set()
-    supply = asyncio.Semaphore(2 * GROUPS_PER_STEP)  # then the trainer waits for a batch, and looks after the engines
-    async with certain_rollout(processes.build, num_engines=2) as rollout:
-        run = TrainingRun(
-            tmp_path, make_tiny_qwen3(tmp_path / "model"),
-            "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
-            "--num-rollout", str(STEPS), "--actor-num-gpus-per-node", "1", "--save-hf", str(tmp_path / "export"),
-            "--update-weight-probe-tolerance", "1e6",  # the engines have no model to compare with
-        )  # fmt: skip
-        async with run.started():
-            producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
-            survivor, victim = rollout.fleet.engines
-            while not (victim.restarts and all(e.state is EngineState.READY for e in rollout.fleet.engines)):
-                assert run.is_running, run.last_words()
-                await asyncio.sleep(0.05)  # another party's state
-            allow(supply, (STEPS - 2) * GROUPS_PER_STEP)
-            await run.finished()
-            producing.cancel()
-        assert (survivor.restarts, victim.restarts) == (0, 1)
-        assert rollout.fleet.policy_version == STEPS
-        assert len({engine.weights_digest for engine in rollout.fleet.engines}) == 1
-        served = await asyncio.gather(*(engine.client.checksums() for engine in rollout.fleet.engines))
-
-    exported = load_file(run.export / "model.safetensors")
-    unfused = {name: value for name, value in engine_checksums(exported).items() if name in exported}
-    assert unfused
-    assert all(unfused.items() <= ranks[0].items() for ranks in served)
-    failed = [event for event in run.events("trainer") if event["event"] == "publication_failed"]
-    assert [event["policy_version"] for event in failed] == [2], "and the second try went to the one that was left"
-    assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
-    assert sorted(consumed_by_step(await run.history())) == list(range(STEPS))
-    assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

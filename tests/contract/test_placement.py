@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
@@ -92,15 +91,6 @@ def test_what_a_rank_has_started_ends_with_its_actor(folder: RunFolder) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_that_end_well_end_well(folder: RunFolder) -> None:
-    program = [sys.executable, "-c", "import os; print('rank', os.environ['RANK'])"]
-    ended = subprocess.run(
-        [*starter(job("local", 1, 3).placement, folder), *program], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stdout) == (0, "rank 0\n")
-    assert (folder.logs / "trainer-rank-2.log").read_text() == "rank 2\n"
-
-
 def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) -> None:
     code = "import os, sys; print('no such model'); sys.exit(2 if os.environ['RANK'] == '1' else 76)"
     command = [*starter(job("local", 1, 2).placement, folder), sys.executable, "-c", code]
@@ -108,11 +98,6 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
     assert ended.returncode == 2
     assert "rank 1 ended with exit code 2" in ended.stderr
     assert "no such model" in ended.stderr
-
-
-def test_torchrun_is_refused_with_what_takes_its_place() -> None:
-    with pytest.raises(ValidationError, match="torchrun is no longer there: leave placement out"):
-        job("torchrun", 1, 1)
 
 
 def test_several_machines_need_slurm_or_ray_or_a_place_to_meet(folder: RunFolder) -> None:
@@ -165,26 +150,6 @@ def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatc
     monkeypatch.setenv("PATH", "/nowhere")
     with refused(ConfigError, "srun"):
         starter(job("slurm", 1, 1).placement, folder)
-
-
-def test_ranks_of_slurm_are_asked_to_end_by_the_signal_that_srun_passes_on(folder: RunFolder) -> None:
-    code = (
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
-        f"pathlib.Path({str(folder.path)!r}, 'rank-' + __import__('os').environ['RANK']).touch()\n"
-        "time.sleep(120)"
-    )
-    command = [*starter(job("slurm", 2, 1).placement, folder), sys.executable, "-c", code]
-    step = subprocess.Popen(command, cwd=ROOT)
-    try:
-        while len(list(folder.path.glob("rank-*"))) < 2:
-            assert step.poll() is None
-            time.sleep(0.01)
-        step.terminate()
-        assert step.wait(60) == 0
-    finally:
-        step.kill()
-    assert not list(folder.logs.glob(".rendezvous*"))
 
 
 def test_a_task_of_slurm_has_its_place_and_the_first_machine_where_the_environment_names_it() -> None:

@@ -158,7 +158,7 @@ FLAG = Recipe(
         (
             "headrace/job/schema/run.py",
             "class RunSection(Section):\n",
-            '    run_motto: str | None = Field(None, description="A line that the run is known by.")\n',
+            '    run_motto: str | None = None\n    """A line that the run is known by."""\n',
         ),
         (
             "tests/flags.toml",
@@ -197,7 +197,7 @@ HOOK = Recipe(
         (
             "headrace/job/schema/training.py",
             '    """User functions in the trainer, as pkg.mod.fn or file.py:fn."""\n',
-            '\n    custom_after_step_path: str | None = Field(None, description="f(args, step).")\n',
+            '\n    custom_after_step_path: str | None = None\n    """f(args, step)."""\n',
         ),
         (
             "tests/flags.toml",

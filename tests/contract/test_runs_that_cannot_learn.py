@@ -11,8 +11,6 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
-from headrace.client.shards import ShardedBuffer
-from headrace.errors import FailedPrecondition
 from headrace.trajectory import Status
 from services.buffer.store.memory import MemoryStore
 from services.trainer.failure_budget import FailureBudget
@@ -99,20 +97,6 @@ async def test_a_run_that_cannot_learn_ends_with_the_reason(
     assert console.leaving  # a finished run's export is not written
 
 
-async def test_what_was_trained_before_the_breaker_is_saved(tmp_path: Path) -> None:
-    seen = 0
-
-    def good_at_first(lease: pb.GroupLease) -> pb.GroupPut:
-        nonlocal seen
-        seen += 1
-        return complete_put(lease) if seen <= 4 else failed_put(lease)
-
-    console, ranks = await outcome(tmp_path, good_at_first)
-    assert console.verdict is not None
-    assert [line for line in ranks.diary if line.startswith(("train", "save"))][-1].startswith("save")
-    assert "train 0" in ranks.diary
-
-
 async def test_the_buffer_counts_failures_drops_and_returns_by_their_reasons() -> None:
     config = pb.StreamConfig(name="train", n_samples_per_prompt=N_SAMPLES, groups_per_step=2)
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
@@ -132,39 +116,3 @@ async def test_the_buffer_counts_failures_drops_and_returns_by_their_reasons() -
     assert (production.num_groups_returned, production.last_return) == (1, "UNAVAILABLE: no engine")
     example = next(count for count in production.failures if count.reason == "REWARD_HOOK_RAISED")
     assert (example.example, example.group_id) == ("KeyError: 'answer'", leases[1].group_id)
-
-
-async def test_many_reasons_are_bounded_and_shards_are_one_sum() -> None:
-    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=2, max_attempts=1)
-    async with (
-        served_buffer(MemoryStore()) as (_, one),
-        served_buffer(MemoryStore()) as (_, two),
-        ShardedBuffer([one.address, two.address]) as buffer,
-    ):
-        await buffer.create_stream(config)
-        await buffer.submit_prompts("train", text_prompts(*(str(number) for number in range(200))))
-        while leases := (await buffer.lease_groups("train", "p", 100)).leases:
-            await buffer.put_groups([failed_put(lease, f"R{lease.group_id}") for lease in leases])
-        production = (await buffer.stats("train")).production
-    assert (production.num_samples, production.num_failed) == (200, 200)
-    assert sum(count.num_samples for count in production.failures) == 200
-    assert production.failures[0].reason == "OTHER"
-    assert len(production.failures) <= 2 * 31 + 1
-
-
-async def test_a_stream_that_is_read_to_its_end_says_what_failed(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    file = pb.FileSource(path=str(tmp_path / "prompts.jsonl"), input_key="prompt", num_epochs=1)
-    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=2, max_attempts=1, files=[file])
-    async with (
-        served_buffer(MemoryStore(), prompt_root=tmp_path) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        await client.create_stream(config)
-        epoch = (await client.rewind("train", 0)).epoch
-        leases = (await client.lease_groups("train", "p", 2)).leases
-        await client.put_groups([failed_put(lease) for lease in leases])
-        with pytest.raises(
-            FailedPrecondition, match="2 samples failed or were dropped, 2 of them by ENGINE_DOWN: nobody"
-        ):
-            await client.try_lease_batch("train", epoch, 0)

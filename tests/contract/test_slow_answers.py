@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.services import RewardSection
 from headrace.rpc.server import Listen
-from headrace.score import Score, ScoreItem
-from services.reward import scoring
+from headrace.score import ScoreItem
 from services.reward.server import RewardServer
 
 # Sympy looks for the integral for minutes, in Python, once the label is one too.
@@ -65,31 +61,3 @@ async def test_answers_that_cannot_be_graded_are_wrong_and_hold_up_nobody() -> N
         scores = [score for bomb in bombs for score in await bomb]
     assert [score.value for score in scores] == [0.0] * NUM_BOMBS
     assert len(seconds) > 1, "others are graded while the bombs are"
-
-
-def sits_in_c(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
-    """As a power of huge integers does, which no exception ends."""
-    os.kill(os.getpid(), signal.SIGPROF)
-    return 1.0
-
-
-def refuses(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
-    raise AssertionError
-
-
-async def test_an_answer_whose_process_the_kernel_ends_is_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "run_builtin_within", sits_in_c)
-    async with serving(1) as (client,):
-        (score,) = await client.score(items("7"), deadline_seconds=120)
-        monkeypatch.setattr(scoring, "run_builtin_within", refuses)  # it is remembered, and not graded again
-        assert await client.score(items("7"), deadline_seconds=120) == [score]
-    assert score == Score(0.0, "math", "math-verify 0.9.0")
-
-
-async def test_an_answer_that_a_task_of_reasoning_gym_computes_for_ever_is_wrong_and_no_failure() -> None:
-    entry = {"question": "?", "answer": "1", "metadata": {"source_dataset": "polynomial_multiplication"}}
-    metadata = {"reasoning_gym": entry, "answer_format": "all"}
-    asked = [ScoreItem(str(n), "", "7**8**9**7", None, metadata) for n in range(2)]
-    async with serving(1, rm_type="reasoning_gym", reward_timeout_seconds=2.0) as (client,):
-        scores = await client.score(asked, deadline_seconds=120)
-    assert [score.value if isinstance(score, Score) else score.reason for score in scores] == [0.0, 0.0]

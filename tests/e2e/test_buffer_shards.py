@@ -64,18 +64,12 @@ async def test_a_run_whose_shard_is_killed_and_that_is_interrupted_loses_nothing
                     await asyncio.sleep(0.05)
             said = (await asyncio.to_thread(printed, capsys, "status", folder))[1]
             samples = (await asyncio.to_thread(printed, capsys, "samples", folder, "--json", "-n", "4"))[1]
-            rows = (
-                await asyncio.to_thread(printed, capsys, "buffer", "export", folder, "--parquet", str(tmp_path / "all"))
-            )[1]
-            submitted = (await asyncio.to_thread(printed, capsys, "submit", folder, "--prompt", "6 x 7"))[1]
         producing.cancel()
         assert again != killed
         assert re.search(r"^ *buffer +2 shards +– +step ", said, re.M)
         assert re.findall(r"^ *(buffer-\d) +127\.0\.0\.1:\d+ +\d+ +step ", said, re.M) == ["buffer-0", "buffer-1"]
         waiting = [json.loads(line)["group_id"] for line in samples.splitlines()]
         assert {int(group_id.rpartition("/")[2]) % 2 for group_id in waiting} == {0, 1}
-        assert f": {(3 * GROUPS + 3) * 2} samples" in rows
-        assert "1 prompt is queued in stream train as group train/" in submitted
         assert "buffer-1 ended with signal 9 (killed: out of memory?" in run.log.read_text()
         assert await asyncio.to_thread(main, ["audit", folder]) == 0  # of a run that was interrupted
 

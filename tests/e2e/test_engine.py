@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted, Unavailable
+from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted
 from headrace.job.schema.job import Job
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import EngineOptions, has_accelerator
+from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.replies import BadAnswer, Finish
+from services.rollout.engine.replies import Finish
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity, Scaler
 from services.rollout.fleet_build import sglang_factory
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, StopStrings
+from services.rollout.production.prompts import PromptEncoder
 from services.rollout.publication.receiver import Receiver
 from tests.long_forms import whole_run
 from tests.support.engine_stack import (
@@ -38,10 +40,8 @@ from tests.support.engine_stack import (
     shifted,
 )
 from tests.support.engines.contract import CONTRACT, EngineUnderTest
-from tests.support.engines.requests import REQUESTS
 from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.models.tiny_model import make_tiny_qwen3
-from tests.support.processes.listening import listening_of_tree, open_to_others
 from tests.support.refusals import refused
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -86,37 +86,54 @@ async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -
     await CONTRACT[promise](EngineUnderTest(stack.fleet.engines[0], stack.fleet.weights))
 
 
-async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
-    listens = listening_of_tree(os.getpid())
-    assert sum("services.rollout.engine.launch" in command for command in listens.values()) >= 2
-    assert open_to_others(listens) == [], listens
+FITTING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"json_schema": '{"enum": ["red", "green", 7]}'}, '"red"|"green"|7'),
+    (
+        {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}'},
+        r"\[\s*(true|false)\s*,\s*(true|false)\s*\]",
+    ),
+    ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
+)
 
 
-def test_on_a_cpu_schedulers_and_detokenizers_are_forks_of_their_servers(stack: Stack) -> None:
-    assert forks_below(os.getpid()) == [*["sglang::detokenizer"] * 2, *["sglang::scheduler"] * 2]
+async def test_a_stop_string_ends_the_response_with_the_token_in_which_it_is_complete(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    whole = await stack.generator.generate(PROMPT, greedy, request_id="no-stop", seconds=240)
+    stop = encoder.decode(whole.tokens[:12])[-3:]
+    expected = next(n for n in range(1, 25) if stop in encoder.decode(whole.tokens[:n]))
+    params = replace(greedy, stop=(stop,))
+    stopped = await stack.generator.generate(PROMPT, params, request_id="stop-string", seconds=240)
+    streamed = [s async for s in stack.generator.stream(PROMPT, params, request_id="stop-streamed", seconds=240)]
+    for each in (stopped, streamed[-1]):
+        assert (each.tokens, each.finish) == (whole.tokens[:expected], Finish.STOP)
+    assert stop in encoder.decode(stopped.tokens)
 
 
-def forks_below(pid: int) -> list[str]:
-    """The names of its descendants that were forked: the kernel put their C library where their parent's is."""
-    below = psutil.Process(pid).children(recursive=True)
-    return sorted(each.name() for each in below if _libc_at(each.pid) == _libc_at(each.ppid()))
+async def test_a_response_that_is_cut_anywhere_ends_at_its_stop_string_all_the_same(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    whole = await stack.generator.generate(PROMPT, greedy, request_id="uncut", seconds=240)
+    params = replace(greedy, stop=(encoder.decode(whole.tokens[8:13]),))
+    unbroken = await stack.generator.generate(PROMPT, params, request_id="unbroken", seconds=240)
+    assert (unbroken.finish, len(unbroken.tokens) < 24) == (Finish.STOP, True)
+    async with EngineClient(stack.router.url) as client:
+        ends = StopStrings.of(encoder, stack.checkpoint)
+        generator = Generator(client, stack.fleet.weights, stack.fleet.suspect, stop_strings=ends)
+        for length in range(1, len(unbroken.tokens) + 1):
+            begun = unbroken.until(length, len(PROMPT), Finish.ABORT)
+            broken = await generator.generate(PROMPT, params, request_id=f"cut-{length}", seconds=240, begun=begun)
+            assert (broken.tokens, broken.finish) == (unbroken.tokens, Finish.STOP), length
+            assert broken.log_probs == pytest.approx(unbroken.log_probs, abs=1e-4)
 
 
-def _libc_at(pid: int) -> str:
-    """Random in each new program, unchanged in a fork."""
-    return next(line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/libc.so" in line)
-
-
-async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> None:
-    params = SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(150)))
-    generation = await stack.generator.generate(PROMPT, params, request_id="stop", seconds=240)
-    assert generation.finish is Finish.STOP
-    assert generation.tokens[-1] < 150
-
-
-@pytest.mark.parametrize("holds", REQUESTS, ids=lambda check: check.__name__)
-async def test_requests_of_every_form(stack: Stack, holds: Callable[[Stack], Awaitable[None]]) -> None:
-    await holds(stack)
+async def test_a_response_fits_its_json_schema_or_regex(stack: Stack) -> None:
+    encoder = PromptEncoder(stack.checkpoint, apply_chat_template=False)
+    for number, (constraint, fits) in enumerate(FITTING):
+        params = SamplingParams(max_new_tokens=400, seed=3, **constraint)
+        made = await stack.generator.generate(PROMPT, params, request_id=f"fits-{number}", seconds=240)
+        assert re.fullmatch(fits, encoder.decode(made.tokens)), encoder.decode(made.tokens)
+        assert made.finish is Finish.STOP
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -130,19 +147,6 @@ async def test_an_input_longer_than_the_context_is_refused_at_once_with_the_engi
         asking = stack.generator.generate(prompt, params, request_id="long", seconds=240)
     with pytest.raises(InvalidArgument, match=r"(?i)length|context|longer"):
         await asking
-
-
-async def test_engines_that_are_examined_and_answer_well_stay(stack: Stack) -> None:
-    restarts = [engine.restarts for engine in stack.fleet.engines]
-    stack.fleet.suspect(BadAnswer("not_json", "nobody's"))
-    async with asyncio.timeout(120):
-        while any(engine.is_suspect for engine in stack.fleet.engines):  # another party's state
-            await asyncio.sleep(0.05)
-    generation = await stack.generator.generate(PROMPT, SamplingParams(max_new_tokens=4), request_id="e", seconds=240)
-    assert generation.tokens
-    assert [(e.bad_answers, e.restarts, e.state) for e in stack.fleet.engines] == [
-        (0, before, EngineState.READY) for before in restarts
-    ]
 
 
 async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None:
@@ -204,24 +208,6 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_wei
 
 
 @whole_run
-async def test_engines_outlive_their_router_and_their_requests_are_answered(stack: Stack) -> None:
-    restarts = [engine.restarts for engine in stack.fleet.engines]
-    replaced = stack.router.replaced
-    async with always_in_flight(stack, "through-the-router") as finished:
-        os.kill(stack.router.pid, signal.SIGKILL)
-        async with asyncio.timeout(240):
-            while stack.router.replaced == replaced:  # another party's state
-                await asyncio.sleep(0.05)
-    assert len(finished) >= 3
-    for generation in finished:
-        expected = hugging_face_log_probs(stack.model, PROMPT, generation.tokens)
-        assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
-    assert [(engine.restarts, engine.state) for engine in stack.fleet.engines] == [
-        (before, EngineState.READY) for before in restarts
-    ]
-
-
-@whole_run
 async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(stack: Stack) -> None:
     version = stack.fleet.policy_version
     survivor, victim = stack.fleet.engines
@@ -244,21 +230,6 @@ async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(s
     assert {engine.weights_digest for engine in stack.fleet.engines} == {again.weights_digest}
 
 
-@whole_run
-async def test_engines_that_compute_something_else_than_the_trainer_are_refused(stack: Stack) -> None:
-    version = stack.fleet.policy_version + 1
-    await publish(stack, a_group(), shifted(stack.model, 0.01), version=version)  # no engine starts with these
-    sender = a_group()
-    with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 1 in the mean, more than 0\.001"):
-        await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1, probe_error=1.0)
-    assert stack.fleet.policy_version == version
-    async with asyncio.timeout(600):
-        while any(e.state is not EngineState.STALE for e in stack.fleet.engines):  # another party's state
-            await asyncio.sleep(0.1)
-    again = a_group()
-    assert len((await publish(stack, again, shifted(stack.model, 0.01), version=version + 1)).engine_ids) == 2
-
-
 async def test_an_engine_leaves_the_fleet_while_it_generates_and_its_group_is_gone(stack: Stack) -> None:
     version, sender = stack.fleet.policy_version + 1, a_group()
     async with always_in_flight(stack, "through-the-leaving") as finished:
@@ -274,21 +245,6 @@ async def test_an_engine_leaves_the_fleet_while_it_generates_and_its_group_is_go
     assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
 
 
-@whole_run
-async def test_an_engine_comes_to_the_fleet_while_another_generates(stack: Stack) -> None:
-    version = stack.fleet.policy_version
-    async with always_in_flight(stack, "through-the-coming") as finished:
-        assert (await Scaler(stack.fleet, Capacity()).scale(2, drain_seconds=0)).coming == ("engine-1",)
-        async with asyncio.timeout(600):
-            while [e.state for e in stack.fleet.engines] != [EngineState.READY, EngineState.STALE]:
-                await asyncio.sleep(0.1)  # another party's state
-        served = dict(stack.model.named_parameters())
-        await publish(stack, a_group(), served, version=version, engine_ids=("engine-1",))
-        both = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
-    assert both.engine_ids == ("engine-0", "engine-1")
-    assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
-
-
 async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack: Stack) -> None:
     version = stack.fleet.policy_version
     weights = shifted(stack.model, 0.01)
@@ -298,13 +254,3 @@ async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack:
         await publish(stack, sender, weights, version=version + 1, checksums=lies)
     assert stack.fleet.policy_version == version
     assert {e.state for e in stack.fleet.engines} <= {EngineState.DOWN, EngineState.STARTING, EngineState.STALE}
-
-
-@whole_run
-async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, tmp_path: Path) -> None:
-    options = EngineOptions(stack.checkpoint, 1, 0, {"attention_backend": "no_such_backend"}, threads=1)
-    engine = SglangProcess(options, 0, tmp_path / "engine-0.log", has_accelerator=await has_accelerator())
-    with pytest.raises(Unavailable, match="no_such_backend") as caught:
-        await engine.start(seconds=240)
-    assert caught.value.reason == "ENGINE_START_FAILED"
-    await engine.stop()

@@ -68,24 +68,3 @@ async def test_a_run_is_evaluated_beside_its_training_and_its_checkpoint_afterwa
     assert "eval/often: mean reward" in said
     assert "over 16 samples of 4 prompts (0 failed)" in said
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 16 + 6
-
-
-@whole_run
-async def test_an_evaluation_that_kill_9_of_the_trainer_cuts_off_is_told_and_done_again(tmp_path: Path) -> None:
-    data = tmp_path / "long.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{number} + 1 =", "label": "x"}) + "\n" for number in range(32)))
-    flags = (
-        "--num-rollout", "5", "--save-interval", "1", "--use-fault-tolerance", "--max-staleness", "1",
-        "--eval-prompt-data", "long", str(data), "--eval-interval", "2", "--n-samples-per-eval-prompt", "8",
-        "--eval-max-response-len", "48", "--eval-samples-in-flight", "1",
-    )  # fmt: skip
-    async with started(tmp_path, *flags) as run:
-        await run.until_step(3)
-        assert not [row for row in run.metrics() if "eval/long" in row], "the first evaluation still runs"
-        run.kill("trainer")
-        await run.finished()
-    assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
-    rows = {row["step"]: row for row in run.metrics() if "eval_error" in row}
-    assert "has no result" in rows[0]["warnings"][0]
-    assert {step for step in (0, 2, 4, 5) if step in rows} == {0, 2, 4, 5}, "each that was due has a row"
-    assert (rows[5]["eval_error"], rows[5]["eval_max_version/long"]) == (0.0, 5)

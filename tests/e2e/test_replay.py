@@ -93,17 +93,8 @@ async def test_generation_alone_survives_a_kill_and_what_it_kept_can_be_trained(
     checkpoint, steps = make_tiny_qwen3(tmp_path / "model"), str(tmp_path / "{rollout_id}.samples")
     supply = asyncio.Semaphore(0)
     async with certain_rollout() as rollout:
-        run = TrainingRun(
-            tmp_path,
-            checkpoint,
-            *FLAGS,
-            "--rollout-address",
-            rollout.address,
-            "--use-fault-tolerance",
-            "--debug-rollout-only",
-            "--save-debug-rollout-data",
-            steps,
-        )
+        flags = (*FLAGS, "--use-fault-tolerance", "--debug-rollout-only", "--save-debug-rollout-data", steps)
+        run = TrainingRun(tmp_path, checkpoint, *flags, "--rollout-address", rollout.address)
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
             for _ in range(5):

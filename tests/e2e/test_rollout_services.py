@@ -1,14 +1,11 @@
 """A run over two rollout services that `--rollout-services 2` starts: one is killed, the run goes on, nothing is lost.
 
-Real launcher, buffer, routers, producers and Megatron rank; only the engines have no model. `make chaos` runs them.
+Real launcher, buffer, routers, producers, engines and Megatron rank. `make chaos` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ from headrace.client.open import open_rollout
 from headrace.client.rollout import RolloutClient
 from headrace.errors import HeadraceError
 from tests.long_forms import whole_run
-from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import TrainingRun
@@ -33,59 +29,6 @@ FLAGS = (
     *("--rollout-max-response-len", "8", "--rollout-health-check-interval", "0.2"),
     *("--buffer-python", python_with("services.buffer.build:LEASE_SECONDS=3.0")),
 )
-WITHOUT_MODEL = ("--update-weight-probe-tolerance", "1e6")
-
-
-class Engine:
-    """Of a rollout service that finds it at its address, and does not end it."""
-
-    def __init__(self, token_seconds: float = 0.0) -> None:
-        self._token_seconds = token_seconds
-        self._engine = GlooEngine()
-        self.address = self._engine.url.removeprefix("http://")
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await self.begin()
-        try:
-            yield
-        finally:
-            await self.end()
-
-    async def begin(self) -> None:
-        self._engine = GlooEngine(int(self.address.rpartition(":")[2]), token_seconds=self._token_seconds)
-        await self._engine.start(seconds=60)
-
-    async def end(self) -> None:
-        await self._engine.stop()
-
-
-@whole_run
-async def test_a_run_goes_on_without_a_rollout_service_that_is_killed_and_takes_it_in_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = Engine(), Engine()
-    addresses = ("--rollout-external-engine-addrs", first.address, second.address)
-    async with scripted_reward(score(1.0)) as reward, first.running(), second.running():
-        run = run_of(tmp_path, reward.address, *WITHOUT_MODEL, *addresses)
-        async with run.started():
-            await run.until_step(2)
-            async with open_rollout(await run.address_of("rollout")) as rollout:
-                run.kill("rollout-0")
-                await first.end()  # without it the service that the launcher starts again has none yet
-                last = run.metrics()[-1]["step"]
-                await run.until_step(last + 4)
-                asked = await asyncio.to_thread(printed, capsys, "generate", "--run", str(run.folder.path), "1 + 1")
-                await first.begin()
-                await until_it_produces(run, rollout.services[0], last)
-                assert (await rollout.services[1].get_fleet()).groups_produced
-                said = await asyncio.to_thread(printed, capsys, "status", str(run.folder.path))
-    lines = re.findall(r"^ *(rollout-\d) +127\.0\.0\.1:\d+ +\d+ +engine-0 ", said, re.M)
-    assert lines == ["rollout-0", "rollout-1"]
-    assert re.search(r"^ *rollout +2 services +– +rollout-0/engine-0 \w+ version ", said, re.M)
-    assert "policy version" in asked
-    assert {path.name for path in run.folder.logs.iterdir() if path.is_dir()} == {"rollout-0", "rollout-1"}
-    await nothing_is_lost(run, capsys)
 
 
 @whole_run

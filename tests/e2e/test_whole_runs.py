@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
-from headrace.client.buffer import BufferClient
-from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
-from headrace.rpc.net import free_port
 from headrace.trajectory import ROUTED_EXPERTS
-from services.rollout.engine.arguments import has_accelerator
-from services.rollout.engine.process import SglangProcess
-from services.rollout.fleet_build import engine_options
 from tests.long_forms import whole_run
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
-from tests.support.processes.training_run import STREAM, SUMS, TrainingRun, unpacked
+from tests.support.processes.training_run import SUMS, TrainingRun, unpacked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -70,19 +64,6 @@ async def rows_of(run: TrainingRun, steps: int) -> Sequence[Row]:
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
     return rows
-
-
-@whole_run
-async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(tmp_path: Path) -> None:
-    flags = ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1")
-    checkpoint = make_tiny(tmp_path / "model", "qwen3_moe", **EXPERTS)
-    rows, compared = await trained_as_the_engine_chose(tmp_path, checkpoint, 5, *flags)
-    assert compared > 100
-    first, *others = rows
-    assert "grad_norm" not in first, "the first step trained the critic alone"
-    assert [row["updated"] for row in others] == [1.0] * 4
-    misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
-    assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
 
 
 @whole_run
@@ -129,60 +110,30 @@ class ChosenExperts:
         return note
 
 
-async def trained_as_the_engine_chose(
-    tmp_path: Path, checkpoint: Path, steps: int, *flags: str
-) -> tuple[Sequence[Row], int]:
-    """A run with routing replay. Returns its rows, and how many tokens' experts of the first step were compared."""
-    kept = str(tmp_path / "steps" / "{rollout_id}.samples")
-    flags = ("--num-rollout", str(steps), "--use-rollout-routing-replay", "--save-debug-rollout-data", kept, *flags)
+@whole_run
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(
+    tmp_path: Path, family: str
+) -> None:
+    checkpoint, kept = make_tiny(tmp_path / "model", family, **EXPERTS), str(tmp_path / "steps/{rollout_id}.samples")
+    flags = (
+        "--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1", "--num-rollout", "5",
+        "--use-rollout-routing-replay", "--save-debug-rollout-data", kept,
+    )  # fmt: skip
     async with started(tmp_path, *flags, checkpoint=checkpoint) as run:
-        rows = await rows_of(run, steps)
+        first, *others = rows = await rows_of(run, 5)
     reference, compared = ChosenExperts(checkpoint), 0
     for sample in unpacked(list(RecordedSteps(kept).read(0).samples)):
         found = sample.columns[ROUTED_EXPERTS]
         for layer, expected in reference.of(sample.tokens.tolist()).items():
             assert np.array_equal(np.sort(found[:, layer], -1), expected), "transformers chooses the same experts"
         compared += len(found)
-    assert max(row["log_prob_diff/max"] for row in rows if "log_prob_diff/max" in row) < ENGINE_BOUND
-    return rows, compared
-
-
-@whole_run
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: Path, family: str) -> None:
-    checkpoint = make_tiny(tmp_path / "model", family, **EXPERTS)
-    rows, compared = await trained_as_the_engine_chose(tmp_path, checkpoint, 3)
-    assert [row["policy_version"] for row in rows] == [1, 2, 3]
     assert compared > 100
-
-
-@whole_run
-async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
-    conversations = [
-        row | {"prompt": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["label"]}]}
-        for row in SUMS
-    ]
-    flags = ("--loss-type", "sft_loss", "--loss-mask-type", "qwen3", "--n-samples-per-prompt", "1")
-    async with started(tmp_path, "--num-rollout", "8", *flags, prompts=conversations) as run:
-        rows = await rows_of(run, 8)
-    assert rows[-1]["loss/sft"] < rows[0]["loss/sft"] - 0.5
-
-
-@whole_run
-async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
-    student, teacher = (make_tiny(tmp_path / name, "qwen3", tied=True, seed=n) for n, name in enumerate(("s", "t")))
-    served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
-    engine = SglangProcess(engine_options(served), 0, tmp_path / "teacher.log", has_accelerator=await has_accelerator())
-    await engine.start(seconds=600)
-    try:
-        flags = ("--use-opd", "--opd-teacher-url", engine.url, "--opd-kl-coef", "1.0")
-        async with started(tmp_path, "--num-rollout", "8", *flags, checkpoint=student) as run:
-            rows = await rows_of(run, 8)
-    finally:
-        await engine.stop()
-    kls = [row["opd/kl"] for row in rows]
-    assert kls[0] > 0
-    assert sum(kls[-2:]) < sum(kls[:2]), "the policy comes nearer to its teacher"
+    assert max(row["log_prob_diff/max"] for row in rows if "log_prob_diff/max" in row) < ENGINE_BOUND
+    assert "grad_norm" not in first, "the first step trained the critic alone"
+    assert [row["updated"] for row in others] == [1.0] * 4
+    misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
+    assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
 
 
 @whole_run
@@ -213,34 +164,6 @@ async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_
     assert turns.count("taken") >= 5
     released = [event["engines"] for event in run.events("rollout") if event["event"] == "engine_memory_released"]
     assert released.count(["engine-0"]) >= 5
-
-
-@whole_run
-async def test_two_buffer_shards_behind_one_run(tmp_path: Path) -> None:
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    flags = ("--num-rollout", "5", "--buffer-address", ",".join(addresses))
-    async with shards(tmp_path, addresses), started(tmp_path, *flags) as run:
-        await rows_of(run, 5)
-        for address in addresses:
-            async with BufferClient(address) as shard:
-                committed = (await shard.stats(STREAM)).groups["COMMITTED"]
-            assert committed == 5, "a batch of two groups takes one from each shard"
-
-
-@asynccontextmanager
-async def shards(folder: Path, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """`headrace up buffer` for each of them, as on a machine of its own."""
-    (folder / "shards").mkdir()
-    checkpoint = make_tiny_qwen3(folder / "model")
-    flags = (*SMALL, "--num-rollout", "5", "--custom-rm-path", f"{folder}/vowels.py:vowels", "--buffer-address")
-    async with AsyncExitStack() as stack:
-        for number in range(len(addresses)):
-            shard = TrainingRun(
-                folder / "shards", checkpoint, *flags, ",".join(addresses), "--buffer-shard", str(number),
-                program=("up", "buffer"), name=f"shard-{number}",
-            )  # fmt: skip
-            await stack.enter_async_context(shard.started())
-        yield
 
 
 @whole_run

@@ -104,16 +104,12 @@ async def test_what_does_not_end_is_ended_at_its_limit() -> None:
 
 METADATA = [
     ('{"rm_type": ["math"]}', "SCORER_UNKNOWN"),
-    ('{"rm_type": {"a": 1}}', "SCORER_UNKNOWN"),
     ('{"rm_type": "' + "m" * 100_000 + '"}', "SCORER_UNKNOWN"),
     ('{"rm_type": "\\ud800"}', "ITEM_INVALID"),
     ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "ITEM_INVALID"),
-    ('{"a": ' + "[" * 65 + "]" * 65 + "}", "ITEM_INVALID"),
     ('{"a": "' + "x" * (1 << 20) + '"}', "ITEM_INVALID"),
     ('{"a": NaN}', "ITEM_INVALID"),
-    ("{", "ITEM_INVALID"),
     ("\0", "ITEM_INVALID"),
-    ('{"pattern": "("}', "SCORER_RAISED"),
     ('{"pattern": "' + "(" * 5_000 + '"}', "SCORER_RAISED"),
     ('{"rm_type": "reasoning_gym", "reasoning_gym": {"answer": 1, "metadata": [1]}}', "SCORER_RAISED"),
     ('{"rm_type": "math"}', "SCORER_RAISED"),

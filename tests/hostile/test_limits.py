@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -185,29 +184,6 @@ async def test_what_exceeds_a_limit_is_refused_and_changes_nothing(served: Any) 
     assert await stub.GetStats(pb.GetStatsRequest()) == before
 
 
-async def test_no_step_epoch_or_version_is_taken_that_ends_the_stream(served: Any) -> None:
-    client, stub = served
-    epoch = (await client.rewind("train", 5)).epoch  # as a trainer ahead of a ledger that was restored
-    for request in (
-        {"step": 2**53}, {"step": 1_000_006}, {"least_epoch": 2**53}, {"least_epoch": epoch + 1_000_001},
-    ):  # fmt: skip
-        call = pb.RewindRequest(stream="train", **{"request_id": f"{request}", "step": 5, **request})
-        assert await answer(stub, "Rewind", call) is FAILED
-    for version in (2**53, 1_000_006):
-        call = pb.SetPolicyVersionRequest(stream="train", epoch=epoch, policy_version=version)
-        assert await answer(stub, "SetPolicyVersion", call) is FAILED
-    for step in (6, 2**53):
-        assert await answer(stub, "CommitStep", pb.CommitStepRequest(stream="train", epoch=epoch, step=step)) is FAILED
-    for step in (HUGE, -(2**63)):
-        request = pb.LeaseBatchRequest(stream="train", epoch=epoch, step=step)
-        assert await answer(stub, "LeaseBatch", request) is FAILED
-    epoch = (await client.rewind("train", 1_000_005, least_epoch=epoch + 1_000_000)).epoch
-    async with asyncio.timeout(60):
-        assert await client.commit("train", epoch, 1_000_005) == 0
-    stats = await client.stats("train")
-    assert (stats.epoch, stats.step, stats.committed_step) == (1_000_001, 1_000_005, 1_000_005)
-
-
 def envelope_of(lease: pb.GroupLease, index: int, num_bytes: int) -> sample_pb2.Sample:
     """Its envelope holds about `num_bytes`."""
     sample = completed_sample(lease, index, 0).pack()
@@ -246,23 +222,6 @@ async def test_answers_are_filled_by_bytes_and_no_lease_is_burned(served: Any, m
     batch = await client.lease_batch("large", epoch, 0)
     assert [group.group_id for group in batch.groups] == [granted.group_id for granted in leases]
     assert (batch.digest, batch.next_group) == (first.digest, 0)
-    found: list[str] = []
-    token = ""
-    while True:
-        request = pb.ListGroupsRequest(stream="large", page_size=1_000, page_token=token)
-        page = await stub.ListGroups(request, timeout=60)
-        assert page.ByteSize() < 4 << 20
-        found += [group.group_id for group in page.groups]
-        token = page.next_page_token
-        if not token:
-            break
-    assert sorted(found) == sorted(granted.group_id for granted in leases)
-    named = await client.list_groups("large", group_ids=found)
-    assert sorted(group.group_id for group in named.groups) == sorted(found)
-    async for message in stub.Watch(pb.WatchRequest(stream="large", from_position=1), timeout=60):
-        assert message.ByteSize() < 4 << 20
-        if message.events[-1].position >= (await client.position()):
-            break
 
 
 @pytest.mark.parametrize("what", ["prompts", "envelopes", "partials", "columns"])
@@ -304,21 +263,6 @@ async def test_everything_that_is_stored_counts_towards_the_streams_bytes(served
 async def uploaded(client: BufferClient, name: bytes, data: bytes) -> None:
     request = pb.UploadColumnRequest(sha256=name, num_bytes=len(data), data=data)
     await client._call(client._stub.UploadColumn, request)
-
-
-async def test_uploads_that_have_only_begun_hold_their_room(served: Any) -> None:
-    _, stub = served
-
-    async def begin(i: int, num_bytes: int) -> grpc.StatusCode:
-        name = hashlib.sha256(f"{i}".encode()).digest()
-        return await answer(stub, "UploadColumn", pb.UploadColumnRequest(sha256=name, num_bytes=num_bytes))
-
-    assert await begin(0, 90 << 20) is grpc.StatusCode.OK
-    assert await begin(0, 90 << 20) is grpc.StatusCode.OK
-    assert await begin(0, 1) is INVALID
-    assert await begin(1, 20 << 20) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    codes = [await begin(i, 1) for i in range(2, 1_200)]
-    assert (codes.count(grpc.StatusCode.OK), codes[-1]) == (999, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 async def test_streams_are_limited_in_number_and_can_be_deleted(served: Any) -> None:

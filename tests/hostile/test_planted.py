@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.transaction import LedgerEvent
@@ -134,33 +135,6 @@ def many_events_are_gone(run: AuditedRun) -> Sequence[str]:
 
 
 @planted
-def an_event_is_of_an_unknown_kind(run: AuditedRun) -> Sequence[str]:
-    event = change(run, run.events("released")[1], kind="evaporated")
-    return [rf"^history: position {event.position} is of the unknown kind 'evaporated', of group {event.group_id}"]
-
-
-@planted
-def a_group_was_committed_and_never_consumed(run: AuditedRun) -> Sequence[str]:
-    ready = run.groups(GroupState.READY)[0].group_id
-    event = change(run, run.events("committed")[-1], group_id=ready)
-    return [rf"^state: position {event.position} committed group {ready}\b"]
-
-
-@planted
-def a_group_was_put_without_a_lease(run: AuditedRun) -> Sequence[str]:
-    queued = run.groups(GroupState.QUEUED)[0].group_id
-    event = change(run, run.events("put")[-1], group_id=queued)
-    return [rf"^state: position {event.position} put took group {queued} from QUEUED to READY"]
-
-
-@planted
-def a_dropped_group_was_consumed(run: AuditedRun) -> Sequence[str]:
-    dropped = run.groups(GroupState.DROPPED)[0].group_id
-    event = change(run, run.events("consumed")[-1], group_id=dropped)
-    return [rf"^state: position {event.position} consumed took group {dropped} from DROPPED to CONSUMED"]
-
-
-@planted
 def a_step_consumed_other_samples_than_were_put(run: AuditedRun) -> Sequence[str]:
     index = run.events("consumed")[-1]
     ids = run.store.events[index].sample_ids
@@ -182,13 +156,6 @@ def a_group_was_given_to_two_steps(run: AuditedRun) -> Sequence[str]:
     group_id = run.store.events[first + 2].group_id
     event = change(run, last, group_id=group_id)
     return [rf"position {event.position} .*group {group_id}\b"]
-
-
-@planted
-def a_batch_was_short(run: AuditedRun) -> Sequence[str]:
-    index = run.events("batched")[-1]
-    event = change(run, index, kind="policy_version", group_id=None, state=None, policy_version=5, step=5)
-    return [rf"^batch: position {event.position - 1} left step 5 with 1 groups, a batch has 2"]
 
 
 @planted
@@ -223,22 +190,49 @@ def the_policy_version_went_back(run: AuditedRun) -> Sequence[str]:
     return [rf"^version: position {event.position} set version {event.policy_version} after 9"]
 
 
-@planted
-def a_stale_group_was_trained(run: AuditedRun) -> Sequence[str]:
-    event = change(run, run.events("batched")[-1], policy_version=2)
-    return [rf"^version: position {event.position} gave group {event.group_id} of version 2 to step 5"]
+EVENTS: dict[str, tuple[str, int, GroupState | None, dict[str, Any], str]] = {
+    "an event is of an unknown kind": (
+        "released", 1, None, {"kind": "evaporated"},
+        r"^history: position {position} is of the unknown kind 'evaporated', of group {group_id}",
+    ),
+    "a group was committed and never consumed": (
+        "committed", -1, GroupState.READY, {}, r"^state: position {position} committed group {group_id}\b",
+    ),
+    "a group was put without a lease": (
+        "put", -1, GroupState.QUEUED, {}, "^state: position {position} put took group {group_id} from QUEUED to READY",
+    ),
+    "a dropped group was consumed": (
+        "consumed", -1, GroupState.DROPPED, {},
+        "^state: position {position} consumed took group {group_id} from DROPPED to CONSUMED",
+    ),
+    "a stale group was trained": (
+        "batched", -1, None, {"policy_version": 2},
+        "^version: position {position} gave group {group_id} of version 2 to step 5",
+    ),
+    "epochs overlap": ("batched", -1, None, {"epoch": 1}, "^epoch: position {position} is of epoch 1, after epoch 3"),
+    "an epoch was opened by nobody": (
+        "policy_version", 0, None, {"epoch": 7},
+        "^epoch: position {position} is of epoch 7, which no rewind has opened",
+    ),
+    "a batch was short": (
+        "batched", -1, None,
+        {"kind": "policy_version", "group_id": None, "state": None, "policy_version": 5, "step": 5},
+        "^batch: position {before} left step 5 with 1 groups, a batch has 2",
+    ),
+}  # fmt: skip
+"""By what it is: (kind of the event, which of them, a group of which state it names then, other changes, the line)."""
 
 
-@planted
-def epochs_overlap(run: AuditedRun) -> Sequence[str]:
-    event = change(run, run.events("batched")[-1], epoch=1)
-    return [rf"^epoch: position {event.position} is of epoch 1, after epoch 3"]
-
-
-@planted
-def an_epoch_was_opened_by_nobody(run: AuditedRun) -> Sequence[str]:
-    event = change(run, run.events("policy_version")[0], epoch=7)
-    return [rf"^epoch: position {event.position} is of epoch 7, which no rewind has opened"]
+@pytest.mark.parametrize("name", EVENTS)
+async def test_a_changed_event_is_named(good: AuditedRun, tmp_path: Path, name: str) -> None:
+    kind, which, state, fields, pattern = EVENTS[name]
+    run = good.copied()
+    if state is not None:
+        fields = {**fields, "group_id": run.groups(state)[0].group_id}
+    event = change(run, run.events(kind)[which], **fields)
+    wanted = pattern.format(position=event.position, before=event.position - 1, group_id=event.group_id)
+    said = await said_of(run, tmp_path)
+    assert re.search(wanted, said, re.MULTILINE), said
 
 
 # What the ledger shows
@@ -308,38 +302,37 @@ def a_sample_has_another_digest(run: AuditedRun) -> Sequence[str]:
     return [rf"^digest: line \d+ feeds step {group.step} the batch"]
 
 
-def set_state(run: AuditedRun, **fields: Any) -> None:
+@planted
+def a_sample_has_another_reward(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.COMMITTED)[0]
+    envelope = sample_pb2.SampleEnvelope.FromString(group.samples[0].envelope)
+    envelope.reward = 0.0
+    set_group(run, group, samples=(replace(group.samples[0], envelope=envelope.SerializeToString()), group.samples[1]))
+    return [rf"^digest: line \d+ feeds step {group.step} the batch"]
+
+
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "the epoch went back": ({"epoch": 1}, "^count: the epoch is 1 in the ledger, 3 by its events"),
+    "the next step is another": ({"step": 7}, "^count: the next step is 7 in the ledger, 5 by its events"),
+    "more is committed": (
+        {"committed_step": 4},
+        "^count: step 2 is committed, and its group train/6 is CONSUMED still",
+    ),
+    "less is committed": ({"committed_step": 1}, "^count: group train/4 of step 1 is COMMITTED, the step is not"),
+    "groups are not there": (
+        {"forgotten": {"COMMITTED": 3}},
+        "^count: the ledger counts the groups COMMITTED 7, .* its events COMMITTED 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+async def test_a_changed_stream_is_named(good: AuditedRun, tmp_path: Path, name: str) -> None:
+    fields, pattern = STATES[name]
+    run = good.copied()
     run.store.streams[STREAM] = replace(run.store.streams[STREAM], **fields)
-
-
-@planted
-def the_epoch_went_back(run: AuditedRun) -> Sequence[str]:
-    set_state(run, epoch=1)
-    return [r"^count: the epoch is 1 in the ledger, 3 by its events"]
-
-
-@planted
-def the_next_step_is_another(run: AuditedRun) -> Sequence[str]:
-    set_state(run, step=7)
-    return [r"^count: the next step is 7 in the ledger, 5 by its events"]
-
-
-@planted
-def more_is_committed_than_was(run: AuditedRun) -> Sequence[str]:
-    set_state(run, committed_step=4)
-    return [r"^count: step 2 is committed, and its group train/6 is CONSUMED still"]
-
-
-@planted
-def less_is_committed_than_was(run: AuditedRun) -> Sequence[str]:
-    set_state(run, committed_step=1)
-    return [r"^count: group train/4 of step 1 is COMMITTED, the step is not"]
-
-
-@planted
-def groups_are_counted_that_are_not_there(run: AuditedRun) -> Sequence[str]:
-    set_state(run, forgotten={"COMMITTED": 3})
-    return [r"^count: the ledger counts the groups COMMITTED 7, .* its events COMMITTED 4"]
+    said = await said_of(run, tmp_path)
+    assert re.search(pattern, said, re.MULTILINE), said
 
 
 # Payloads
@@ -385,17 +378,33 @@ def line_with(run: AuditedRun, index: int, changes: Mapping[str, Any]) -> None:
     run.set_rows(rows)
 
 
+LINES: dict[str, tuple[int, dict[str, Any] | str, str]] = {
+    "another batch by its digest": (7, {"digest": "ab" * 32}, "^digest: line 8 feeds step 4 the batch abababab"),
+    "another digest before a rewind": (2, {"digest": "cd" * 32}, "^digest: lines 3 and 6 feed step 2"),
+    "another shape": (7, '{"step": 4}', "^record: line 8 (.|\n)*^record: has no line of step 4"),
+    "a list": (7, '[{"step": 4}]', "^record: line 8 "),
+    "a text for a step": (7, {"step": "4"}, "^record: line 8 .*step"),
+    "samples that are none": (7, {"sample_ids": [1, 2, None, {}]}, "^record: line 8 "),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+async def test_a_changed_line_is_named(good: AuditedRun, tmp_path: Path, name: str) -> None:
+    index, changed, pattern = LINES[name]
+    run = good.copied()
+    if isinstance(changed, str):
+        run.record[index] = changed
+    else:
+        line_with(run, index, changed)
+    said = await said_of(run, tmp_path)
+    assert re.search(pattern, said, re.MULTILINE), said
+
+
 @planted
 def a_step_was_fed_in_another_order(run: AuditedRun) -> Sequence[str]:
     ids = run.rows()[7]["sample_ids"]
     line_with(run, 7, {"sample_ids": [ids[1], ids[0], *ids[2:]]})
     return [rf"^order: line 8 feeds step 4 .*{ids[1]}, in the ledger {ids[0]}"]
-
-
-@planted
-def a_step_was_fed_another_batch_by_its_digest(run: AuditedRun) -> Sequence[str]:
-    line_with(run, 7, {"digest": "ab" * 32})
-    return [r"^digest: line 8 feeds step 4 the batch abababab"]
 
 
 @planted
@@ -409,12 +418,6 @@ def a_step_was_fed_other_samples_before_a_rewind(run: AuditedRun) -> Sequence[st
 def a_step_was_fed_in_another_order_before_a_rewind(run: AuditedRun) -> Sequence[str]:
     line_with(run, 2, {"sample_ids": run.rows()[2]["sample_ids"][::-1]})
     return [r"^rerun: step 2 .*, in another order"]
-
-
-@planted
-def a_step_had_another_digest_before_a_rewind(run: AuditedRun) -> Sequence[str]:
-    line_with(run, 2, {"digest": "cd" * 32})
-    return [r"^digest: lines 3 and 6 feed step 2"]
 
 
 @planted
@@ -449,30 +452,6 @@ def two_lines_are_swapped(run: AuditedRun) -> Sequence[str]:
 def a_line_is_garbage(run: AuditedRun) -> Sequence[str]:
     run.record.insert(2, "%PDF-1.4 what is this")
     return [r"^record: line 3 .*%PDF"]
-
-
-@planted
-def a_line_has_another_shape(run: AuditedRun) -> Sequence[str]:
-    run.record[7] = '{"step": 4}'
-    return [r"^record: line 8 ", r"^record: has no line of step 4"]
-
-
-@planted
-def a_line_is_a_list(run: AuditedRun) -> Sequence[str]:
-    run.record[7] = '[{"step": 4}]'
-    return [r"^record: line 8 "]
-
-
-@planted
-def a_line_has_a_text_for_a_step(run: AuditedRun) -> Sequence[str]:
-    line_with(run, 7, {"step": "4"})
-    return [r"^record: line 8 .*step"]
-
-
-@planted
-def a_line_has_samples_that_are_none(run: AuditedRun) -> Sequence[str]:
-    line_with(run, 7, {"sample_ids": [1, 2, None, {}]})
-    return [r"^record: line 8 "]
 
 
 @planted

@@ -150,9 +150,7 @@ async def _run(folder: Path) -> None:
                 name, folder, folder / "model", sections, lambda put, c=change: changed(put, c), DamagedStore()
             )
             cases.append(await stack.enter_async_context(context))
-        await asyncio.to_thread(
-            run_cases, folder, 2, [case for case, _ in cases], 300.0, "tests.support.ranks.trainer_cases"
-        )
+        await asyncio.to_thread(run_cases, folder, 2, [case for case, _ in cases], 300.0)
 
 
 def test_no_poison_stops_the_run(runs: Runs) -> None:

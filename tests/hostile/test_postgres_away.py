@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from headrace.client.buffer import BufferClient
-from headrace.errors import Fenced, Unavailable
+from headrace.errors import Unavailable
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
 from headrace.launch.health import is_serving
@@ -108,6 +108,7 @@ async def _status(address: str) -> str:
     return output.decode()
 
 
+@pytest.mark.skipif("HEADRACE_POSTGRES_CUTS" not in os.environ, reason="long: make chaos sets HEADRACE_POSTGRES_CUTS")
 @pytest.mark.timeout(600)
 async def test_sessions_that_are_ended_at_random_points_cost_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
     buffer = buffer_of(tmp_path, postgres, "cut")
@@ -121,40 +122,6 @@ async def test_sessions_that_are_ended_at_random_points_cost_nothing(tmp_path: P
                 purpose = chance.choice(["writer", "reader", "claim", ""])
                 await asyncio.to_thread(postgres.end_sessions, f"headrace-%{purpose}")
             await workload.steps(2)
-    finally:
-        await buffer.kill()
-
-
-@pytest.mark.timeout(600)
-async def test_a_server_that_is_stopped_and_goes_on_costs_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
-    buffer = buffer_of(tmp_path, postgres, "stopped")
-    await buffer.start()
-    try:
-        async with working(buffer, tmp_path) as workload:
-            await workload.steps(1)
-            postgres.signal(signal.SIGSTOP)
-            await _says_so(buffer.address)
-            await asyncio.sleep(AWAY_SECONDS)
-            postgres.signal(signal.SIGCONT)
-            await workload.steps(2)
-    finally:
-        postgres.signal(signal.SIGCONT)
-        await buffer.kill()
-
-
-async def test_a_buffer_that_starts_while_the_database_is_away_waits_for_it(
-    tmp_path: Path, postgres: PostgresServer
-) -> None:
-    postgres.kill()
-    buffer = buffer_of(tmp_path, postgres, "early")
-    await buffer.start()
-    try:
-        async with asyncio.timeout(60):
-            while "postgres_away" not in buffer.log:
-                await asyncio.sleep(0.05)
-        await asyncio.to_thread(postgres.start)
-        async with BufferClient(buffer.address) as client:
-            assert (await client.stats("train")).step == 0
     finally:
         await buffer.kill()
 
@@ -175,23 +142,6 @@ async def test_a_database_that_stays_away_ends_the_buffer_with_its_own_exit_code
     finally:
         await buffer.kill()
         await asyncio.to_thread(postgres.start)
-
-
-async def test_a_buffer_that_waits_ends_when_it_is_asked_to(tmp_path: Path, postgres: PostgresServer) -> None:
-    buffer = buffer_of(tmp_path, postgres, "asked")
-    await buffer.start()
-    try:
-        async with BufferClient(buffer.address) as client:
-            await client.stats("train")
-            postgres.signal(signal.SIGSTOP)
-            submitting = asyncio.create_task(client.submit_prompts("train", text_prompts("x")))
-            await _says_so(buffer.address)
-            async with asyncio.timeout(60):
-                await buffer.terminate()
-            submitting.cancel()
-    finally:
-        postgres.signal(signal.SIGCONT)
-        await buffer.kill()
 
 
 def test_a_commit_of_unknown_outcome_is_made_once(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,35 +167,6 @@ def test_a_commit_of_unknown_outcome_is_made_once(postgres: PostgresServer, monk
         assert [event.position for event in store.read_events(position + 1, 10)] == [position + 1]
     assert len(store.load().groups) == 4
     store.close()
-
-
-def test_whoever_was_cut_off_while_another_owned_the_ledger_is_fenced(postgres: PostgresServer) -> None:
-    store = PostgresStore(postgres.dsn, "taken", wait_seconds=20.0)
-    it = LedgerUnderTest(store)
-    it.create()
-    postgres.end_sessions("headrace-%")
-    heir = PostgresStore(postgres.dsn, "taken", claim_seconds=60.0)
-    with refused(Fenced, "headrace_taken", "epoch 1", "epoch 2"):
-        it.submit("too late")
-    assert heir.load().groups == ()
-    heir.close()
-
-
-def test_the_same_owner_goes_on_under_its_epoch(postgres: PostgresServer) -> None:
-    store = PostgresStore(postgres.dsn, "same", wait_seconds=20.0)
-    it = LedgerUnderTest(store)
-    it.create()
-    for number in range(3):
-        postgres.end_sessions("headrace-%")
-        it.submit(f"prompt {number}")
-    postgres.end_sessions("headrace-%")
-    assert len(store.load().groups) == 3
-    assert len(store.read_events(1, 100)) == it.ledger.position
-    store.close()
-    heir = PostgresStore(postgres.dsn, "same", claim_seconds=60.0)
-    with psycopg.connect(postgres.dsn) as admin:
-        assert admin.execute("SELECT epoch FROM headrace_same.owner").fetchone() == (2,)
-    heir.close()
 
 
 def test_a_server_that_hangs_is_cut_and_the_commit_made_again(

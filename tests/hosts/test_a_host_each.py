@@ -18,49 +18,40 @@ long_form = pytest.mark.skipif("HEADRACE_HOSTS" not in os.environ, reason="long:
 CLEAN = "lost, doubled, unaccounted: 0 0 0"
 
 
-@long_form
-async def test_two_ranks_on_each_of_two_hosts_train_together(tmp_path: Path) -> None:
-    with network((*NAMES, "second")) as hosts:
-        run = RunOnHosts(
-            hosts,
-            tmp_path,
-            make_tiny_qwen3(tmp_path / "model"),
-            "--num-rollout",
-            "4",
-            *("--tensor-model-parallel-size", "2"),
-            trainers=("trainer", "second"),
-            ranks_per_host=2,
-        )
-        async with run.started():
-            await run.finished()
-            audited = await run.audited()
-    assert CLEAN in audited
-    assert all(row["grad_norm"] > 0 for row in run.metrics())
+LOOK_AND_CHANGE = """
+import asyncio, os, sys
+from headrace.client.buffer import BufferClient
+from headrace.errors import HeadraceError
+async def main(token):
+    os.environ["HEADRACE_TOKEN"] = token
+    async with BufferClient(sys.argv[1]) as buffer:
+        for call in (buffer.stats("train"), buffer.rewind("train", 0)):
+            try:
+                await call
+                print("OK")
+            except HeadraceError as error:
+                print(error.reason)
+for token in sys.argv[2:]:
+    asyncio.run(main(token))
+"""
+"""What the buffer says to a look and to a change, with each of the tokens."""
 
 
 @long_form
-async def test_a_run_with_ranks_on_two_hosts_trains_over_ipv6(tmp_path: Path) -> None:
-    with network((*NAMES, "second"), ipv6=True) as hosts:
-        model = make_tiny_qwen3(tmp_path / "model")
-        run = RunOnHosts(hosts, tmp_path, model, "--num-rollout", "4", trainers=("trainer", "second"))
-        async with run.started():
-            await run.finished()
-            assert CLEAN in await run.audited()
-
-
-@long_form
-@pytest.mark.parametrize("bits_per_second", [None, 10e6])
-async def test_a_run_trains_over_a_line_of_50_ms_that_loses_2_frames_of_100(
-    tmp_path: Path, bits_per_second: float | None
+async def test_two_ranks_on_each_of_two_hosts_train_over_ipv6_and_callers_have_the_roles_of_their_tokens(
+    tmp_path: Path,
 ) -> None:
-    with network() as hosts:
-        hosts.switch.disturb(delay_seconds=0.05, loss=0.02, bits_per_second=bits_per_second)
-        run = RunOnHosts(hosts, tmp_path, make_tiny_qwen3(tmp_path / "model"), "--num-rollout", "8")
+    with network((*NAMES, "second"), ipv6=True) as hosts:
+        flags = ("--num-rollout", "4", "--tensor-model-parallel-size", "2")
+        model = make_tiny_qwen3(tmp_path / "model")
+        run = RunOnHosts(hosts, tmp_path, model, *flags, trainers=("trainer", "second"), ranks_per_host=2)
         async with run.started():
             await run.finished()
-            said = await run.audited()
-    assert run.last_step() == 8
-    assert CLEAN in said
+            asked = (sys.executable, "-c", LOOK_AND_CHANGE, run.at("buffer"), run.guest_token, "")
+            said = await run.guest_said(*asked)
+            assert CLEAN in await run.audited()
+    assert all(row["grad_norm"] > 0 for row in run.metrics())
+    assert said.split()[-4:] == ["OK", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
 @pytest.mark.parametrize("ipv6", [False, True])

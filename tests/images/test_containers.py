@@ -1,28 +1,19 @@
-"""The images are built by a container engine and serve: two of them to a client, all four to a run.
-
-Long: HEADRACE_IMAGES=1 builds buffer and reward (a minute), HEADRACE_IMAGES=all also runs all four, which
-`make images` builds first.
-"""
+"""The images that `make images` has built serve a run of four containers (long: it sets HEADRACE_IMAGES)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-from headrace.cli.main import main
-from tests.support.containers import put_and_score
 from tests.support.containers.engine import Engine
 from tests.support.containers.stack import Stack
 from tests.support.deployments import SERVICES
-from tests.support.models.tiny_model import make_tiny_qwen3
 
 pytestmark = pytest.mark.timeout(7200)
 
-IMAGES = os.environ.get("HEADRACE_IMAGES")
 STEP_SECONDS = 900.0
 FOLDER = "/var/lib/headrace/quickstart"
 SMALL = {
@@ -36,48 +27,9 @@ SMALL = {
 """The quickstart's job, with a quarter of its samples, and checkpoints."""
 
 
-@pytest.fixture
-def engine() -> Engine:
-    engine = Engine()
-    if (reason := engine.lacks()) is not None:
-        pytest.skip(reason)
-    return engine
-
-
-@pytest.mark.skipif(IMAGES is None, reason="long: make images sets HEADRACE_IMAGES")
-async def test_a_client_has_a_sample_scored_and_puts_it_where_buffer_and_reward_are_containers(
-    engine: Engine, tmp_path: Path
-) -> None:
-    make_tiny_qwen3(tmp_path / "models" / "tiny")
-    (tmp_path / "models" / "train.jsonl").write_text('{"prompt": "7 + 7 =", "label": "14"}\n')
-    (tmp_path / "job.toml").write_text(
-        '[run]\nrun_name = "short"\n[model]\nhf_checkpoint = "models/tiny"\n'
-        '[data]\nprompt_data = "models/train.jsonl"\nlabel_key = "label"\n'
-        "[rollout]\nrollout_batch_size = 2\nn_samples_per_prompt = 2\n"
-        '[reward]\nrm_type = "exact_match"\n[train]\nmicro_batch_size = 2\n[megatron]\nlr = 1e-6\n'
-    )
-    tls = tmp_path / "tls"
-    assert main(["certs", str(tls)]) == 0
-    for key in tls.rglob("key.pem"):
-        key.chmod(0o444)  # user 10001 of the containers is not this one
-    volumes = {"/job/job.toml": tmp_path / "job.toml", "/job/models": tmp_path / "models", "/tls": tls}
-    async with Stack(engine, {}, volumes).open() as stack:
-        for service in ("buffer", "reward"):
-            await engine.build(service)
-            await stack.start(service)
-        for service in ("buffer", "reward"):
-            await stack.until_healthy(service)
-        program, operator = Path(put_and_score.__file__), tls / "clients" / "operator"
-        said = await stack.client("buffer", program, operator, "buffer:7001", "reward:7002")
-        assert said.strip() == "[1.0, 0.0] GROUP_STATE_READY"
-        for service in ("reward", "buffer"):
-            code, _ = await stack.stop(service)
-            assert code == 0, await stack.last_words()
-
-
-@pytest.mark.skipif(IMAGES != "all", reason="long: make images sets HEADRACE_IMAGES")
-async def test_four_containers_train_outlive_each_others_deaths_drain_and_resume(engine: Engine) -> None:
-    async with Stack(engine, {**SMALL, "HEADRACE_NUM_ROLLOUT": "1000"}).open() as stack:
+@pytest.mark.skipif("HEADRACE_IMAGES" not in os.environ, reason="long: make images sets HEADRACE_IMAGES")
+async def test_four_containers_train_outlive_each_others_deaths_drain_and_resume() -> None:
+    async with Stack(Engine(), {**SMALL, "HEADRACE_NUM_ROLLOUT": "1000"}).open() as stack:
         await stack.certificates()
         for service in SERVICES:
             await stack.start(service)

@@ -31,11 +31,8 @@ _LIBRARIES = (
 )
 _README = Path(__file__).parent / "README.md"
 _SLOW = (
-    "tests/contract/buffer/test_buffer_service.py::test_a_client_waits_through_a_restart_of_the_buffer",
-    "tests/contract/buffer/test_buffer_service.py::test_a_restart_may_change_the_limits_and_nothing_else",
     "tests/contract/buffer/test_buffer_shards.py::test_a_shard_that_is_down_delays_its_groups_and_loses_none",
     "tests/contract/buffer/test_buffer_shards.py::test_failed_groups_are_tried_again_on_every_shard",
-    "tests/unit/rollout/publication/test_refused_weights.py::test_a_publication_that_ends_before_its_verdict_is_refused",
 )
 _ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "-k", "not postgres", *(f"--deselect={test}" for test in _SLOW))
 

@@ -1,7 +1,7 @@
 """`python -m tests.soak FOLDER`: a job for SOAK_HOURS (4), or for SOAK_MINUTES, under all sorts of traffic.
 
-Prints a verdict for each process and quantity and draws FOLDER/soak.svg. Exit code 0: nothing grows, and the audit
-finds nothing. SOAK_EVERY is how often processes are looked at, in seconds.
+Prints a verdict for each process and quantity. Exit code 0: nothing grows, and the audit finds nothing.
+SOAK_EVERY is how often processes are looked at, in seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from headrace.cli.commands.ledger import audited
 from headrace.ledger_tools.audit_run import described
-from tests.soak.report import draw, judged, table
 from tests.soak.sampling import Sampling
 from tests.soak.traffic import Traffic, write_reward
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -41,7 +40,6 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
     prompts.write_text("".join(f'{{"prompt": "{row["prompt"]}", "label": "{row["label"]}"}}\n' for row in SUMS[:4]))
     flags = (*_FLAGS, "--eval-prompt-data", "sums", str(prompts))
     run = StandInRun(folder, make_tiny_qwen3(folder / "model"), *flags, reward_file=reward)
-    sampling = Sampling()
     async with run.started():
         await run.run.until_step(3)
         traffic = Traffic(run, reward, seconds)
@@ -61,19 +59,17 @@ async def soak(folder: Path, seconds: float, every_seconds: float) -> bool:
         await asyncio.gather(busy, return_exceptions=True)
         steps = len(run.run.trained())
         records = _records(run)
-    found = judged(sampling.lines, seconds, {})
+    found = sampling.verdicts()
     judged_steps = steps - steps_at_half
     print(f"{seconds / 60:.0f} minutes, {steps} steps, {judged_steps} in the second half; {dict(traffic.done)}")
     if judged_steps < _LEAST_STEPS:
         print(f"nothing is shown by fewer than {_LEAST_STEPS} steps in the second half: give it a calmer machine")
     grown = ", ".join(f"{name} {size / steps:.0f}" for name, size in records.items())
     print(f"history, records and logs grow by design, in bytes a step: {grown}")
-    print(table(found))
-    draw(sampling.lines, folder / "soak.svg")
-    print(f"the lines: {folder / 'soak.svg'}")
+    print(*found, sep="\n")
     audit = await audited(run.run.folder, "train", 120.0, deep=True)
     print(described(audit))
-    is_flat = judged_steps >= _LEAST_STEPS and not any(each.verdict.grows for each in found)
+    is_flat = judged_steps >= _LEAST_STEPS and not any(each.grows for each in found)
     return audit.verdict.is_clean and is_flat
 
 

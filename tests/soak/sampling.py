@@ -1,4 +1,4 @@
-"""What each process of a job has: memory, file descriptors, threads; and what its folder takes on the disk."""
+"""What each process of a job has (memory, descriptors, threads), what its folders take on the disk, and what grows."""
 
 from __future__ import annotations
 
@@ -6,37 +6,61 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from headrace.process.linux import descendants
 from headrace.process.memory import resident_bytes
 
-QUANTITIES = ("memory", "descriptors", "threads")
 _ROLES = (
     ("guard", r"headrace\.process\.guard\b"),
     ("user code", r"multiprocessing\.forkserver"),
     ("router", r"sglang.?router|launch_router"),
     ("ranks' starter", r"headrace\.launch\.ranks"),
     *((name, rf"services\.{name}\b") for name in ("buffer", "reward", "rollout", "trainer")),
-    ("engine", r"fakes\.gloo_engine|sglang\.launch_server|engine\.server|sglang::"),
     ("launcher", r"headrace\.cli\.main"),
 )
+_MIB = 1 << 20
+_BOUNDS = {"memory": (8 * _MIB, 4 * _MIB, 0.02), "disk": (8 * _MIB, 2 * _MIB, 0.05)} | {
+    "descriptors": (2.0, 4.0, 0.0),
+    "threads": (1.0, 2.0, 0.0),
+}
+"""How much a line may gain in an hour; a gain below the second, and that share of its level, is noise."""
+_LEAST_POINTS = 9
+_LATEST_BEGIN_SHARE = 0.6
+"""Of the time: a process that began later has no verdict."""
+_WARM_UP_SECONDS = 60.0
+"""It has not yet done everything once."""
+
+Points = list[tuple[float, float]]
+"""(seconds, value)."""
 
 
-@dataclass
-class Lines:
-    """(seconds, value) by quantity, of one process or one folder."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the second half of a line says."""
 
-    points: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    name: str
+    quantity: str
+    level: float
+    gain: float
+    """From its first third to its last, by their medians, which single outliers do not move."""
+    grows: bool
+
+    def __str__(self) -> str:
+        size, unit = (_MIB, " MiB") if self.quantity in ("memory", "disk") else (1, "")
+        numbers = f"{self.level / size:.1f}{unit}, {self.gain / size:+.2f}{unit}"
+        return f"{self.name:<18}{self.quantity:<13}{numbers:<28}{'GROWS' if self.grows else 'flat'}"
 
 
 class Sampling:
     """Reads /proc. A process is its role and its id: one that was started again is another line."""
 
     def __init__(self) -> None:
-        self.lines: dict[tuple[str, int], Lines] = defaultdict(Lines)
+        self.lines: dict[tuple[str, int, str], Points] = defaultdict(list)
         self._began = time.monotonic()
 
     @property
@@ -49,39 +73,45 @@ class Sampling:
         now = self.seconds
         for name, root in roots.items():
             for pid in (root, *descendants(root)):
-                if found := _of_process(pid):
-                    points = self.lines[role_of(pid) or name, pid].points
-                    for quantity, value in zip(QUANTITIES, found, strict=True):
-                        points[quantity].append((now, value))
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    handles, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+                except OSError:
+                    continue  # it has ended
+                if memory := resident_bytes(pid):
+                    role = next((role for role, pattern in _ROLES if re.search(pattern, command)), name)
+                    for quantity, value in (("memory", memory), ("descriptors", handles), ("threads", threads)):
+                        self.lines[role, pid, quantity].append((now, float(value)))
         for name, folder in folders.items():
-            self.lines[name, 0].points["disk"].append((now, float(sum(_sizes(folder)))))
+            self.lines[name, 0, "disk"].append((now, float(_bytes_on_disk(folder))))
+
+    def verdicts(self) -> Sequence[Verdict]:
+        """Of what was there for the second half of the time."""
+        return [
+            verdict
+            for (name, _, quantity), points in sorted(self.lines.items())
+            if (verdict := judge(name, quantity, points, self.seconds))
+        ]
 
 
-def role_of(pid: int) -> str | None:
-    """What a process is, by its command line; None for one that this does not know."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return None
-    return next((name for name, pattern in _ROLES if re.search(pattern, command)), None)
-
-
-def _of_process(pid: int) -> tuple[float, float, float] | None:
-    """None when it has ended."""
-    try:
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return None
-    memory = resident_bytes(pid)
-    return (float(memory), float(descriptors), float(threads)) if memory else None
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Blocks on the disk of each file; one that goes meanwhile is left out."""
+def _bytes_on_disk(folder: Path) -> int:
+    """A file that goes meanwhile is left out."""
+    total = 0
     for path, _, names in os.walk(folder):
         for name in names:
-            try:
-                yield os.lstat(os.path.join(path, name)).st_blocks * 512
-            except OSError:
-                continue
+            with suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return total
+
+
+def judge(name: str, quantity: str, points: Points, seconds: float) -> Verdict | None:
+    """Only the second half counts: caches, pools and allocators fill in the first."""
+    began = points[0][0]
+    late = [point for point in points if point[0] >= max(seconds / 2, began + min(_WARM_UP_SECONDS, seconds / 5))]
+    if len(late) < _LEAST_POINTS or began > seconds * _LATEST_BEGIN_SHARE or late[-1][0] < seconds * 0.9:
+        return None
+    third = len(late) // 3
+    level, hours = median(value for _, value in late), (late[-1][0] - late[0][0]) * 2 / 3 / 3600
+    gain = median(value for _, value in late[-third:]) - median(value for _, value in late[:third])
+    an_hour, at_all, share = _BOUNDS[quantity]
+    return Verdict(name, quantity, level, gain, gain > hours * an_hour and gain > at_all + share * level)

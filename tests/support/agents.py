@@ -23,7 +23,8 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.process import EngineFactory
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.service import RolloutService
-from tests.support.fakes.fake_engine import response_to
+from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_fleet import without_router
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.models.chat_templates import make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -114,7 +115,13 @@ async def producing(
                 },
             }
         )
-        service = rollout_service(job, factory(job), folder, CollectorRegistry(), listen=listen)
+        build = factory(job)
+        engine = build(0)
+        first = iter([engine])
+        with without_router(engine) if isinstance(engine, FakeEngine) else contextlib.nullcontext():
+            service = rollout_service(
+                job, lambda number: next(first, None) or build(number), folder, CollectorRegistry(), listen=listen
+            )
         await service.start()
         try:
             yield Producing(service, client, server.address)

@@ -75,114 +75,44 @@ MODEL_ARGS: Mapping[str, str] = {
 }
 """scripts/models/: each must agree with the checkpoint that it is for."""
 
+SAME_NAME = """
+--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer --actor-num-nodes 1
+--actor-num-gpus-per-node 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --colocate --save-interval 20
+--input-key prompt --label-key label --metadata-key metadata --apply-chat-template --rollout-shuffle --num-epoch 3
+--rm-type deepscaler --reward-key score --rm-url http://127.0.0.1:13141/generate --custom-rm-path
+generate_with_retool.reward_func --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+--rollout-max-response-len 8192 --rollout-max-context-len 16384 --rollout-temperature 0.8 --rollout-top-p 0.95
+--over-sampling-batch-size 256 --custom-generate-function-path a.generate --rollout-function-path a.generate_rollout
+--rollout-all-samples-process-path a.f --eval-function-path a.generate_rollout --global-batch-size 256
+--num-steps-per-rollout 4 --balance-data --micro-batch-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216
+--advantage-estimator gspo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef
+0.00 --eps-clip 4e-4 --eps-clip-high 0.28 --use-tis --loss-type sft_loss --calculate-per-token-loss
+--use-rollout-routing-replay --custom-reward-post-process-path a.post --rollout-sample-filter-path a.f
+--custom-rollout-log-function-path a.f --custom-eval-rollout-log-function-path a.f
+--custom-convert-samples-to-train-data-path a.f --custom-megatron-init-path a.f --custom-model-provider-path a.f
+--custom-megatron-before-log-prob-hook-path a.f --debug-rollout-only --save-debug-rollout-data data_{rollout_id}.pt
+--load-debug-rollout-data data_{rollout_id}.pt --eval-interval 20 --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-temperature 1.0 --eval-top-p 0.7 --eval-top-k 1 --skip-eval-before-train
+--use-wandb --wandb-project slime-dev --wandb-group qwen3-4B-test --update-weight-buffer-size 536870912
+--train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4
+--context-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --recompute-granularity full
+--recompute-method uniform --recompute-num-layers 1 --optimizer adam --lr 1e-6 --lr-decay-style cosine --min-lr 1e-6
+--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0
+--hidden-dropout 0.0 --attention-softmax-in-fp32 --attention-backend flash --deterministic-mode
+--moe-token-dispatcher-type flex --moe-enable-deepep --bf16 --fp8-recipe blockwise
+"""
+"""Flags whose option has their name, with values: a flag without one switches it on."""
+
 TAKEN: Sequence[tuple[str, str, object]] = (
-    ("--optimizer-cpu-offload", "megatron.optimizer_cpu_offload", True),
-    ("--overlap-cpu-optimizer-d2h-h2d", "megatron.overlap_cpu_optimizer_d2h_h2d", True),
-    ("--use-precision-aware-optimizer", "megatron.use_precision_aware_optimizer", True),
     ("--no-check-for-nan-in-loss-and-grad", "megatron.check_for_nan_in_grad", False),
-    ("--actor-num-nodes 1", "placement.actor_num_nodes", 1),
-    ("--actor-num-gpus-per-node 8", "placement.actor_num_gpus_per_node", 8),
-    ("--rollout-num-gpus 4", "placement.rollout_num_gpus", 4),
-    ("--rollout-num-gpus-per-engine 2", "placement.rollout_num_gpus_per_engine", 2),
-    ("--colocate", "placement.colocate", True),
-    ("--save-interval 20", "checkpoint.save_interval", 20),
-    ("--input-key prompt", "data.input_key", "prompt"),
     ('--multimodal-keys {"image":"images"}', "data.multimodal_keys", {"image": "images"}),
-    ("--label-key label", "data.label_key", "label"),
-    ("--metadata-key metadata", "data.metadata_key", "metadata"),
-    ("--apply-chat-template", "data.apply_chat_template", True),
-    ("--rollout-shuffle", "data.rollout_shuffle", True),
-    ("--num-epoch 3", "data.num_epoch", 3),
-    ("--rm-type deepscaler", "reward.rm_type", "deepscaler"),
-    ("--reward-key score", "reward.reward_key", "score"),
-    ("--rm-url http://127.0.0.1:13141/generate", "reward.rm_url", "http://127.0.0.1:13141/generate"),
-    ("--custom-rm-path generate_with_retool.reward_func", "reward.custom_rm_path", "generate_with_retool.reward_func"),
-    ("--num-rollout 3000", "rollout.num_rollout", 3000),
-    ("--rollout-batch-size 32", "rollout.rollout_batch_size", 32),
-    ("--n-samples-per-prompt 8", "rollout.n_samples_per_prompt", 8),
-    ("--rollout-max-response-len 8192", "rollout.rollout_max_response_len", 8192),
-    ("--rollout-max-context-len 16384", "rollout.rollout_max_context_len", 16384),
-    ("--rollout-temperature 0.8", "rollout.rollout_temperature", 0.8),
-    ("--rollout-top-p 0.95", "rollout.rollout_top_p", 0.95),
     ("--rollout-stop-token-ids 151329 151336 151338", "rollout.rollout_stop_token_ids", (151329, 151336, 151338)),
-    ("--over-sampling-batch-size 256", "rollout.over_sampling_batch_size", 256),
-    ("--custom-generate-function-path a.generate", "rollout.custom_generate_function_path", "a.generate"),
-    ("--rollout-function-path a.generate_rollout", "rollout.rollout_function_path", "a.generate_rollout"),
-    ("--rollout-all-samples-process-path a.f", "rollout.rollout_all_samples_process_path", "a.f"),
-    ("--eval-function-path a.generate_rollout", "eval.eval_function_path", "a.generate_rollout"),
-    ("--global-batch-size 256", "train.global_batch_size", 256),
-    ("--num-steps-per-rollout 4", "train.num_steps_per_rollout", 4),
-    ("--balance-data", "train.balance_data", True),
-    ("--micro-batch-size 1", "train.micro_batch_size", 1),
-    ("--use-dynamic-batch-size", "train.use_dynamic_batch_size", True),
-    ("--max-tokens-per-gpu 9216", "train.max_tokens_per_gpu", 9216),
-    ("--advantage-estimator gspo", "train.advantage_estimator", "gspo"),
-    ("--use-kl-loss", "train.use_kl_loss", True),
-    ("--kl-loss-coef 0.00", "train.kl_loss_coef", 0.0),
-    ("--kl-loss-type low_var_kl", "train.kl_loss_type", "low_var_kl"),
-    ("--kl-coef 0.00", "train.kl_coef", 0.0),
-    ("--entropy-coef 0.00", "train.entropy_coef", 0.0),
-    ("--eps-clip 4e-4", "train.eps_clip", 4e-4),
-    ("--eps-clip-high 0.28", "train.eps_clip_high", 0.28),
-    ("--use-tis", "train.use_tis", True),
-    ("--loss-type sft_loss", "train.loss_type", "sft_loss"),
-    ("--calculate-per-token-loss", "train.calculate_per_token_loss", True),
-    ("--use-rollout-routing-replay", "train.use_rollout_routing_replay", True),
-    ("--custom-reward-post-process-path a.post", "hooks.custom_reward_post_process_path", "a.post"),
-    ("--rollout-sample-filter-path a.f", "hooks.rollout_sample_filter_path", "a.f"),
-    ("--custom-rollout-log-function-path a.f", "hooks.custom_rollout_log_function_path", "a.f"),
-    ("--custom-eval-rollout-log-function-path a.f", "hooks.custom_eval_rollout_log_function_path", "a.f"),
-    ("--custom-convert-samples-to-train-data-path a.f", "hooks.custom_convert_samples_to_train_data_path", "a.f"),
-    ("--custom-megatron-init-path a.f", "hooks.custom_megatron_init_path", "a.f"),
-    ("--custom-model-provider-path a.f", "hooks.custom_model_provider_path", "a.f"),
-    ("--custom-megatron-before-log-prob-hook-path a.f", "hooks.custom_megatron_before_log_prob_hook_path", "a.f"),
-    ("--debug-rollout-only", "debug.debug_rollout_only", True),
-    ("--save-debug-rollout-data data_{rollout_id}.pt", "debug.save_debug_rollout_data", "data_{rollout_id}.pt"),
-    ("--load-debug-rollout-data data_{rollout_id}.pt", "debug.load_debug_rollout_data", "data_{rollout_id}.pt"),
-    ("--eval-interval 20", "eval.eval_interval", 20),
-    ("--n-samples-per-eval-prompt 16", "eval.n_samples_per_eval_prompt", 16),
-    ("--eval-max-response-len 16384", "eval.eval_max_response_len", 16384),
-    ("--eval-temperature 1.0", "eval.eval_temperature", 1.0),
-    ("--eval-top-p 0.7", "eval.eval_top_p", 0.7),
-    ("--eval-top-k 1", "eval.eval_top_k", 1),
-    ("--skip-eval-before-train", "eval.skip_eval_before_train", True),
-    ("--use-wandb", "tracking.use_wandb", True),
-    ("--wandb-project slime-dev", "tracking.wandb_project", "slime-dev"),
-    ("--wandb-group qwen3-4B-test", "tracking.wandb_group", "qwen3-4B-test"),
-    ("--update-weight-buffer-size 536870912", "publish.update_weight_buffer_size", 536870912),
-    ("--train-backend megatron", "megatron.train_backend", "megatron"),
-    ("--tensor-model-parallel-size 2", "megatron.tensor_model_parallel_size", 2),
-    ("--sequence-parallel", "megatron.sequence_parallel", True),
-    ("--pipeline-model-parallel-size 4", "megatron.pipeline_model_parallel_size", 4),
-    ("--context-parallel-size 2", "megatron.context_parallel_size", 2),
-    ("--expert-model-parallel-size 8", "megatron.expert_model_parallel_size", 8),
-    ("--expert-tensor-parallel-size 1", "megatron.expert_tensor_parallel_size", 1),
     ("--decoder-last-pipeline-num-layers 13", "megatron.num_layers_in_last_pipeline_stage", 13),
-    ("--recompute-granularity full", "megatron.recompute_granularity", "full"),
-    ("--recompute-method uniform", "megatron.recompute_method", "uniform"),
-    ("--recompute-num-layers 1", "megatron.recompute_num_layers", 1),
-    ("--optimizer adam", "megatron.optimizer", "adam"),
-    ("--lr 1e-6", "megatron.lr", 1e-6),
-    ("--lr-decay-style cosine", "megatron.lr_decay_style", "cosine"),
-    ("--min-lr 1e-6", "megatron.min_lr", 1e-6),
-    ("--lr-warmup-fraction 0.1", "megatron.lr_warmup_fraction", 0.1),
-    ("--weight-decay 0.1", "megatron.weight_decay", 0.1),
-    ("--adam-beta1 0.9", "megatron.adam_beta1", 0.9),
-    ("--adam-beta2 0.98", "megatron.adam_beta2", 0.98),
-    ("--attention-dropout 0.0", "megatron.attention_dropout", 0.0),
-    ("--hidden-dropout 0.0", "megatron.hidden_dropout", 0.0),
     ("--accumulate-allreduce-grads-in-fp32", "megatron.grad_reduce_in_fp32", True),
     ("--grad-reduce-in-bf16", "megatron.grad_reduce_in_fp32", False),
-    ("--attention-softmax-in-fp32", "megatron.attention_softmax_in_fp32", True),
-    ("--attention-backend flash", "megatron.attention_backend", "flash"),
     ("--no-gradient-accumulation-fusion", "megatron.gradient_accumulation_fusion", False),
     ("--no-rope-fusion", "megatron.apply_rope_fusion", False),
-    ("--deterministic-mode", "megatron.deterministic_mode", True),
-    ("--moe-token-dispatcher-type flex", "megatron.moe_token_dispatcher_type", "flex"),
-    ("--moe-enable-deepep", "megatron.moe_enable_deepep", True),
-    ("--bf16", "megatron.bf16", True),
     ("--fp8-format e4m3", "megatron.fp8", "e4m3"),
-    ("--fp8-recipe blockwise", "megatron.fp8_recipe", "blockwise"),
     ("--sglang-mem-fraction-static 0.7", "sglang.mem_fraction_static", 0.7),
     ("--sglang-cuda-graph-bs-decode 1 2 4", "sglang.cuda_graph_bs_decode", [1, 2, 4]),
     ("--sglang-enable-dp-attention", "sglang.enable_dp_attention", True),
@@ -191,7 +121,7 @@ TAKEN: Sequence[tuple[str, str, object]] = (
     ("--sglang-speculative-algorithm EAGLE", "sglang.speculative_algorithm", "EAGLE"),
     ("--sglang-enable-deterministic-inference", "sglang.enable_deterministic_inference", True),
 )
-"""(flag and value, the option that it sets, to what)."""
+"""(flag and value, the option of another name or form that it sets, to what)."""
 
 REFUSED: Sequence[tuple[str, str]] = (
     ("--disable-compute-advantages-and-returns", "sft_loss computes none"),

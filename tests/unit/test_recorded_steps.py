@@ -6,16 +6,13 @@ import pickle
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 
 import pytest
-from google.protobuf import proto
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, DiskFull, NotFound
 from headrace.recorded_steps import RecordedStep, RecordedSteps
 from headrace.trajectory import Sample
@@ -40,22 +37,6 @@ def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFacto
     assert list(found.samples) == list(step_of(*names).samples)
     assert [Sample.unpack(sample).sample_id for sample in found.samples] == names == steps.read_ids(7)
     assert steps.steps() == [7]
-
-
-def test_steps_are_those_whose_file_has_the_patterns_name(tmp_path: Path) -> None:
-    steps = RecordedSteps(str(tmp_path / "a{rollout_id}.x"))
-    for step in (0, 2, 10):
-        steps.write(step, step_of("a"))
-    for other in ("a.x", "a1", "ba1.x", "a1.x.tmp", "aone.x"):
-        (tmp_path / other).write_text("")
-    assert steps.steps() == [0, 2, 10]
-    folders = RecordedSteps(str(tmp_path / "{rollout_id}" / "samples"))
-    assert folders.steps() == []
-    for step in (0, 1, 3):
-        folders.write(step, step_of("a"))
-    assert folders.steps() == [0, 1], "folders are counted from 0"
-    with refused(NotFound, "step 1", "0 to 10"):
-        steps.read(1)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +76,7 @@ def kept_or_refused(steps: RecordedSteps, whole: bytes, flipped: Sequence[int], 
     return False
 
 
-@pytest.mark.parametrize("num_flips", [1, 2, 3, 17])
+@pytest.mark.parametrize("num_flips", [1, 17])
 def test_a_step_with_flipped_bits_is_refused_wherever_they_are(tmp_path: Path, num_flips: int) -> None:
     """The first bits one by one, where the format is named; others at random, single ones and several at once."""
     steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("first", "b", "third")
@@ -106,37 +87,6 @@ def test_a_step_with_flipped_bits_is_refused_wherever_they_are(tmp_path: Path, n
         turns = [*([bit] for bit in range(min(len(whole) * 8, 8 * 256))), *turns]
     num_refused = sum([kept_or_refused(steps, whole, flipped, expected) for flipped in turns])
     assert num_refused == len(turns)
-
-
-def test_a_changed_reward_or_another_order_of_whole_samples_is_refused(tmp_path: Path) -> None:
-    steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("a", "b", "c")
-    steps.write(0, expected)
-    whole = steps.path_of(0).read_bytes()
-    parts = [sample.SerializeToString() for sample in expected.samples]
-    changed = sample_pb2.Sample.FromString(parts[1])
-    changed.envelope.reward = -changed.envelope.reward or 1.0
-    assert len(changed.SerializeToString()) == len(parts[1])
-    for old, new in ((parts[1], changed.SerializeToString()), (parts[0], parts[1]), (parts[2], parts[0])):
-        assert whole.count(old) == 1
-        steps.path_of(0).write_bytes(whole.replace(old, new))
-        with pytest.raises(DataLoss):
-            steps.read(0)
-
-
-def test_a_step_of_the_release_before_checksums_is_read_and_its_payloads_are_checked(tmp_path: Path) -> None:
-    steps, expected = RecordedSteps(str(tmp_path / "{rollout_id}")), step_of("a", "b")
-    whole = BytesIO()
-    for message in (expected.batch, *expected.samples):
-        proto.serialize_length_prefixed(message, whole)
-    steps.path_of(0).write_bytes(whole.getvalue())
-    found = steps.read(0)
-    assert (found.batch, list(found.samples)) == (expected.batch, list(expected.samples))
-    assert steps.read_ids(0) == ["a", "b"]
-    payload = bytes(expected.samples[1].payload)
-    before, _, after = whole.getvalue().rpartition(payload)
-    steps.path_of(0).write_bytes(before + payload[:-1] + b"?" + after)
-    with refused(DataLoss, "sample b"):
-        steps.read(0)
 
 
 async def test_a_rank_finds_the_step_of_its_samples(tmp_path: Path) -> None:

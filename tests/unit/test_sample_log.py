@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.sample_log import Answer, SampleLog
-from headrace.trajectory import Failure, Status
+from headrace.trajectory import Failure
 from tests.support.ledgers.answers import answered
 
 MEGABYTE = 1 << 20
@@ -56,17 +56,6 @@ def test_a_step_that_is_larger_than_the_folder_is_cut(log: SampleLog) -> None:
     assert in_bytes(log.folder) <= MEGABYTE
 
 
-def test_failed_samples_are_bounded_too(log: SampleLog) -> None:
-    file = log.new_failed_file()
-    for number in range(200):
-        failed = answered(f"{number}", response=noise(4_000, number), failure=Failure("SCORER_RAISED", "KeyError: 'x'"))
-        file = log.write_failed(file, [Answer.of(failed)], MEGABYTE)
-    ids = [each.sample_id for each in log.failed()]
-    assert "199" in ids
-    assert "0" not in ids
-    assert in_bytes(log.folder) <= MEGABYTE // 10
-
-
 def test_evaluated_samples_are_read_by_step_replaced_by_a_new_evaluation_and_bounded(log: SampleLog) -> None:
     for step in range(1, 60):
         for is_new in (True, False):
@@ -92,19 +81,6 @@ def test_what_a_kill_tore_is_read_up_to_there(log: SampleLog) -> None:
     assert behind != file
     log.write_failed(behind, [Answer.of(answered("9", failure=Failure("X", "y")))], MEGABYTE)
     assert [each.sample_id for each in log.failed()][:3] == ["9", "0", "1"]
-
-
-def test_files_of_strangers_are_left_out(log: SampleLog) -> None:
-    log.write_step(1, 0, [Answer.of(answered("a"), 1)], MEGABYTE)
-    (log.folder / "notes.txt").write_text("mine")
-    (log.folder / "step-0000002-rank-0.jsonl.gz").write_bytes(b"no gzip")
-    assert [each.sample_id for step in log.steps() for each in log.of_step(step)] == ["a"]
-
-
-def test_a_sample_says_what_became_of_it() -> None:
-    failed = Answer.of(answered("a", failure=Failure("TIMEOUT", "30 s")))
-    assert (failed.status, failed.failure_reason, failed.failure_message) == (Status.FAILED.value, "TIMEOUT", "30 s")
-    assert failed.step is None
 
 
 def noise(length: int, seed: int) -> str:

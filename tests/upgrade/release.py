@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -73,13 +72,12 @@ def newest_release(folder: Path) -> Release:
 class ReleaseBuffer:
     """The release's `services.buffer` over a folder's `ledger`, with a job of the release's own."""
 
-    def __init__(self, release: Release, folder: Path, **buffer: str) -> None:
-        """`buffer`: fields of the job's section of that name."""
+    def __init__(self, release: Release, folder: Path) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.config = folder / "release-job.json"
         self._release, self._folder = release, folder
         self._process: asyncio.subprocess.Process | None = None
-        self.config.write_text(release.run("-c", _JOB, json.dumps(buffer)))
+        self.config.write_text(release.run("-c", _JOB))
 
     async def __aenter__(self) -> ReleaseBuffer:
         self._process = await asyncio.create_subprocess_exec(
@@ -103,11 +101,10 @@ class ReleaseBuffer:
 
 
 _JOB = """
-import json, sys
 from headrace.job.schema.job import Job
 print(Job.model_validate({
     "model": {"hf_checkpoint": "/none"},
     "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
-    "buffer": {"max_staleness": 8, **json.loads(sys.argv[1])},
+    "buffer": {"max_staleness": 8},
 }).model_dump_json())
 """

@@ -9,18 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psycopg
 import pytest
 
 from headrace.cli.main import main
-from headrace.errors import ConfigError
-from headrace.job.schema.job import read_job
 from headrace.ledger_tools.audit_run import audit_ledger
-from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.processes.buffer_server import served_buffer
-from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
 from tests.upgrade import driver
 from tests.upgrade.release import Release, ReleaseBuffer, newest_release
 
@@ -86,21 +81,3 @@ async def test_the_release_refuses_a_ledger_of_today_and_loses_nothing(release: 
     async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
         await driver.main("go_on", address, tmp_path)
         await audited(address, tmp_path)
-
-
-@long
-@needs_postgres
-async def test_a_ledger_of_the_release_in_postgresql_goes_on_today(release: Release, tmp_path: Path) -> None:
-    run_postgres("createdb", f"--maintenance-db={cluster()}", "upgrade")
-    dsn = f"{cluster().removesuffix('/postgres')}/upgrade"
-    of_release = ReleaseBuffer(release, tmp_path, buffer_store="postgres", buffer_postgres=dsn)
-    job = read_job(of_release.config)
-    async with of_release:
-        await release.drive("begin", of_release.address, tmp_path)
-    async with todays(store_of_job(job, tmp_path / "ledger"), tmp_path) as address:
-        await driver.main("go_on", address, tmp_path)
-        await audited(address, tmp_path)
-    with psycopg.connect(dsn, autocommit=True) as session:
-        session.execute("UPDATE headrace_run.owner SET layout = 99, version = '9.1.0'")
-        with pytest.raises(ConfigError, match=r"has layout 99 of headrace 9\.1\.0.*nothing was changed"):
-            store_of_job(job, tmp_path / "ledger")

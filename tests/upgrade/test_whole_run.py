@@ -1,4 +1,4 @@
-"""A run of the release continues today; services of both releases work together.
+"""A run of the release continues today.
 
 Real launcher, buffer, Megatron rank and weight publication; only the samples are made without a model.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.rpc.net import free_port
 from services.trainer.checkpoint.manifest import Manifest
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -46,13 +45,6 @@ def training_run(folder: Path, code: Path, rollout_address: str, *flags: str) ->
         "--update-weight-probe-tolerance", "1e6", *flags,
         code=code,
     )  # fmt: skip
-
-
-async def audits(run: TrainingRun, release: Release) -> None:
-    """By both releases."""
-    assert await asyncio.to_thread(main, ["audit", str(run.folder.path), "--deep"]) == 0
-    said = await asyncio.to_thread(release.run, "-m", "headrace.cli.main", "audit", str(run.folder.path), "--deep")
-    assert "lost, doubled, unaccounted: 0 0 0" in said
 
 
 @asynccontextmanager
@@ -88,25 +80,3 @@ async def test_a_run_of_the_release_goes_on_today(release: Release, tmp_path: Pa
         assert await asyncio.to_thread(main, ["audit", str(run.folder.path), "--deep"]) == 0
     assert [row["step"] for row in run.metrics()] == list(range(1, NUM_STEPS + 1))
     assert sorted(run.trained()) == list(range(NUM_STEPS))
-
-
-@pytest.mark.parametrize("old", ["buffer", "trainer"])
-async def test_services_of_both_releases_work_together(release: Release, tmp_path: Path, old: str) -> None:
-    """As in a rolling upgrade: one of them is still the release's, the rest is today's."""
-    make_tiny_qwen3(tmp_path / "model")
-    (tmp_path / "run").mkdir()
-    codes = {"buffer": ROOT, "trainer": ROOT, old: release.code}
-    address = f"127.0.0.1:{free_port()}"
-    async with certain_rollout() as rollout:
-        here = ("--buffer-address", address)
-        buffer = training_run(tmp_path / "run", codes["buffer"], rollout.address, *here)
-        buffer.command[buffer.command.index("train")] = "up"
-        buffer.command.insert(buffer.command.index("up") + 1, "buffer")
-        buffer.log = buffer.log.with_name("buffer.log")
-        trainer = training_run(tmp_path / "run", codes["trainer"], rollout.address, *here)
-        async with buffer.started():
-            supply = asyncio.Semaphore(NUM_STEPS * GROUPS_PER_STEP)
-            async with going(trainer, supply, address=address):
-                await trainer.finished()
-            await audits(trainer, release)
-    assert sorted(trainer.trained()) == list(range(NUM_STEPS))

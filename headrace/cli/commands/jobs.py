@@ -23,7 +23,7 @@ from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
 from headrace.job.rules.rules import check as check_rules
-from headrace.job.rules.scope import Scope, scope_of_check
+from headrace.job.rules.scope import Scope, scope_of_check, services_here
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import DebugSection
 from headrace.launch.launcher import Launcher, until_signal, wait_for_orphans
@@ -35,7 +35,7 @@ from headrace.launch.previous_run import (
     resumption,
     saved_step,
 )
-from headrace.launch.specs import SERVICES, folder_here, without_address
+from headrace.launch.specs import SERVICES, folder_here
 from headrace.limits import did_you_mean
 from headrace.preflight import READ_SECONDS, Report, preflight, require_startable
 from headrace.process.exit_status import INTERRUPTED
@@ -71,7 +71,7 @@ def train_words(words: Sequence[str]) -> int:
 
 def _start(job: Job, *, resumed_step: int) -> int:
     """Checks the job, starts its services and shows them until the run ends."""
-    services = without_address(job)
+    services = services_here(job)
     wait_for_orphans(folder_here(job, services), services, _tell)
     _tell(f"{job.run.folder}: checking that the job can start")
     found = require_startable(job, Scope.of_train(job))
@@ -194,7 +194,7 @@ def _require_step(job: Job, step: int) -> None:
     steps = RecordedSteps(pattern).steps()
     if step < 0 or step not in steps:
         there = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise ConfigError(f"--from-step {step}: steps that were kept as {pattern}: {there}", field="from_step")
+        raise ConfigError(f"--from-step {step}: steps that were kept as {pattern}: {there}")
 
 
 def _renamed(job: Job, was: Job) -> object:

@@ -28,10 +28,10 @@ from headrace.errors import DataLoss, InvalidArgument
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.audit_run import TIMEOUT_SECONDS, Audit, audit_ledger, described
 from headrace.ledger_tools.backup import Backup, require_new, restore_backup, write_backup
-from headrace.ledger_tools.export import export_parquet
+from headrace.ledger_tools.export import export_parquet, pages
 from headrace.limits import canonical, to_json
 from headrace.process.child import run_once
-from headrace.prompts import chat_message, content_of, parse_row, rows_of, set_label
+from headrace.prompts import content_of, parse_row, rows_of, set_content, set_label
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 
@@ -172,13 +172,10 @@ def retry(run: str | None, buffer_address: str | None, stream: str, groups: Sequ
 
 async def _reasons(buffer: Buffer, stream: str) -> Counter[str]:
     """Counts the groups that failed, by reason and message."""
-    reasons, token = Counter[str](), ""
-    while True:
-        page = await buffer.list_groups(stream, [pb.GROUP_STATE_FAILED], page_size=_PAGE, page_token=token)
-        reasons.update(f"{group.failure.reason}: {group.failure.message}" for group in page.groups)
-        token = page.next_page_token
-        if not token:
-            return reasons
+    reasons = Counter[str]()
+    async for page in pages(buffer, stream, _PAGE, [pb.GROUP_STATE_FAILED]):
+        reasons.update(f"{group.failure.reason}: {group.failure.message}" for group in page)
+    return reasons
 
 
 async def _queued(buffer: Buffer, stream: str, groups: Sequence[str]) -> int:
@@ -306,11 +303,7 @@ def prompt_of(row: Mapping[str, Any], prompt_id: str, chat: bool) -> sample_pb2.
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
     set_label(prompt, label)
     content = content_of(row, "prompt")
-    if isinstance(content, str) and not chat:
-        prompt.text = content
-    else:
-        turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        prompt.messages.messages.extend(map(chat_message, turns))
+    set_content(prompt, [{"role": "user", "content": content}] if isinstance(content, str) and chat else content)
     return prompt
 
 

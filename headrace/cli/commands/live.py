@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import click
 from rich.console import Console
@@ -13,13 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.agent_host import AgentHost
+from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.arg_types import COUNT, Finite, Group, rollout_address_option, run_argument
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import Coming, duration, failures_line, print_no_wrap
 from headrace.cli.view.run_view import WARNING_CHARACTERS
-from headrace.cli.view.stalls import overdue
+from headrace.cli.view.stalls import awaited, waits_too_long
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
@@ -83,15 +86,18 @@ def _ended(folder: RunFolder) -> int:
 async def _status(folder: RunFolder) -> int:
     table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
     services = folder.services()
-    said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
-    for name, (_, detail) in zip(services, said, strict=True):
+    states = await asyncio.gather(*(_State.of(name, entry.address) for name, entry in services.items()))
+    for name, state in zip(services, states, strict=True):
+        detail = state.detail
         if detail == _SILENT and name in folder.running_services():
             detail = _not_ready(folder, name)
         table.add_row(name, *_where(name, services), Text(detail))
     print_no_wrap(Console(), table)
-    if sentence := await overdue(folder, _PATIENCE_SECONDS):
-        print(sentence)
-    return 0 if all(serving for serving, _ in said) else 1
+    said = {name: state.said for name, state in zip(services, states, strict=True)}
+    trainer, fleet, stats = (said.get(name) for name in ("trainer", ROLLOUT, BUFFER))
+    if isinstance(trainer, trainer_pb2.GetStatusResponse) and waits_too_long(trainer, folder.metrics):
+        print(awaited(trainer, fleet, stats))
+    return 0 if all(state.serves for state in states) else 1
 
 
 def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:
@@ -107,22 +113,48 @@ def _not_ready(folder: RunFolder, name: str) -> str:
     return "its process runs and does not serve yet" + (f", last: {last}" if last else "")
 
 
-async def _said(name: str, address: str) -> tuple[bool, str]:
-    """(serves, its state in words): a service that waits for its database does not serve and says so."""
-    serving = all(await asyncio.gather(*map(is_serving, address.split(","))))
-    try:
-        if service_of(name) in _DETAILS:
-            return serving, await _DETAILS[service_of(name)](address)
-    except DeadlineExceeded:
-        return serving, _SILENT
-    except HeadraceError as error:
-        return serving, error.message
-    return serving, "serving" if serving else _SILENT
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A service that waits for its database does not serve, and says so in `detail`."""
+
+    serves: bool
+    detail: str
+    said: Any = None
+    """The answer that it gave about itself, of its own type."""
+
+    @classmethod
+    async def of(cls, name: str, address: str) -> _State:
+        serves = all(await asyncio.gather(*map(is_serving, address.split(","))))
+        try:
+            match service_of(name):
+                case "trainer":
+                    async with TrainerClient(address, deadline_seconds=_PATIENCE_SECONDS) as trainer:
+                        status = await trainer.status()
+                    return cls(serves, _of_trainer(status), status)
+                case "rollout":
+                    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
+                        fleet = await rollout.get_fleet()
+                    return cls(serves, _of_fleet(fleet), fleet)
+                case "buffer":
+                    return await cls._of_buffer(address, serves=serves)
+        except DeadlineExceeded:
+            return cls(serves, _SILENT)
+        except HeadraceError as error:
+            return cls(serves, error.message)
+        return cls(serves, "serving" if serves else _SILENT)
+
+    @classmethod
+    async def _of_buffer(cls, address: str, *, serves: bool) -> _State:
+        async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
+            damaged = "".join(f"\ndamaged: {damage_line(one)}" for one in (await buffer.damage())[:_MAX_DAMAGES_SHOWN])
+            try:
+                stats = await buffer.stats("train")
+            except DataLoss as error:
+                return cls(serves, f"{error.message}{damaged}")
+        return cls(serves, f"{_of_ledger(stats)}{damaged}", stats)
 
 
-async def _trainer(address: str) -> str:
-    async with TrainerClient(address, deadline_seconds=_PATIENCE_SECONDS) as trainer:
-        said = await trainer.status()
+def _of_trainer(said: trainer_pb2.GetStatusResponse) -> str:
     phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
     if said.phase == trainer_pb2.PHASE_WAITING:
         phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
@@ -132,9 +164,7 @@ async def _trainer(address: str) -> str:
     return f"step {said.step}/{said.num_steps} {phase}{beside}, policy version {said.policy_version}, {ranks}"
 
 
-async def _rollout(address: str) -> str:
-    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
-        fleet = await rollout.get_fleet()
+def _of_fleet(fleet: rollout_pb2.GetFleetResponse) -> str:
     engines = ", ".join(
         f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
         f"version {engine.policy_version}{f' of group {engine.group}' if engine.group else ''}"
@@ -151,13 +181,7 @@ async def _rollout(address: str) -> str:
     return f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
 
 
-async def _buffer(address: str) -> str:
-    async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
-        damaged = "".join(f"\ndamaged: {damage_line(one)}" for one in (await buffer.damage())[:_MAX_DAMAGES_SHOWN])
-        try:
-            stats = await buffer.stats("train")
-        except DataLoss as error:
-            return f"{error.message}{damaged}"
+def _of_ledger(stats: buffer_pb2.StreamStats) -> str:
     groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
     mix = "".join(
         f"\n{source.name} (weight {source.weight:g}): {source.prompts_read} prompts read, {source.ready} groups ready, "
@@ -166,11 +190,7 @@ async def _buffer(address: str) -> str:
     )
     trouble = f"; no prompts: {stats.trouble}" if stats.trouble else ""
     failures = f"\n{line}" if (line := failures_line(stats.production)) else ""
-    state = f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"
-    return f"{state}{mix}{trouble}{failures}{damaged}"
-
-
-_DETAILS: Mapping[str, Callable[[str], Awaitable[str]]] = {"trainer": _trainer, "rollout": _rollout, "buffer": _buffer}
+    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}{trouble}{failures}"
 
 
 @click.command()

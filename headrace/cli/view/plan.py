@@ -21,7 +21,6 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import device_plan
-from headrace.job.rules.production import image_plan
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import ELSEWHERE, Scope
 from headrace.job.rules.training import uses_critic, uses_reference
@@ -120,9 +119,14 @@ def _rollout_services(job: Job) -> list[tuple[str, str]]:
 
 
 def _images(job: Job) -> list[tuple[str, str]]:
-    """Nothing for a model of text."""
-    found = image_plan(job, known_architecture(job))
-    return [] if found is None else [("images", found)]
+    """What becomes of the vision tower, and of images. Nothing for a model of text."""
+    found = known_architecture(job)
+    if found is None or found.vision is None:
+        return []
+    frozen = "the language part is trained; the vision tower is frozen, and exported as it is"
+    if (key := job.data.image_key) is None:
+        return [("images", f"{frozen}; no --multimodal-keys: prompts of files are text")]
+    return [("images", f"of each row's {key!r}, where its prompt says <image>; {frozen}")]
 
 
 def in_short(job: Job) -> str:

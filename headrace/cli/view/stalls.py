@@ -5,20 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.view.lines import duration, engines_line, failures_line
-from headrace.client.open import open_buffer, open_rollout
-from headrace.client.trainer import TrainerClient
-from headrace.errors import HeadraceError
 from headrace.limits import one_line
-from headrace.run_folder import RunFolder, fields_in
+from headrace.run_folder import fields_in
 
 FIRST_BATCH_SECONDS = 30.0
 """How long the first batch should take."""
@@ -161,36 +157,12 @@ class LongPhase:
         return f"{what}; the rollout service {unanswered(silent['rollout'])}" if "rollout" in silent else what
 
 
-T = TypeVar("T")
-
-
-async def overdue(folder: RunFolder, deadline_seconds: float) -> str | None:
-    """None while no batch is awaited, or not yet ten times as long as expected."""
-    addresses = {name: entry.address for name, entry in folder.services().items()}
-    if "trainer" not in addresses or not folder.job_file.is_file():
-        return None
-    async with TrainerClient(addresses["trainer"], deadline_seconds=deadline_seconds) as trainer:
-        status = await _answer(trainer.status())
-    if status is None or status.phase != trainer_pb2.PHASE_WAITING:
-        return None
+def waits_too_long(status: trainer_pb2.GetStatusResponse, metrics: Path) -> bool:
+    """True for a batch that takes ten times as long as those before it, whose waits are in a run's metrics."""
+    if status.phase != trainer_pb2.PHASE_WAITING:
+        return False
     patience = Patience()
-    for fields in fields_in(folder.metrics):
+    for fields in fields_in(metrics):
         if "time/wait_seconds" in fields:
             patience.waited(fields["time/wait_seconds"])
-    if not patience.is_over(status.step, status.waiting_seconds):
-        return None
-    fleet = None
-    if "rollout" in addresses:
-        async with open_rollout(addresses["rollout"], deadline_seconds=deadline_seconds) as rollout:
-            fleet = await _answer(rollout.get_fleet())
-    if "buffer" not in addresses:
-        return awaited(status, fleet, None)
-    async with open_buffer(addresses["buffer"], deadline_seconds=deadline_seconds) as buffer:
-        return awaited(status, fleet, await _answer(buffer.stats("train")))
-
-
-async def _answer(asked: Awaitable[T]) -> T | None:
-    """None when the service does not answer."""
-    with suppress(HeadraceError):
-        return await asked
-    return None
+    return patience.is_over(status.step, status.waiting_seconds)

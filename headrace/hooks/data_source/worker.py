@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.data_source.base import RolloutDataSource
+from headrace.hooks.data_source import RolloutDataSource
 from headrace.hooks.data_source.dataset import Dataset
 from headrace.hooks.data_source.generated import (
     Generated,

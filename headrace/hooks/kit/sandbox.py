@@ -4,9 +4,8 @@ With bubblewrap (`bwrap`) the program sees the interpreter, its packages and an 
 the machine forbids namespaces, programs are refused. A job with --insecure-sandbox runs them there all the same: as a
 process with limits, which can read and reach what its user can. That user is never root.
 
-Memory of all its processes together is bounded: by a cgroup where this process may make one, and everywhere by a watch
-that adds them up. /tmp and /dev/shm have sizes of their own, and a filter of system calls refuses what would take
-memory that belongs to no process, or would make new namespaces.
+Memory of all its processes together is bounded by a watch that adds them up. /tmp and /dev/shm have sizes of their own,
+and a filter of system calls refuses what would take memory that belongs to no process, or would make new namespaces.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from typing import Any, Literal
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks.kit.sandbox_filter import filter_of_calls
 from headrace.hooks.load import load_hook
-from headrace.process.cgroup import Cgroup
 from headrace.process.linux import children, descendants, marked, runs, threads_of_user
 from headrace.process.memory import bytes_of_tree
 
@@ -49,8 +47,6 @@ _SECONDS = 5.0
 _MEMORY_BYTES = 512 << 20
 _TMP_BYTES = 64 << 20
 _SHARED_BYTES = 16 << 20
-_OWN_BYTES = 64 << 20
-"""For bubblewrap and the interpreter that sets the limits, in the cgroup's limit alone."""
 _FILE_COST_BYTES = 2 << 10
 """What the kernel needs for a file, an empty one as well."""
 _MAX_CHARACTERS = 4_000
@@ -237,8 +233,8 @@ async def run_python(
                 exit_code = await program.process.wait()
         except TimeoutError:
             return SandboxResult(f"error: it ran longer than {seconds:g} s", None, program.has_begun())
-        if over := program.over_limit():
-            return SandboxResult(f"error: it took more than {over}", -signal.SIGKILL, program.has_begun())
+        if program.exceeded:
+            return SandboxResult(f"error: it took more than {program.exceeded}", -signal.SIGKILL, program.has_begun())
         return SandboxResult(_cut(written.decode(errors="replace"), max_characters), exit_code, program.has_begun())
 
 
@@ -255,12 +251,11 @@ async def open_python(code: str, limits: Limits) -> AsyncIterator[Program]:
 class Program:
     """A program in its sandbox. States: running → ended, at a limit or with its `with` block."""
 
-    def __init__(self, process: asyncio.subprocess.Process, begun: int, cgroup: Cgroup | None, seconds: float) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, begun: int, seconds: float) -> None:
         self.process = process
         self.exceeded = ""
-        """The limit that the watch has ended it for."""
+        """The limit that the watch has ended it for, in words."""
         self._begun = begun
-        self._cgroup = cgroup
         self._seconds = seconds
         self._deadline = math.inf
         self._said = b""
@@ -303,10 +298,6 @@ class Program:
             self._said += os.read(self._begun, 2)
         return self._said == b"1"
 
-    def over_limit(self) -> str:
-        """The limit that it was ended for, in words; empty otherwise."""
-        return self.exceeded or ("its memory" if self._cgroup is not None and self._cgroup.has_killed else "")
-
 
 @asynccontextmanager
 async def _started(code: str, limits: Limits, *, with_errors: bool) -> AsyncIterator[Program]:
@@ -324,32 +315,25 @@ async def _started(code: str, limits: Limits, *, with_errors: bool) -> AsyncIter
         os.set_blocking(begun, False)
         command = await asyncio.to_thread(_command, way, folder, limits, begins)
         stack.callback(command.close)
-        cgroup = Cgroup.create(limits.memory_bytes + _TMP_BYTES + _SHARED_BYTES + _OWN_BYTES)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command.words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT if with_errors else asyncio.subprocess.DEVNULL,
-                env={**command.environment, _MARK: mark},
-                cwd=folder,
-                start_new_session=True,
-                pass_fds=command.descriptors,
-                preexec_fn=cgroup.enter if cgroup is not None else None,
-                limit=4 * limits.max_characters,
-            )
-        except BaseException:
-            if cgroup is not None:
-                cgroup.close()
-            raise
-        program = Program(process, begun, cgroup, limits.seconds)
+        process = await asyncio.create_subprocess_exec(
+            *command.words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT if with_errors else asyncio.subprocess.DEVNULL,
+            env={**command.environment, _MARK: mark},
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=command.descriptors,
+            limit=4 * limits.max_characters,
+        )
+        program = Program(process, begun, limits.seconds)
         watch = asyncio.create_task(_watch(program, limits, command))
         try:
             await program.begin()
             yield program
         finally:
             watch.cancel()
-            await asyncio.shield(asyncio.to_thread(_end, process.pid, mark, cgroup))
+            await asyncio.shield(asyncio.to_thread(_end, process.pid, None if way.bwrap else mark))
             await _emptied(process)
 
 
@@ -714,13 +698,13 @@ async def _send(to: asyncio.StreamWriter, text: str) -> None:
         to.close()
 
 
-def _end(pid: int, mark: str, cgroup: Cgroup | None) -> None:
-    """Kills the program, and whatever it has started: below it, in its cgroup, or with its mark in the environment."""
+def _end(pid: int, mark: str | None) -> None:
+    """Kills the program, and whatever it has started: below it, or anywhere with its mark in the environment.
+
+    With bubblewrap nothing is elsewhere: the namespace ends with its first process.
+    """
     _kill_tree(pid)
-    if cgroup is not None:
-        cgroup.close()
-        return
-    while left := marked(_MARK, mark):
+    while left := marked(_MARK, mark) if mark else ():
         for each in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(each, signal.SIGKILL)

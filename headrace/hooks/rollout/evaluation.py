@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidArgument
@@ -31,27 +31,8 @@ class EvalDataset:
     rm_type: str | None
 
 
-@dataclass(frozen=True)
-class EvalSample:
-    """A sample of an evaluation as far as its numbers and the log of samples need it."""
-
-    reward: float | None
-    truncated: bool
-    prompt: str = ""
-    response: str = ""
-    label: str | None = None
-    response_length: int = 0
-    tokens: list[int] = field(default_factory=list)
-    weight_versions: list[str] = field(default_factory=list)
-    why_failed: str | None = None
-
-
-@dataclass(frozen=True)
-class EvalData:
-    """The samples of one data set; those of one prompt have one number in `prompts`."""
-
-    samples: list[EvalSample]
-    prompts: list[int]
+EvalData = list[list[Sample]]
+"""The samples of one data set by prompts, as far as its numbers and the log of samples need them; none is trained."""
 
 
 def eval_data(path: str, name: str, given: Mapping[str, Any], reward_keys: Mapping[str, str]) -> EvalData:
@@ -65,11 +46,12 @@ def eval_data(path: str, name: str, given: Mapping[str, Any], reward_keys: Mappi
             f"{name}: each sample has one of each"
         )
     key = reward_keys.get(name)
-    made = [
-        _sample(path, _part(path, name, reward, key), bool(cut), sample)
-        for reward, cut, sample in zip(rewards, truncated, samples, strict=True)
-    ]
-    return EvalData(made, _prompts(samples))
+    prompts: dict[object, list[Sample]] = {}
+    for position, (reward, cut, given_sample) in enumerate(zip(rewards, truncated, samples, strict=True)):
+        sample = given_sample if isinstance(given_sample, Sample) else None
+        of_prompt = prompts.setdefault(_text(sample.prompt) if sample else position, [])
+        of_prompt.append(_evaluated(sample or Sample(), _part(path, name, reward, key), is_cut=bool(cut)))
+    return list(prompts.values())
 
 
 def _list(path: str, name: str, what: str, given: Any) -> list[Any]:
@@ -95,23 +77,24 @@ def _part(path: str, name: str, reward: Any, key: str | None) -> float | None:
     return checked[key]
 
 
-def _sample(path: str, reward: float | None, truncated: bool, sample: Any) -> EvalSample:
-    if not isinstance(sample, Sample):
-        return EvalSample(reward, truncated, why_failed=None if reward is not None else "it has no reward")
-    failed = sample.status is Sample.Status.FAILED
-    why = "it has no reward" if reward is None else None
-    if failed:
+def _evaluated(sample: Sample, reward: float | None, *, is_cut: bool) -> Sample:
+    """A sample has at least one token, which stands for those that the function left out."""
+    length, why = _length(sample), "it has no reward" if reward is None else None
+    if sample.status is Sample.Status.FAILED:
         why = sample.failure_reason or "its status is FAILED"
-    return EvalSample(
-        reward=None if failed else reward,
-        truncated=truncated,
+    status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
+    return Sample(
         prompt=_text(sample.prompt),
         response=_text(sample.response),
         label=label_text(sample.label),
-        response_length=_length(sample),
-        tokens=[int(token) for token in sample.tokens],
+        response_length=length,
+        tokens=[int(token) for token in sample.tokens] or [0],
+        loss_mask=[0] * length,
+        rollout_log_probs=[0.0] * length,
         weight_versions=[str(version) for version in sample.weight_versions],
-        why_failed=why,
+        reward=None if why else reward,
+        status=Sample.Status.FAILED if why else status,
+        failure_reason=why,
     )
 
 
@@ -124,12 +107,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value if isinstance(turn, dict))
     return str(value)
-
-
-def _prompts(samples: list[Any]) -> list[int]:
-    """Numbers the prompts: samples with equal ones belong together, those without are prompts of their own."""
-    numbers: dict[object, int] = {}
-    return [
-        numbers.setdefault(_text(each.prompt) if isinstance(each, Sample) else (position,), len(numbers))
-        for position, each in enumerate(samples)
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,20 +16,13 @@ from headrace.hooks.kit.conversation import Call, attach_tokens, calling
 from headrace.hooks.load import Hook
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
 from headrace.hooks.rollout.evaluation import EvalData, eval_data
-from headrace.hooks.rollout.messages import HEADER, Ask, Hello, Order, Reply, frame, read_reply
+from headrace.hooks.rollout.messages import HEADER, Ask, Order, Reply, packed
 from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
 from headrace.hooks.signature import awaited, load_function, takes
+from headrace.process.worker_main import Unreadable, decode_as
 
 ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
 _EVALUATION = "evaluation"
-
-
-@dataclass(frozen=True)
-class Desk:
-    """The way from a call's data source to the service: a socket's path, and the name of the call."""
-
-    path: str
-    secret: str
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,13 @@ def rollout_hook(path: str) -> Hook:
 
 
 async def run_rollout(
-    path: str, args: HookArgs, rollout_id: int, sampling_params: Mapping[str, Any], desk: Desk
+    path: str, args: HookArgs, rollout_id: int, sampling_params: Mapping[str, Any], socket_path: str
 ) -> RolloutReport:
-    """Runs in a worker, and ends the groups that the function returns. Raises InvalidArgument for other returns."""
-    with connected(desk) as ask:
+    """Runs in a worker, and ends the groups that the function returns. Raises InvalidArgument for other returns.
+
+    `socket_path`: of the service, for this call's data source.
+    """
+    with connected(socket_path) as ask:
         return await roll_out(path, args, rollout_id, sampling_params, ask)
 
 
@@ -99,28 +96,21 @@ async def run_eval_rollout(
 
 
 @contextmanager
-def connected(desk: Desk) -> Iterator[Ask]:
+def connected(socket_path: str) -> Iterator[Ask]:
     """Connects to the service for one call."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-        channel.connect(desk.path)
+        channel.connect(socket_path)
+        with channel.makefile("rb") as replies:
 
-        def ask(order: Order) -> Reply:
-            try:
-                channel.sendall(frame(order))
-                (size,) = HEADER.unpack(_exactly(channel, HEADER.size))
-                return read_reply(_exactly(channel, size))
-            except OSError as error:
-                raise Unavailable("the call of the rollout function has ended: its data source is closed") from error
+            def ask(order: Order) -> Reply:
+                try:
+                    channel.sendall(packed(order))
+                    (size,) = HEADER.unpack(replies.read(HEADER.size))
+                    reply: Reply = decode_as(Reply, replies.read(size))
+                except (OSError, struct.error, Unreadable) as error:
+                    raise Unavailable(
+                        "the call of the rollout function has ended: its data source is closed"
+                    ) from error
+                return reply
 
-        ask(Hello(desk.secret))
-        yield ask
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        part = channel.recv(min(size - len(received), 1 << 20))
-        if not part:
-            raise ConnectionError("the service closed the connection")
-        received += part
-    return bytes(received)
+            yield ask

@@ -1,8 +1,8 @@
 """The messages between a rollout function's data source and the service that leases its groups, over a Unix socket.
 
 A group goes by the number of its lease in the service, as one group of the ledger may be leased again meanwhile.
-A frame is a length and one MessagePack message. The data source asks one thing at a time and gets one reply. User code
-shares the process with it and may write anything: bytes that are none of these messages end the connection.
+A message is its length and MessagePack. The data source asks one thing at a time and gets one reply. User code shares
+the process with it and may write anything: bytes that are none of these messages end the connection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.hooks.sample import Sample
-from headrace.process.worker_main import decode_as, encode
+from headrace.process.worker_main import encode
 
 HEADER = struct.Struct("<Q")
 
@@ -30,12 +30,6 @@ class MadeGroup(msgspec.Struct):
 
     lease_number: int
     samples: list[list[Sample]]
-
-
-class Hello(msgspec.Struct, tag=True):
-    """Names the call that the connection belongs to."""
-
-    secret: str
 
 
 class GetSamples(msgspec.Struct, tag=True):
@@ -71,7 +65,7 @@ class FailSamples(msgspec.Struct, tag=True):
     why: str
 
 
-Order = Hello | GetSamples | AddSamples | DropSamples | ReturnSamples | FailSamples
+Order = GetSamples | AddSamples | DropSamples | ReturnSamples | FailSamples
 
 
 class Groups(msgspec.Struct, tag=True):
@@ -95,19 +89,7 @@ Ask = Callable[[Order], Reply]
 """Sends an order and waits for its reply."""
 
 
-def frame(message: Order | Reply) -> bytes:
+def packed(message: Order | Reply) -> bytes:
     """Returns the message with its length in front."""
     body = encode(message)
     return HEADER.pack(len(body)) + body
-
-
-def read_order(body: bytes) -> Order:
-    """Raises Unreadable for anything else."""
-    order: Order = decode_as(Order, body)
-    return order
-
-
-def read_reply(body: bytes) -> Reply:
-    """Raises Unreadable for anything else."""
-    reply: Reply = decode_as(Reply, body)
-    return reply

@@ -13,17 +13,15 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hooks.agent import is_agent, require_agent
-from headrace.hooks.all_samples import is_all_samples, load_all_samples
 from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import load_data_source
-from headrace.hooks.filter import load_filter
+from headrace.hooks.filter import is_all_samples, load_all_samples, load_filter, load_sample_hook
 from headrace.hooks.generate import takes_group
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import reward_hook
 from headrace.hooks.rollout.function import rollout_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.sample_hook import load_sample_hook
 from headrace.hooks.signature import Signature
 from headrace.hooks.trainer import trainer_hook, trainer_kind
 from headrace.hooks.trial.dry_run import answer_tokens, dry_run
@@ -86,9 +84,10 @@ def _args_without_a_job() -> HookArgs:
 
 async def _check(path: str, kind: str | None, args: HookArgs, reward_model_path: str | None) -> CheckReport:
     report = CheckReport(path, kind)
-    pool, name = WorkerPool(1), f"hook {path}"
+    pool, name, is_class = WorkerPool(1), f"hook {path}", False
     try:
-        report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_SECONDS, name=name)
+        found = await pool.run(recognise, path, kind, timeout_seconds=_SECONDS, name=name)
+        report.kind, report.version, is_class = found
         report.passed.append(f"loads, and is {_article(report.kind)}")
         with tempfile.TemporaryDirectory(prefix="headrace-check-") as empty:
             folder = reward_model_path or args.reward_model_path or empty
@@ -96,8 +95,10 @@ async def _check(path: str, kind: str | None, args: HookArgs, reward_model_path:
             report.passed.append(await tried_in(pool, report.path, report.kind, tried))
     except WorkerError as error:
         report.failed.append(error.message)
-        if report.kind in ("reward", "group_reward") and not (reward_model_path or args.reward_model_path):
-            report.failed += await _about_its_folder(pool, path)
+        if is_class and report.kind in ("reward", "group_reward") and not (reward_model_path or args.reward_model_path):
+            report.failed.append(
+                "it was made with an empty folder: name its own with --reward-model-path FOLDER or --job JOB.toml"
+            )
     finally:
         await pool.close()
     return report
@@ -127,33 +128,24 @@ async def tried_in(
             return await run(args, f"http://127.0.0.1:{port}/sessions/check")
 
 
-async def _about_its_folder(pool: WorkerPool, path: str) -> list[str]:
-    """A hint, where a class failed that was made with an empty folder."""
-    if not await pool.run(is_class, path, timeout_seconds=_SECONDS):
-        return []
-    return ["it was made with an empty folder: name its own with --reward-model-path FOLDER or --job JOB.toml"]
-
-
-def is_class(path: str) -> bool:
-    """Runs in a worker."""
-    return inspect.isclass(load_hook(path).target)
-
-
 def _article(kind: str | None) -> str:
     if kind == "agent":
         return "an agent"
     return f"a {kind} {'class' if kind == 'data_source' else 'function'}"
 
 
-def recognise(path: str, kind: str | None) -> tuple[str, str]:
-    """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
+def recognise(path: str, kind: str | None) -> tuple[str, str, bool]:
+    """(kind, version, whether it is a class) of the hook. Runs in a worker.
+
+    Raises ConfigError when it is of no kind, or not of the one named.
+    """
     hook = load_hook(path)
     kind = kind or _kind_of(hook)
     reasons = []
     for candidate in [kind] if kind else ["reward", "group_reward", "generate"]:
         try:
             _LOADERS[candidate](path)
-            return candidate, hook.version
+            return candidate, hook.version, inspect.isclass(hook.target)
         except ConfigError as error:
             reasons.append(error.message)
     raise ConfigError("\n".join(dict.fromkeys(reasons)))

@@ -9,12 +9,11 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.agent import Task, run_agent
-from headrace.hooks.all_samples import run_all_samples
 from headrace.hooks.args import HookArgs
 from headrace.hooks.buffer_filter import run_buffer_filter
 from headrace.hooks.convert import from_hook
 from headrace.hooks.data_source.worker import try_data_source
-from headrace.hooks.filter import run_filter
+from headrace.hooks.filter import run_all_samples, run_filter, run_sample_hooks
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import load_hook
@@ -22,7 +21,6 @@ from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward
 from headrace.hooks.rollout import messages
 from headrace.hooks.rollout.function import roll_out
 from headrace.hooks.sample import Sample
-from headrace.hooks.sample_hook import run_sample_hooks
 from headrace.hooks.trial.stand_in import ANSWER
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.job.names import SLIME, reason_of_each
 from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
 from headrace.job.schema.job import CONSTANTS, MERGED
 from headrace.job.schema.section import literal
@@ -33,7 +34,7 @@ def require_known(name: str, origin: str) -> None:
     if known and name not in known:
         parts = sorted(each for each in known if each.startswith(f"{name}_"))
         near = f": it has {', '.join(parts)}" if parts else did_you_mean(name, known)
-        raise ConfigError(f"{origin}: SGLang has no argument {name}{near}", field=f"sglang.{name}")
+        raise ConfigError(f"{origin}: SGLang has no argument {name}{near}")
 
 
 def _fields(file: Path) -> list[str]:
@@ -47,76 +48,12 @@ def _fields(file: Path) -> list[str]:
     ]
 
 
-_LEDGER = "every sample is in the ledger: `headrace samples` shows it, `headrace buffer export` writes Parquet"
-_RESUME = "a resumed run continues its whole state; to begin with weights alone, name them with "
-_RESUME += "--initial-megatron-checkpoint"
-_OFFLOAD = "--colocate turns both on; --no-offload-train or --no-offload-rollout turns one off"
-_ROUTER = "sglang-router spreads the requests: choose how with --router-policy"
-_FSDP = "the trainer is Megatron-core: recompute activations with --recompute-granularity, and choose attention with "
-_FSDP += "--attention-backend"
-_RUN = "a W&B run is named after --run-name, and its id follows the run's folder"
-_KEY = "a key on a command line is seen by everyone on the machine: set WANDB_API_KEY, or run `wandb login`"
-_ENGINES = "an engine is checked once it has started, for which it has --start-timeout-seconds"
-_STEPS = "the length of a run is --num-rollout, or --num-epoch over --prompt-data"
-_ALWAYS = "it is always on"
-_REPORTED = "the run's folder has every metric, and --use-tensorboard and --use-wandb show them"
-_CHUNKS = "log-probs are always computed in chunks, within a fixed memory"
-_CONSTANT = "it is a constant, which fits every job: leave it out"
-_MTP = "layers that predict further tokens are kept as they are and not trained"
-
-_REASONS: Mapping[str, Sequence[str]] = {
-    "--loss-type sft_loss computes none": ("disable_compute_advantages_and_returns",),
-    _LEDGER: ("save_debug_train_data", "dump_details"),
-    _RESUME: (
-        "no_load_rng",
-        "no_load_optim",
-        "no_save_rng",
-        "no_save_optim",
-        "finetune",
-        "ckpt_step",
-        "start_rollout_id",
-    ),
-    _OFFLOAD: ("offload",),
-    "with --colocate it is called --offload-train": ("release_train",),
-    _ROUTER: ("use_slime_router", "slime_router_middleware_paths", "sglang_router_ip", "sglang_router_port"),
-    "--max-groups-in-flight bounds what is generated at once": ("sglang_server_concurrency",),
-    _FSDP: ("gradient_checkpointing", "attn_implementation", "fsdp_cpu_offload"),
-    "weights are converted by headrace's own tables": ("megatron_to_hf_mode", "model_name"),
-    _MTP: ("enable_mtp_training",),
-    "give the values as flags of their own": ("custom_config_path",),
-    _KEY: ("wandb_key",),
-    _RUN: (
-        "wandb_run_id",
-        "wandb_random_suffix",
-        "disable_wandb_random_suffix",
-        "wandb_exp_name",
-        "wandb_save_dir",
-        "wandb_dir",
-        "wandb_host",
-        "tb_project_name",
-        "tb_experiment_name",
-        "tensorboard_dir",
-    ),
-    _ENGINES: ("rollout_health_check_first_wait",),
-    _STEPS: ("train_iters", "train_samples", "exit_interval"),
-    _ALWAYS: ("use_mcore_models", "use_flash_attn"),
-    _REPORTED: ("log_interval", "log_passrate", "log_multi_turn", "log_throughput"),
-    _CHUNKS: ("log_probs_chunk_size", "recompute_loss_function"),
-    "rows are padded as the layout needs": ("data_pad_size_multiplier",),
-    "the vocabulary is the checkpoint's": ("make_vocab_size_divisible_by",),
-    "the collective library follows the machine: NCCL on GPUs, gloo on CPUs": ("distributed_backend",),
-    "--start-timeout-seconds and --update-weight-timeout-seconds bound what may hang": ("distributed_timeout_minutes",),
-    "it is called --lr": ("learning_rate",),
-    _CONSTANT: CONSTANTS,
-}
-
 UNSUPPORTED: Mapping[str, str] = {
-    **{name: reason for reason, names in _REASONS.items() for name in names},
+    **reason_of_each(SLIME["refused"]),
+    **dict.fromkeys(CONSTANTS, "it is a constant, which fits every job: leave it out"),
     **MERGED,
-    "eval_pass_reward": "a set of --eval-config has its own pass_reward; without one it is 1",
 }
 """Why a name is refused, and what to do instead."""
-
 
 SGLANG_PREFIX = "--sglang-"
 _SHOWN = 80
@@ -149,16 +86,16 @@ def option_value(option: Option, words: Sequence[str], origin: str) -> Any:
     """Converts `words` to the value of `option`. It checks only their number; the job's types check the rest."""
     if option.arity is Arity.PAIRS:
         if not words or len(words) % 2:
-            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=option.name)
+            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}")
         return list(zip(words[::2], words[1::2], strict=True))
     if option.arity is Arity.MANY:
         if not words:
-            raise ConfigError(f"{origin} takes one or more values, got none", field=option.name)
+            raise ConfigError(f"{origin} takes one or more values, got none")
         return list(words)
     if option.arity is Arity.SWITCH and not words:
         return True
     if len(words) != 1:
-        raise ConfigError(f"{origin} takes one value, got {_shown(words)}", field=option.name)
+        raise ConfigError(f"{origin} takes one value, got {_shown(words)}")
     return words[0]
 
 
@@ -178,7 +115,7 @@ def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 def _setting(flag: str, words: list[str], known: Mapping[str, Option]) -> Setting:
     unsupported = UNSUPPORTED.get(flag.removeprefix("--").replace("-", "_"))
     if unsupported is not None:
-        raise ConfigError(f"{flag} is not a flag of headrace: {unsupported}", field=flag)
+        raise ConfigError(f"{flag} is not a flag of headrace: {unsupported}")
     name = _name(flag.removeprefix("--"))
     if flag.startswith(SGLANG_PREFIX) and name not in known:
         return _sglang(flag, words)
@@ -188,10 +125,10 @@ def _setting(flag: str, words: list[str], known: Mapping[str, Option]) -> Settin
     negated = OPPOSITES.get(name) or _name(flag.removeprefix("--no-"))
     if negated in known and known[negated].arity is Arity.SWITCH:
         if words:
-            raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
+            raise ConfigError(f"{flag} takes no value, got {_shown(words)}")
         return Setting(known[negated].section, negated, False, flag)
     names = [option.flag for option in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
-    raise ConfigError(f"unknown flag {flag[:_SHOWN]}{did_you_mean(flag, names)}", field=flag)
+    raise ConfigError(f"unknown flag {flag[:_SHOWN]}{did_you_mean(flag, names)}")
 
 
 def _sglang(flag: str, words: list[str]) -> Setting:
@@ -216,7 +153,7 @@ def _all_of(mistakes: Sequence[ConfigError]) -> ConfigError:
     if len(mistakes) == 1:
         return mistakes[0]
     lines = "".join(f"\n  {mistake.message}" for mistake in mistakes)
-    return ConfigError(f"{len(mistakes)} flags are wrong:{lines}", field=mistakes[0].field)
+    return ConfigError(f"{len(mistakes)} flags are wrong:{lines}")
 
 
 def _name(flag: str) -> str:

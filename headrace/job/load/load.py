@@ -35,9 +35,9 @@ def read_file(path: Path, known: Mapping[str, Option]) -> list[Setting]:
     settings: list[Setting] = []
     for section, table in tree.items():
         if section not in Job.model_fields:
-            raise ConfigError(f"{path}: {_unknown_top(section, known)}", field=section)
+            raise ConfigError(f"{path}: {_unknown_top(section, known)}")
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} is not a table: write [{section}] on its own line", field=section)
+            raise ConfigError(f"{path}: {section} is not a table: write [{section}] on its own line")
         settings += [_of_file(path, section, key, value, known) for key, value in table.items()]
     return settings
 
@@ -92,12 +92,12 @@ def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str,
     if name in known and known[name].section == section:
         return Setting(section, name, value, origin)
     if name in known:
-        raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
+        raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]")
     if key in UNSUPPORTED:
-        raise ConfigError(f"{origin}: not a key of headrace: {UNSUPPORTED[key]}", field=key)
+        raise ConfigError(f"{origin}: not a key of headrace: {UNSUPPORTED[key]}")
     names = [option.name for option in known.values() if option.section == section]
     near = did_you_mean(key, names) or did_you_mean(key, [option.name for option in known.values()])
-    raise ConfigError(f"{origin}: unknown key{near}", field=key)
+    raise ConfigError(f"{origin}: unknown key{near}")
 
 
 def _unknown_top(key: str, known: Mapping[str, Option]) -> str:
@@ -116,22 +116,18 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Option]) -> Se
     name = ALIASES.get(key, key)
     if name not in known:
         if name in UNSUPPORTED:
-            raise ConfigError(f"{variable} is not a variable of headrace: {UNSUPPORTED[name]}", field=variable)
+            raise ConfigError(f"{variable} is not a variable of headrace: {UNSUPPORTED[name]}")
         near = did_you_mean(variable, [option.variable for option in known.values()])
-        raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
+        raise ConfigError(f"unknown environment variable {variable}{near}")
     option = known[name]
     try:
         words = shlex.split(text) if option.arity in (Arity.MANY, Arity.PAIRS) else [text]
     except ValueError as error:
-        raise ConfigError(f"{variable}: {error}", field=option.name) from error
+        raise ConfigError(f"{variable}: {error}") from error
     return Setting(option.section, option.name, option_value(option, words, variable), variable)
 
 
 M = TypeVar("M", bound=BaseModel)
-
-
-def _unheard(_: str) -> None:
-    """Ignores a note; for callers that read none."""
 
 
 def load(
@@ -139,7 +135,7 @@ def load(
     argv: Sequence[str],
     environment: Mapping[str, str],
     scope_of: Callable[[Job], Scope] = Scope.of_train,
-    note: Callable[[str], None] = _unheard,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Job:
     """The job with everything derived, checked for the services that a command starts.
 
@@ -151,7 +147,7 @@ def load(
 
 
 def read(
-    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
+    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = lambda _: None
 ) -> Job:
     """The job as it was written: the types of its options are checked, nothing is derived."""
     known = options()
@@ -173,11 +169,11 @@ def read(
 
 def _require_normal(setting: Setting) -> None:
     if setting.value is None:
-        raise ConfigError(f"{setting.origin} null is no value: leave it out for SGLang's default", field=setting.name)
+        raise ConfigError(f"{setting.origin} null is no value: leave it out for SGLang's default")
     try:
         normalize(setting.value)
     except ValueError as error:
-        raise ConfigError(f"{setting.origin}: {error}, got {shown(setting.value)}", field=setting.name) from error
+        raise ConfigError(f"{setting.origin}: {error}, got {shown(setting.value)}") from error
 
 
 def _validated(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from headrace.errors import ConfigError
 from headrace.job.hook_files import HOOK_LEAVES, completed
@@ -15,12 +14,11 @@ from headrace.job.schema.job import Job, derive
 from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.run import STEP_FILES
 from headrace.job.schema.section import PromptPath
-from headrace.limits import did_you_mean, shown
+from headrace.job.table_file import TableFile
+from headrace.limits import shown
 from headrace.models.registry import find
 
-_MAX_FILE_BYTES = 1 << 20
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
-_FIELD = "engine_groups"
 
 
 def with_engine_groups(job: Job) -> Job:
@@ -47,16 +45,13 @@ def _complete(group: EngineGroup, number: int, gpus_per_engine: int) -> EngineGr
     size = group.num_gpus_per_engine or gpus_per_engine
     gpus = group.num_gpus if group.num_gpus is not None else (group.num_engines or 0) * size
     if not gpus:
-        raise ConfigError(f"engine group {name}: say how large it is, by num_engines or num_gpus", field=_FIELD)
+        raise ConfigError(f"engine group {name}: say how large it is, by num_engines or num_gpus")
     if gpus % size:
-        raise ConfigError(
-            f"engine group {name}: num_gpus {gpus} cannot be divided by num_gpus_per_engine {size}", field=_FIELD
-        )
+        raise ConfigError(f"engine group {name}: num_gpus {gpus} cannot be divided by num_gpus_per_engine {size}")
     if group.num_engines not in (None, gpus // size):
         raise ConfigError(
             f"engine group {name}: num_engines {group.num_engines} x num_gpus_per_engine {size} is not num_gpus "
-            f"{gpus}: leave one of them out",
-            field=_FIELD,
+            f"{gpus}: leave one of them out"
         )
     found = {"name": name, "num_gpus": gpus, "num_gpus_per_engine": size, "num_engines": gpus // size}
     return group.model_copy(update=found)
@@ -64,73 +59,46 @@ def _complete(group: EngineGroup, number: int, gpus_per_engine: int) -> EngineGr
 
 def _read(path: Path, job: Job) -> tuple[EngineGroup, ...]:
     """Reads slime's YAML: a list of models, each with server_groups. Here there is one model, the policy."""
-    tree = _parsed(path)
+    file = TableFile("sglang_config", path)
+    tree = _parsed(file)
     models = tree.get("sglang") if isinstance(tree, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
-        _refuse(path, "there must be a list of models under the key sglang")
+        file.refuse("there must be a list of models under the key sglang")
     names = [shown(model.get("name")) for model in models]
     if len(models) > 1:
-        _refuse(
-            path,
+        file.refuse(
             f"it has {len(models)} models, {', '.join(names)}: engines serve the policy that is trained and no other; "
-            "score with --custom-rm-path or a reward service of your own, and leave the other models out",
+            "score with --custom-rm-path or a reward service of your own, and leave the other models out"
         )
     model = models[0]
-    _require_keys(path, f"model {names[0]}", model, _MODEL_KEYS)
+    file.require_keys(f"model {names[0]}: ", model, _MODEL_KEYS)
     if model.get("update_weights") is False:
-        _refuse(path, f"model {names[0]}: update_weights is false, and engines serve the policy that is trained")
+        file.refuse(f"model {names[0]}: update_weights is false, and engines serve the policy that is trained")
     own = model.get("model_path")
     if own is not None and Path(str(own)).expanduser().absolute() != job.model.hf_checkpoint.expanduser().absolute():
-        _refuse(path, f"model {names[0]}: model_path {shown(own)} is not hf_checkpoint {job.model.hf_checkpoint}")
+        file.refuse(f"model {names[0]}: model_path {shown(own)} is not hf_checkpoint {job.model.hf_checkpoint}")
     groups = model.get("server_groups", model.get("engine_groups"))
     if not isinstance(groups, list) or not groups:
-        _refuse(path, f"model {names[0]}: server_groups must be a list of one group or more")
+        file.refuse(f"model {names[0]}: server_groups must be a list of one group or more")
     size = {"num_gpus_per_engine": model["num_gpus_per_engine"]} if "num_gpus_per_engine" in model else {}
-    return tuple(_group(path, number, size, group) for number, group in enumerate(groups, 1))
+    named = [(f"server group {number}", group) for number, group in enumerate(groups, 1)]
+    return tuple(
+        file.validated(EngineGroup, where, {**size, **file.require_table(where, group)}) for where, group in named
+    )
 
 
-def _group(path: Path, number: int, of_model: Mapping[str, Any], table: Any) -> EngineGroup:
-    where = f"server group {number}"
-    if not isinstance(table, dict):
-        _refuse(path, f"{where} is {shown(table)}: write it as a mapping")
-    _require_keys(path, where, table, tuple(EngineGroup.model_fields))
-    try:
-        return EngineGroup.model_validate({**of_model, **table})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        _refuse(path, f"{where}: {key}: {what}, got {shown(first['input'])}")
-
-
-def _require_keys(path: Path, where: str, table: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            _refuse(path, f"{where}: {shown(key)} is unknown{did_you_mean(str(key), known)}")
-
-
-def _parsed(path: Path) -> Any:
+def _parsed(file: TableFile) -> Any:
     try:
         import yaml
     except ImportError as error:
         raise ConfigError(
             "sglang_config is YAML, and PyYAML is not installed: `pip install pyyaml`, or write the groups as "
-            "[[placement.engine_groups]] in the job file",
-            field="sglang_config",
+            "[[placement.engine_groups]] in the job file"
         ) from error
     try:
-        with path.expanduser().open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            _refuse(path, f"it has more than {_MAX_FILE_BYTES} bytes, so it is no list of engine groups")
-        return yaml.safe_load(text)
-    except OSError as error:
-        _refuse(path, f"it cannot be read: {error.strerror}")
+        return yaml.safe_load(file.read())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        _refuse(path, f"it is not YAML: {error}")
-
-
-def _refuse(path: Path, why: str) -> NoReturn:
-    raise ConfigError(f"sglang_config {path}: {why}", field="sglang_config")
+        file.refuse(f"it is not YAML: {error}")
 
 
 def resolve(job: Job) -> Job:
@@ -151,12 +119,11 @@ def _engine_ranks(job: Job) -> Job:
         return job
     size, each = job.sglang["tp_size"], job.placement.rollout_num_gpus_per_engine
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"--sglang-tp-size {size}: should be a number of 1 or more", field="sglang.tp_size")
+        raise ConfigError(f"--sglang-tp-size {size}: should be a number of 1 or more")
     if "rollout_num_gpus_per_engine" in job.placement.model_fields_set and size != each:
         raise ConfigError(
             f"--sglang-tp-size {size} contradicts rollout_num_gpus_per_engine {each}, which is the same setting: "
-            f"leave one out",
-            field="sglang.tp_size",
+            f"leave one out"
         )
     placement = job.placement.model_copy(update={"rollout_num_gpus_per_engine": size})
     arguments = {name: value for name, value in job.sglang.items() if name != "tp_size"}

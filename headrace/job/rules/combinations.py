@@ -152,11 +152,11 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
 
 def check_combinations(job: Job) -> None:
     """Raises ConfigError for an option that would be ignored, that lacks another one, or that contradicts one."""
-    for field, message in (*_contradictions(job), *_ignored(job), *_lacking(job)):
-        raise ConfigError(message, field=field)
+    for message in (*_contradictions(job), *_ignored(job), *_lacking(job)):
+        raise ConfigError(message)
 
 
-def _ignored(job: Job) -> Iterator[tuple[str, str]]:
+def _ignored(job: Job) -> Iterator[str]:
     for needed, names in _ACTS_WITH:
         conditions = needed.split(" or ")
         if any(_holds(job, condition) for condition in conditions):
@@ -166,24 +166,24 @@ def _ignored(job: Job) -> Iterator[tuple[str, str]]:
                 shown = " or ".join(_words(condition) for condition in conditions)
                 ways = " or ".join(_flag(condition) for condition in conditions)
                 ways += _HINTS.get(name, "")
-                yield name, f"{name} has no effect without {shown}: add {ways} or leave {_flag(name)} out"
+                yield f"{name} has no effect without {shown}: add {ways} or leave {_flag(name)} out"
 
 
-def _lacking(job: Job) -> Iterator[tuple[str, str]]:
+def _lacking(job: Job) -> Iterator[str]:
     for condition, needed, why in _NEEDS:
         names = needed.split(" or ")
         if _holds(job, condition) and not any(_holds(job, name) for name in names):
             ways = " or ".join(_flag(name) for name in names)
-            yield names[0], f"{_words(condition)} needs {' or '.join(names)} ({why}): pass {ways}"
+            yield f"{_words(condition)} needs {' or '.join(names)} ({why}): pass {ways}"
 
 
-def _contradictions(job: Job) -> Iterator[tuple[str, str]]:
+def _contradictions(job: Job) -> Iterator[str]:
     for condition, names, why in _EXCLUDES:
         if not _holds(job, condition):
             continue
         for name in names.split():
             if _is_given(job, name):
-                yield name, f"{_shown(job, name)} with {_words(condition)}: {why}; leave one of them out"
+                yield f"{_shown(job, name)} with {_words(condition)}: {why}; leave one of them out"
 
 
 def _value(job: Job, name: str) -> Any:

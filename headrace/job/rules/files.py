@@ -7,9 +7,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from headrace.errors import ConfigError, InvalidArgument
+from headrace.errors import ConfigError
 from headrace.job.eval_sets import eval_sets
 from headrace.job.hook_files import HOOK_LEAVES, definitions, refuse_slimes
 from headrace.job.option import options
@@ -21,9 +20,7 @@ from headrace.models.folders import NAMES_OF_WEIGHTS, damage_of, is_torn
 from headrace.models.registry import read_architecture
 from headrace.models.tokenizer.tokenizer import RemoteCode
 from headrace.models.torch_dist import TRACKER, is_torch_dist, matched
-from headrace.prompts import parse_row, rows_of, value_at
 
-_LINES_LOOKED_AT = 1000
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
@@ -38,7 +35,7 @@ def check_files(job: Job, scope: Scope) -> None:
             _hook(option, path, scope)
     if "buffer" in scope.services:
         for text in job.data.prompt_data:
-            _prompts("prompt_data", PromptPath.parse(text), job, scope)
+            _prompts("prompt_data", PromptPath.parse(text), scope)
     if "rollout" in scope.services:
         _of_evaluations(job, scope)
     if "reward" in scope.services:
@@ -52,24 +49,19 @@ def _python(job: Job, service: str, scope: Scope) -> None:
     try:
         words = job.services.python_of(service)
     except ValueError as error:  # shlex's
-        raise ConfigError(f"{option}: {error}: close its quotes", field=option) from error
+        raise ConfigError(f"{option}: {error}: close its quotes") from error
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else "an empty text"
-        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter", field=option))
+        scope.missing(f"{option}: {program} is no program here: name a Python interpreter")
 
 
 def _of_evaluations(job: Job, scope: Scope) -> None:
     config = job.eval.eval_config
     if config is not None and not config.is_file():
-        scope.missing(ConfigError(f"eval_config {config} does not exist", field="eval_config"), config)
+        scope.missing(f"eval_config {config} does not exist", config)
         return
     for each in eval_sets(job.eval):
-        label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
-        input_key = each.input_key or job.eval.eval_input_key or job.data.input_key
-        keys = job.model_copy(
-            update={"data": job.data.model_copy(update={"input_key": input_key, "label_key": label_key})}
-        )
-        _prompts(f"eval_prompt_data {each.name}", each.prompts, keys, scope)
+        _prompts(f"eval_prompt_data {each.name}", each.prompts, scope)
         if each.custom_generate_function_path is not None:
             _hook("custom_generate_function_path", each.custom_generate_function_path, scope)
 
@@ -77,17 +69,12 @@ def _of_evaluations(job: Job, scope: Scope) -> None:
 def _of_reward(job: Job, scope: Scope) -> None:
     prompt = job.reward.judge_prompt
     if prompt is not None and not prompt.is_file():
-        scope.missing(
-            ConfigError(f"judge_prompt {prompt} is not a file: write one, or leave it out", field="judge_prompt")
-        )
+        scope.missing(f"judge_prompt {prompt} is not a file: write one, or leave it out")
     folder = job.reward.reward_model_path
     if folder is not None and not folder.is_dir():
         scope.missing(
-            ConfigError(
-                f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
-                "constructed with",
-                field="reward_model_path",
-            )
+            f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
+            "constructed with"
         )
 
 
@@ -104,47 +91,13 @@ def _of_trainer(job: Job, scope: Scope) -> None:
     if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
         return
     if not folder.is_dir() or any(folder.iterdir()):
-        raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it", field="save_hf")
+        raise ConfigError(f"save_hf {folder} exists and is not empty: name a new folder, or remove it")
 
 
-def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
-    path = part.path
-    if not path.is_file():
-        scope.missing(ConfigError(f"{option} {path} does not exist", field=option), path)
-        return
-    if path.suffix == ".parquet":
-        return  # the buffer, which has a reader for it, looks into it at its start
-    empty = True
-    last = part.first_row + _LINES_LOOKED_AT
-    last = last if part.end_row is None else min(last, part.end_row)
-    with path.open("rb") as file:
-        for number, line in _rows(option, file, path):
-            if number > last:
-                break
-            if number > part.first_row:
-                empty = False
-                if not job.data.skip_bad_lines:
-                    _line(option, path, number, line, job)
-    if empty:
-        raise ConfigError(f"{option} {path} has no lines", field=option)
-
-
-def _rows(option: str, file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        yield from rows_of(file, path)
-    except InvalidArgument as error:
-        raise ConfigError(f"{option} {error.message}", field=option) from error
-
-
-def _line(option: str, path: Path, number: int, line: Any, job: Job) -> None:
-    where = f"{option} {path}, line {number}"
-    try:
-        row = parse_row(line)
-    except InvalidArgument as error:
-        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines", field=option) from error
-    for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
-        if key is not None and key not in row and value_at(row, key) is None:
-            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)
+def _prompts(option: str, part: PromptPath, scope: Scope) -> None:
+    """What the file holds is for the check of the service that reads it."""
+    if not part.path.is_file():
+        scope.missing(f"{option} {part.path} does not exist", part.path)
 
 
 def hooks_of(job: Job) -> Iterator[tuple[str, str]]:
@@ -169,35 +122,31 @@ def _hook(option: str, hook: str, scope: Scope) -> None:
     if not file.endswith(".py"):
         return
     if not Path(file).is_file():
-        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist", field=option), Path(file))
+        scope.missing(f"{option} {hook}: {file} does not exist", Path(file))
         return
     if function not in (defined := [node.name for node in definitions(option, Path(file))]):
         there = f": it defines {', '.join(defined)}" if defined else ""
-        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}", field=option)
+        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}")
 
 
 def _starting_weights(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a folder to start or resume from that holds no checkpoint, or another model's."""
     load, initial = job.checkpoint.load, job.checkpoint.initial_megatron_checkpoint
     if load and load.exists() and not load.is_dir():
-        raise ConfigError(f"load {load} is not a folder: name the folder of checkpoints", field="load")
+        raise ConfigError(f"load {load} is not a folder: name the folder of checkpoints")
     if load and is_torch_dist(load):
         if initial is not None:
             raise ConfigError(
                 f"load {load} is Megatron's, so its weights are those to start with, and initial_megatron_checkpoint "
-                f"{initial} names others: give only one",
-                field="load",
+                f"{initial} names others: give only one"
             )
         _torch_dist("load", load, job)
     if initial and is_torch_dist(initial):
         _torch_dist("initial_megatron_checkpoint", initial, job)
     elif initial and not (initial / "manifest.json").is_file():
         scope.missing(
-            ConfigError(
-                f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
-                "name a step-… folder of a headrace run, or a torch_dist folder of Megatron",
-                field="initial_megatron_checkpoint",
-            )
+            f"initial_megatron_checkpoint {initial} has no manifest.json, and no {TRACKER}: "
+            "name a step-… folder of a headrace run, or a torch_dist folder of Megatron"
         )
 
 
@@ -216,13 +165,13 @@ def _torch_dist(option: str, folder: Path, job: Job) -> None:
     try:
         matched(folder, read_architecture(job.model.hf_checkpoint))
     except ConfigError as error:
-        raise ConfigError(f"{option}: {error.message}", field=option) from error
+        raise ConfigError(f"{option}: {error.message}") from error
 
 
 def _model(option: str, folder: Path, scope: Scope) -> None:
     """Raises ConfigError unless it is a Hugging Face folder with weights and a tokenizer."""
     if not folder.is_dir():
-        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder", field=option))
+        scope.missing(f"{option} {folder} is not a folder: name a Hugging Face model folder")
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -230,21 +179,16 @@ def _model(option: str, folder: Path, scope: Scope) -> None:
     if not any(folder.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
-        scope.missing(
-            ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
-        )
+        scope.missing(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}")
     files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
     closed = sorted(path.name for path in files if not os.access(path, os.R_OK))
     if closed:
         scope.missing(
-            ConfigError(
-                f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
-                "bring what it leads to",
-                field=option,
-            )
+            f"{option} {folder}: user {os.getuid()} cannot read {', '.join(closed)}: chmod a+r, or, of a link, "
+            "bring what it leads to"
         )
     elif not missing and any((folder / name).is_file() for name in NAMES_OF_WEIGHTS) and (damage := damage_of(folder)):
-        raise ConfigError(f"{option} {folder}: {damage}: copy or download it again", field=option)
+        raise ConfigError(f"{option} {folder}: {damage}: copy or download it again")
 
 
 def check_folders(job: Job, scope: Scope) -> None:
@@ -267,10 +211,7 @@ def check_folders(job: Job, scope: Scope) -> None:
             _try(folder)
         except OSError as error:
             flag = f"--{name.replace('_', '-')}"
-            refusal = ConfigError(
-                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}", field=name
-            )
-            scope.missing(refusal)
+            scope.missing(f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}")
 
 
 def _try(folder: Path) -> None:
@@ -283,12 +224,10 @@ def _try(folder: Path) -> None:
 
 def check_passwords(job: Job) -> None:
     """Raises ConfigError for a URL with a password."""
-    if found := passwords(job.model_dump(mode="json")):
+    for name in passwords(job.model_dump(mode="json")):
         raise ConfigError(
-            f"{found[0]} holds a URL with a password, and a run's folder stores its job as plain text: remove the "
-            f"password "
-            "and let the service read it from its environment or from another file",
-            field=found[0],
+            f"{name} holds a URL with a password, and a run's folder stores its job as plain text: remove the password "
+            "and let the service read it from its environment or from another file"
         )
 
 
@@ -301,8 +240,7 @@ def check_remote_code(job: Job, scope: Scope) -> None:
     if code.is_needed and _starts_engines(job) and not _engines_trust(job):
         raise ConfigError(
             f"{code.folder}: engines load the tokenizer too, which is code of the folder "
-            f"({', '.join(code.tokenizer)}): pass --sglang-trust-remote-code as well",
-            field="sglang.trust_remote_code",
+            f"({', '.join(code.tokenizer)}): pass --sglang-trust-remote-code as well"
         )
 
 

@@ -24,33 +24,42 @@ def addresses_of(address: str | None) -> Sequence[Address]:
 
 
 def check_services(job: Job) -> None:
-    """Raises ConfigError when addresses and numbers of the rollout services contradict each other."""
-    services = job.services
-    addresses, count = addresses_of(services.rollout_address), services.rollout_services
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(
-            f"rollout_address {services.rollout_address} has an address twice: give each rollout service its own",
-            field="rollout_address",
-        )
-    if count > 1 and addresses and len(addresses) != count:
-        raise ConfigError(
-            f"rollout_services {count} contradicts rollout_address, which names {len(addresses)}: leave "
-            "--rollout-services out where they are started elsewhere, or leave the address out to have them started "
-            "here",
-            field="rollout_services",
-        )
-    if services.rollout_service is not None and addresses and services.rollout_service >= len(addresses):
-        raise ConfigError(
-            f"rollout_service {services.rollout_service} is not an index of the {len(addresses)} addresses of "
-            "rollout_address, which are counted from 0",
-            field="rollout_service",
-        )
+    """Raises ConfigError when addresses and numbers of shards or rollout services contradict each other."""
+    services, buffer = job.services, job.buffer
+    addresses_of(services.rollout_address)
+    for option, address, (of_count, count), (of_index, index) in (
+        (
+            "buffer_address",
+            services.buffer_address,
+            ("buffer_shards", buffer.buffer_shards),
+            ("buffer_shard", buffer.buffer_shard),
+        ),
+        (
+            "rollout_address",
+            services.rollout_address,
+            ("rollout_services", services.rollout_services),
+            ("rollout_service", services.rollout_service),
+        ),
+    ):
+        places = address.split(",") if address else []
+        if len(set(places)) < len(places):
+            raise ConfigError(f"{option} {address} has an address twice: give each {of_index} its own")
+        if places and count not in (1, len(places)):
+            raise ConfigError(
+                f"{of_count} {count} contradicts {option}, which names {len(places)}: leave "
+                f"--{of_count.replace('_', '-')} out where they are started elsewhere, or leave the address out to "
+                "have them started here"
+            )
+        if places and index is not None and index >= len(places):
+            raise ConfigError(
+                f"{of_index} {index} is not an index of the {len(places)} addresses of {option}, which are counted "
+                "from 0"
+            )
     port = job.rollout.openai_port
     if port is not None and port + services.num_rollout_services - 1 > LAST_PORT:
         raise ConfigError(
             f"openai_port {port}: rollout service k of {services.num_rollout_services} listens k ports above it, and "
-            f"there is none above {LAST_PORT}: choose a lower one",
-            field="openai_port",
+            f"there is none above {LAST_PORT}: choose a lower one"
         )
 
 
@@ -61,8 +70,7 @@ def check_metrics_port(job: Job, scope: Scope) -> None:
         return
     raise ConfigError(
         f"metrics_port {port} is one process's, and several are started here ({', '.join(scope.services)}): start each "
-        "by `headrace up SERVICE`, of shards and rollout services by its number, or leave --metrics-port out",
-        field="metrics_port",
+        "by `headrace up SERVICE`, of shards and rollout services by its number, or leave --metrics-port out"
     )
 
 
@@ -83,26 +91,19 @@ def check_service_host(job: Job, scope: Scope) -> None:
     if host.host in _EVERY_INTERFACE:
         raise ConfigError(
             f"service_host {host.host} means every interface, and is no address that others can call: name the one at "
-            "which other machines reach this one",
-            field="service_host",
+            "which other machines reach this one"
         )
     if not (host.is_loopback or services.tls_dir or services.insecure):
         raise ConfigError(
             f"service_host {host.host} is an address that other machines reach: pass --tls-dir with the folder that "
-            "`headrace certs` makes, or --insecure on a network that nobody else is in",
-            field="service_host",
+            "`headrace certs` makes, or --insecure on a network that nobody else is in"
         )
     try:
         ours = is_ours(host.host)
     except Unavailable:
         ours = False
     if not ours:
-        scope.missing(
-            ConfigError(
-                f"service_host {host.host} is no address of this machine: name one that `ip address` shows",
-                field="service_host",
-            )
-        )
+        scope.missing(f"service_host {host.host} is no address of this machine: name one that `ip address` shows")
 
 
 def check_transport(job: Job) -> None:
@@ -114,8 +115,7 @@ def check_transport(job: Job) -> None:
     if publish.update_weight_rollback == "host":
         raise ConfigError(
             f"update_weight_rollback host keeps a copy in memory of what lies in the folder of update_weight_transport "
-            f"{transport}, from which engines load it again: leave --update-weight-rollback out",
-            field="update_weight_rollback",
+            f"{transport}, from which engines load it again: leave --update-weight-rollback out"
         )
     address = job.services.rollout_address
     is_here = all(each.is_loopback for each in addresses_of(address))
@@ -127,14 +127,12 @@ def check_transport(job: Job) -> None:
     if transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "
-            "--update-weight-transport collective or disk",
-            field="update_weight_transport",
+            "--update-weight-transport collective or disk"
         )
     if publish.update_weight_disk_path is None:
         raise ConfigError(
             f"update_weight_transport disk with {where}: the run's folder may be this machine's alone. Name a folder "
-            "that all machines see at the same path with --update-weight-disk-path",
-            field="update_weight_disk_path",
+            "that all machines see at the same path with --update-weight-disk-path"
         )
 
 
@@ -155,19 +153,17 @@ def meeting_of(placement: PlacementSection, environment: Mapping[str, str] = os.
         raise ConfigError(
             f"actor_num_nodes {placement.actor_num_nodes}: pass --master-addr ADDRESS-OF-MACHINE-0 (or set "
             "MASTER_ADDR) and run `headrace up trainer` on each machine with its --node-rank; or let one program start "
-            "all ranks, with --placement slurm or --placement ray",
-            field="master_addr",
+            "all ranks, with --placement slurm or --placement ray"
         )
     rank = _number(environment, "NODE_RANK", 0) if placement.node_rank is None else placement.node_rank
     if rank >= placement.actor_num_nodes:
         raise ConfigError(
             f"node_rank {rank} is none of {placement.actor_num_nodes} machines, which are counted from 0: correct it "
-            "(--node-rank or NODE_RANK), or --actor-num-nodes",
-            field="node_rank",
+            "(--node-rank or NODE_RANK), or --actor-num-nodes"
         )
     port = placement.master_port or _number(environment, "MASTER_PORT", _DEFAULT_PORT)
     if not 0 < port <= LAST_PORT:
-        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {LAST_PORT}", field="master_port")
+        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {LAST_PORT}")
     return Meeting(rank, Address(host.strip("[]"), port))
 
 
@@ -180,32 +176,22 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def check_nodes(job: Job) -> None:
     """Raises ConfigError for an option without effect, and where ranks on other machines do not reach a service."""
-    _check_unused(job.placement)
-    if job.placement.actor_num_nodes > 1:
-        _check_reached_by_ranks(job)
-
-
-def _check_unused(placement: PlacementSection) -> None:
+    placement = job.placement
     given = [name for name in ("node_rank", "master_addr", "master_port") if getattr(placement, name) is not None]
     if given and not _each_starts_its_own(placement):
         raise ConfigError(
             f"{given[0]} has no effect with actor_num_nodes {placement.actor_num_nodes} and placement "
-            f"{placement.placement}: it is for several machines that each start their own ranks. Leave it out",
-            field=given[0],
+            f"{placement.placement}: it is for several machines that each start their own ranks. Leave it out"
         )
-
-
-def _check_reached_by_ranks(job: Job) -> None:
     started_here = None if job.services.service_host is None else str(Address(job.services.own_host, 0))
-    for name, named in (("buffer", job.services.buffer_address), ("rollout", job.services.rollout_address)):
-        address = named or started_here
+    for name in ("buffer", "rollout") if placement.actor_num_nodes > 1 else ():
+        address = getattr(job.services, f"{name}_address") or started_here
         if address is None or any(each.is_loopback for each in addresses_of(address)):
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
-                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
+                f"actor_num_nodes {placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
                 f"{where}: start it at an address that they can reach and pass --{name}-address, or have it started "
-                "there with --service-host",
-                field=f"{name}_address",
+                "there with --service-host"
             )
 
 
@@ -221,21 +207,18 @@ def check_meeting(job: Job, scope: Scope) -> None:
     if meeting.address.is_loopback:
         raise ConfigError(
             f"master_addr {meeting.address.host} is each machine's own: name an address of machine 0 that the others "
-            "reach",
-            field="master_addr",
+            "reach"
         )
     at = job.services.trainer_address
     if at is None or Address.parse(at).is_loopback:
         raise ConfigError(
             f"trainer_address {at}: the other machines see there whether machine 0 serves: pass --trainer-address "
-            f"{Address(meeting.address.host, 7004)}, or another port of it, on each of them",
-            field="trainer_address",
+            f"{Address(meeting.address.host, 7004)}, or another port of it, on each of them"
         )
     if meeting.node_rank and len(scope.services) > 1:
         raise ConfigError(
             f"node_rank {meeting.node_rank}: only machine 0 of the trainer may start {', '.join(scope.services)}: use "
-            "`headrace up trainer` here",
-            field="node_rank",
+            "`headrace up trainer` here"
         )
 
 
@@ -243,46 +226,33 @@ def check_colocation(job: Job) -> None:
     """Raises ConfigError for a job whose trainer and engines cannot take turns, or are not on the same devices."""
     if not job.placement.colocate:
         return
-    _synchronous(job)
-    _as_many_gpus(job)
-    several = job.placement.actor_num_nodes > 1
-    for field, what, instead in _not_on_each_machine(job) if several else _elsewhere(job):
-        shared = "the GPUs of each machine" if several else "the GPUs and the memory of one machine"
-        raise ConfigError(
-            f"colocate with {what}: trainer and engines share {shared}. {instead}, or leave --colocate out", field=field
-        )
-    if job.publish.update_weight_transport == "collective":
-        raise ConfigError(
-            "update_weight_transport collective with colocate: trainer and engines are not on their GPUs at the same "
-            "time. Leave it out, which is ipc, or choose disk",
-            field="update_weight_transport",
-        )
-
-
-def _synchronous(job: Job) -> None:
-    if job.debug.debug_rollout_only:
-        return
-    if job.buffer.max_staleness or job.publish.update_weights_interval > 1:
+    placement, publish = job.placement, job.publish
+    if (job.buffer.max_staleness or publish.update_weights_interval > 1) and not job.debug.debug_rollout_only:
         raise ConfigError(
             f"colocate cannot be combined with asynchronous training (max_staleness {job.buffer.max_staleness}, "
-            f"update_weights_interval {job.publish.update_weights_interval}): trainer and engines take turns on the "
-            "same GPUs. Leave --colocate out, or set both back to 0 and 1",
-            field="colocate",
+            f"update_weights_interval {publish.update_weights_interval}): trainer and engines take turns on the same "
+            "GPUs. Leave --colocate out, or set both back to 0 and 1"
         )
-
-
-def _as_many_gpus(job: Job) -> None:
-    placement = job.placement
     if placement.rollout_num_gpus != placement.actor_num_gpus_per_node:
         raise ConfigError(
             f"colocate with rollout_num_gpus {placement.rollout_num_gpus} and {placement.actor_num_gpus_per_node} of "
             "the trainer on a machine (actor_num_gpus_per_node): a machine's engines are on its ranks' GPUs. Leave "
-            "--rollout-num-gpus out",
-            field="rollout_num_gpus",
+            "--rollout-num-gpus out"
+        )
+    several = placement.actor_num_nodes > 1
+    for what, instead in _not_on_each_machine(job) if several else _elsewhere(job):
+        shared = "the GPUs of each machine" if several else "the GPUs and the memory of one machine"
+        raise ConfigError(
+            f"colocate with {what}: trainer and engines share {shared}. {instead}, or leave --colocate out"
+        )
+    if publish.update_weight_transport == "collective":
+        raise ConfigError(
+            "update_weight_transport collective with colocate: trainer and engines are not on their GPUs at the same "
+            "time. Leave it out, which is ipc, or choose disk"
         )
 
 
-def _not_on_each_machine(job: Job) -> Iterator[tuple[str, str, str]]:
+def _not_on_each_machine(job: Job) -> Iterator[tuple[str, str]]:
     """Checks the same on several machines; a rule of `nodes` sees that other machines reach the addresses."""
     placement, services = job.placement, job.services
     yield from _not_started_by_a_service(job)
@@ -290,38 +260,36 @@ def _not_on_each_machine(job: Job) -> Iterator[tuple[str, str, str]]:
     if len(hosts) != placement.actor_num_nodes or services.num_rollout_services != len(hosts):
         where = f"rollout at {services.rollout_address}" if hosts else "rollout services that have no address"
         yield (
-            "rollout_address",
             f"actor_num_nodes {placement.actor_num_nodes} and {where}",
             "Start `headrace up rollout --rollout-service K` on machine K and name one address of each machine: "
             "--rollout-address HOST-0:7002,HOST-1:7002",
         )
     if job.publish.update_weight_transport == "ipc":
         yield (
-            "update_weight_transport",
             f"update_weight_transport ipc and actor_num_nodes {placement.actor_num_nodes}",
             "Shared memory is one machine's: use --update-weight-transport disk with an --update-weight-disk-path that "
             "all machines see",
         )
 
 
-def _elsewhere(job: Job) -> Iterator[tuple[str, str, str]]:
-    """The option, its value, and what to do instead."""
+def _elsewhere(job: Job) -> Iterator[tuple[str, str]]:
+    """What contradicts colocation, and what to do instead."""
     services = job.services
     yield from _not_started_by_a_service(job)
     if services.num_rollout_services > 1:
-        yield "rollout_services", f"{services.num_rollout_services} rollout services", "Use one"
+        yield f"{services.num_rollout_services} rollout services", "Use one"
     elif not all(each.is_loopback for each in addresses_of(services.rollout_address)):
         where = f"rollout at {services.rollout_address}"
-        yield "rollout_address", where, "Start the rollout service at a loopback address"
+        yield where, "Start the rollout service at a loopback address"
 
 
-def _not_started_by_a_service(job: Job) -> Iterator[tuple[str, str, str]]:
+def _not_started_by_a_service(job: Job) -> Iterator[tuple[str, str]]:
     placement = job.placement
     if placement.rollout_external_engine_addrs:
-        yield "rollout_external_engine_addrs", "engines that are started elsewhere", "Let headrace start the engines"
+        yield "engines that are started elsewhere", "Let headrace start the engines"
     if placement.rollout_placement != "local":
         where = f"rollout_placement {placement.rollout_placement}"
-        yield "rollout_placement", where, "Let the rollout service start the engines"
+        yield where, "Let the rollout service start the engines"
 
 
 def device_plan(job: Job, scope: Scope, *, leaves_the_trainers: bool = True) -> DevicePlan | None:
@@ -348,10 +316,7 @@ def _machine(job: Job, scope: Scope) -> Host | None:
     if limit is None or not machine.devices:
         return machine if machine.devices else None
     if limit > len(machine.devices):
-        raise ConfigError(
-            f"num_gpus_per_node {limit} is more than there is: {machine}. Lower it, or leave it out",
-            field="num_gpus_per_node",
-        )
+        raise ConfigError(f"num_gpus_per_node {limit} is more than there is: {machine}. Lower it, or leave it out")
     return replace(machine, devices=machine.nearest_first()[:limit])
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
+from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
@@ -18,66 +17,12 @@ from headrace.models.architecture import Architecture
 from headrace.models.folders import BlockFp8
 from headrace.rpc.net import Address
 
-OURS: Mapping[str, str] = {
-    "model_path": "set hf_checkpoint instead",
-    "tp_size": "set rollout_num_gpus_per_engine instead",
-    "host": "engines listen on 127.0.0.1 only",
-    "port": "a free port is chosen",
-    "weight_version": "it is the policy version",
-    "random_seed": "set rollout_seed instead",
-    "base_gpu_id": "engines are laid out over rollout_num_gpus",
-    "enable_return_routed_experts": "set use_rollout_routing_replay instead",
-    "enable_memory_saver": "engines have it where they give their memory up: set colocate instead",
-}
-"""Arguments of SGLang that headrace sets, and what a job says instead."""
-
-_TENSOR = "all GPUs of an engine are tensor-parallel. Choose their number with --rollout-num-gpus-per-engine"
-_MORE = "the router spreads requests over engines. Start more of them with --rollout-num-gpus"
-_ONE_MACHINE = "an engine is on one machine. Choose its number of GPUs there with --rollout-num-gpus-per-engine"
-_WHOLE = "each engine computes prompts and responses. Start more of them with --rollout-num-gpus"
-_HIDE = "engines have the GPUs of rollout_num_gpus one after the other. Hide others with CUDA_VISIBLE_DEVICES"
-_PLACED_BY_US: Mapping[str, tuple[Any, str]] = {
-    "pp_size": (1, _TENSOR),
-    **dict.fromkeys(("dp_size", "attn_dp_size"), (1, _MORE)),
-    **dict.fromkeys(("enable_dp_attention", "enable_dp_lm_head"), (False, _MORE)),
-    "nnodes": (1, _ONE_MACHINE),
-    "node_rank": (0, _ONE_MACHINE),
-    "dist_init_addr": (None, _ONE_MACHINE),
-    "gpu_id_step": (1, _HIDE),
-    "use_ray": (False, "Ray places whole engines. Use --rollout-placement ray"),
-    **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null", _WHOLE)),
-    **dict.fromkeys(("enable_pd_role_switch", "encoder_only", "language_only"), (False, _WHOLE)),
-    "encoder_urls": ([], _WHOLE),
-    **dict.fromkeys(("elastic_ep_backend", "elastic_ep_initial_size", "max_ep_size"), (None, _MORE)),
-}
-"""Arguments that would give an engine other processes or GPUs than it is placed on, with their defaults."""
-
 _LARGEST_SHARE = {"mem_fraction_static": 1.0, "schedule_conservativeness": float("inf")}
-_COUNTS = ("context_length", "max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
-_SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
-_OF_ALL_ENGINES = {
-    **dict.fromkeys(
-        ("dtype", "quantization", "load_format", "model_impl", "torchao_config"),
-        "all engines are given the same weights, and a publication compares them",
-    ),
-    **dict.fromkeys(
-        ("enable_priority_scheduling", "default_priority_value", "schedule_low_priority_values_first"),
-        "requests have one priority, whichever engine the router gives them to",
-    ),
-}
-_NO_WORKERS = {
-    "placeholder": "reserves GPUs without an engine, and with --colocate engines are on all of the trainer's: leave "
-    "the group out, and lower rollout_num_gpus",
-    **dict.fromkeys(
-        ("prefill", "decode"),
-        "divides a request over two engines on GPUs, which headrace does not do yet: make it a regular group",
-    ),
-}
+_OF_ALL_ENGINES = reason_of_each(SGLANG["of_all_engines"])
 
 
 def check_production(job: Job) -> None:
     """Raises ConfigError for the first rule that a job breaks."""
-    _shards(job)
     _batches(job)
     for name, value in job.sglang.items():
         _check_argument(name, value)
@@ -89,67 +34,37 @@ def check_production(job: Job) -> None:
     if job.checkpoint.keep_best and metric.startswith("eval") and not job.eval.eval_exact_version:
         raise ConfigError(
             f"keep_best_metric {metric} cannot tell which checkpoint is best: training goes on beside evaluations, so "
-            "that later versions answer too. Let it wait for them with --eval-exact-version, or choose by reward/mean",
-            field="keep_best_metric",
-        )
-
-
-def _shards(job: Job) -> None:
-    """`buffer_shards` is the number of shards wherever an address says how many there are."""
-    buffer, groups = job.buffer, job.rollout.groups_per_step
-    addresses = job.services.buffer_address.split(",") if job.services.buffer_address else []
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(
-            f"buffer_address {job.services.buffer_address} has an address twice: give each shard its own",
-            field="buffer_address",
-        )
-    if addresses and buffer.buffer_shard is not None and buffer.buffer_shard >= len(addresses):
-        raise ConfigError(
-            f"buffer_shard {buffer.buffer_shard} is not an index of the {len(addresses)} addresses of buffer_address, "
-            "which are counted from 0",
-            field="buffer_shard",
-        )
-    if addresses and buffer.buffer_shards not in (1, len(addresses)):
-        raise ConfigError(
-            f"buffer_shards {buffer.buffer_shards} contradicts buffer_address, which names {len(addresses)}: leave "
-            "--buffer-shards out where buffers are started elsewhere, or leave the address out to have them started "
-            "here",
-            field="buffer_shards",
-        )
-    if groups < job.num_shards:
-        raise ConfigError(
-            f"rollout_batch_size {groups} is less than the {job.num_shards} shards: every shard needs a group in every "
-            "step",
-            field="buffer_address" if addresses else "buffer_shards",
+            "that later versions answer too. Let it wait for them with --eval-exact-version, or choose by reward/mean"
         )
 
 
 def _batches(job: Job) -> None:
     buffer, rollout, groups = job.buffer, job.rollout, job.rollout.groups_per_step
+    if groups < job.num_shards:
+        raise ConfigError(
+            f"rollout_batch_size {groups} is less than the {job.num_shards} shards: every shard needs a group in every "
+            "step"
+        )
     behind = job.publish.update_weights_interval - 1
     if behind > buffer.max_staleness:
         raise ConfigError(
             f"update_weights_interval {behind + 1} makes tokens up to {behind} steps old, and max_staleness is "
-            f"{buffer.max_staleness}: pass --max-staleness {behind} or a shorter interval",
-            field="update_weights_interval",
+            f"{buffer.max_staleness}: pass --max-staleness {behind} or a shorter interval"
         )
     files, weights = job.data.prompt_data, job.data.prompt_data_weights
     if weights and len(weights) != len(files):
         raise ConfigError(
-            f"prompt_data_weights has {len(weights)} numbers for {len(files)} files of prompt_data: give one for each",
-            field="prompt_data_weights",
+            f"prompt_data_weights has {len(weights)} numbers for {len(files)} files of prompt_data: give one for each"
         )
     if rollout.over_sampling_batch_size is not None and rollout.over_sampling_batch_size < groups:
         raise ConfigError(
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size {groups}: a step "
-            f"would never fill; pass {groups} or more, or leave it out",
-            field="over_sampling_batch_size",
+            f"would never fill; pass {groups} or more, or leave it out"
         )
     if rollout.partial_rollout and not rollout.mask_offpolicy_in_partial_rollout and not buffer.max_staleness:
         raise ConfigError(
             "partial_rollout with max_staleness 0 keeps tokens of older policies that could never be trained: pass "
-            "--mask-offpolicy-in-partial-rollout, or --max-staleness 1 or more",
-            field="partial_rollout",
+            "--mask-offpolicy-in-partial-rollout, or --max-staleness 1 or more"
         )
 
 
@@ -165,14 +80,11 @@ def check_lengths(job: Job, architecture: Architecture) -> None:
         if length is not None and length >= limit and job.train.loss_mask_type is None:
             raise ConfigError(
                 f"{name} {length} is not below {limit}, {whose}, which prompt and response share: pass "
-                f"--{name.replace('_', '-')} {max(1, limit // 2)} or another smaller number",
-                field=name,
+                f"--{name.replace('_', '-')} {max(1, limit // 2)} or another smaller number"
             )
     context = job.rollout.rollout_max_context_len
     if context is not None and context > limit:
-        raise ConfigError(
-            f"rollout_max_context_len {context} is above {limit}, {whose}: lower it", field="rollout_max_context_len"
-        )
+        raise ConfigError(f"rollout_max_context_len {context} is above {limit}, {whose}: lower it")
 
 
 def check_images(job: Job, architecture: Architecture) -> None:
@@ -182,41 +94,29 @@ def check_images(job: Job, architecture: Architecture) -> None:
     if architecture.vision is None:
         raise ConfigError(
             f"multimodal_keys {job.data.multimodal_keys}: this {architecture.family} model reads text alone: name a "
-            "model with a vision tower (qwen2_5_vl), or leave --multimodal-keys out",
-            field="multimodal_keys",
+            "model with a vision tower (qwen2_5_vl), or leave --multimodal-keys out"
         )
     if job.distillation.use_opd and job.distillation.opd_type != "megatron":
         raise ConfigError(
-            "multimodal_keys with opd_type: a teacher at a URL is asked about tokens alone; leave one of them out",
-            field="opd_type",
+            "multimodal_keys with opd_type: a teacher at a URL is asked about tokens alone; leave one of them out"
         )
-
-
-def image_plan(job: Job, architecture: Architecture | None) -> str | None:
-    """Says what becomes of the vision tower, and of images; None for a model of text."""
-    if architecture is None or architecture.vision is None:
-        return None
-    frozen = "the language part is trained; the vision tower is frozen, and exported as it is"
-    if (key := job.data.image_key) is None:
-        return f"{frozen}; no --multimodal-keys: prompts of files are text"
-    return f"of each row's {key!r}, where its prompt says <image>; {frozen}"
 
 
 def _check_argument(name: str, value: object, where: str = "") -> None:
     """Raises ConfigError, which begins with `where`, for one argument of SGLang's."""
     if (why := _refused_argument(name, value)) is not None:
-        raise ConfigError(f"{where}--sglang-{name.replace('_', '-')} {why}", field=f"sglang.{name}")
+        raise ConfigError(f"{where}--sglang-{name.replace('_', '-')} {why}")
 
 
 def _refused_argument(name: str, value: object) -> str | None:
-    if name in OURS:
-        return f"cannot be given: {OURS[name]}"
-    default, why = _PLACED_BY_US.get(name, (None, _WHOLE))
-    is_placed_by_us = name in _PLACED_BY_US or name.startswith("disaggregation_")
-    # The word `null` is read as None.
-    if is_placed_by_us and value is not None and not (type(value) is type(default) and value == default):
-        return f"{value} cannot be given: leave it out, because {why}"
-    if name in _SECRETS:
+    if name in SGLANG["ours"]:
+        return f"cannot be given: {SGLANG['ours'][name]}"
+    if name in PLACED_BY_US or name.startswith("disaggregation_"):
+        default, why = PLACED_BY_US.get(name, (None, PLACED_BY_US["disaggregation_mode"][1]))
+        # The word `null` is read as None.
+        if value is not None and not (type(value) is type(default) and value == default):
+            return f"{value} cannot be given: leave it out, because {why}"
+    if name in SGLANG["secrets"]:
         return "cannot be given: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job as " + (
             "plain text: leave it out"
         )
@@ -224,7 +124,7 @@ def _refused_argument(name: str, value: object) -> str | None:
     if name in _LARGEST_SHARE and not (is_number and 0 < value < _LARGEST_SHARE[name]):  # type: ignore[operator]
         below = " and below 1" if _LARGEST_SHARE[name] == 1 else ""
         return f"{value}: should be a number above 0{below}"
-    if name in _COUNTS and not (is_number and isinstance(value, int) and value > 0):
+    if name in SGLANG["counts"] and not (is_number and isinstance(value, int) and value > 0):
         return f"{value}: should be a number of 1 or more"
     return None
 
@@ -238,8 +138,7 @@ def _dtype(job: Job) -> None:
     other = "with" if published == "float32" else "without"
     raise ConfigError(
         f"--sglang-dtype {given}: engines serve the weights that the trainer publishes, which are {published}: leave "
-        f"--sglang-dtype out, or train {other} --bf16",
-        field="sglang.dtype",
+        f"--sglang-dtype out, or train {other} --bf16"
     )
 
 
@@ -247,15 +146,12 @@ def _engine_counts(job: Job) -> None:
     placement = job.placement
     gpus, each = placement.rollout_num_gpus, placement.rollout_num_gpus_per_engine
     if gpus % each and not placement.rollout_external_engine_addrs and not placement.engine_groups:
-        raise ConfigError(
-            f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
-        )
+        raise ConfigError(f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}")
     most = placement.rollout_max_engines
     if most is not None and most < placement.num_engines:
         raise ConfigError(
             f"rollout_max_engines {most} is below the {placement.num_engines} engines with which the job begins: raise "
-            "it, or lower --rollout-num-gpus",
-            field="rollout_max_engines",
+            "it, or lower --rollout-num-gpus"
         )
 
 
@@ -266,29 +162,25 @@ def _external_engines(job: Job) -> None:
         return
     if len({str(Address.parse(address)) for address in addresses}) < len(addresses):
         raise ConfigError(
-            f"rollout_external_engine_addrs {list(addresses)} has an address twice: name each engine once",
-            field="rollout_external_engine_addrs",
+            f"rollout_external_engine_addrs {list(addresses)} has an address twice: name each engine once"
         )
     of_each, rest = divmod(len(addresses), job.services.num_rollout_services)
     if rest:
         raise ConfigError(
             f"rollout_external_engine_addrs names {len(addresses)} engines, which {job.services.num_rollout_services} "
-            "rollout services cannot divide evenly: name as many for each",
-            field="rollout_external_engine_addrs",
+            "rollout services cannot divide evenly: name as many for each"
         )
     size = of_each * placement.rollout_num_gpus_per_engine
     if placement.rollout_num_gpus not in (1, size):
         raise ConfigError(
             f"rollout_num_gpus with rollout_external_engine_addrs: {of_each} engines of "
-            f"{placement.rollout_num_gpus_per_engine} have {size}; leave one of them out",
-            field="rollout_num_gpus",
+            f"{placement.rollout_num_gpus_per_engine} have {size}; leave one of them out"
         )
     far = [address for address in addresses if not Address.parse(address).is_loopback]
     if far and job.publish.update_weight_transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc is memory of this machine, and {far[0]} may be another: choose collective or "
-            "disk",
-            field="update_weight_transport",
+            "disk"
         )
 
 
@@ -297,30 +189,26 @@ def _engine_groups(job: Job) -> None:
     names = [group.name for group in groups]
     for group in groups:
         if names.count(group.name) > 1:
-            raise ConfigError(f"two engine groups are called {group.name}: rename one", field="engine_groups")
+            raise ConfigError(f"two engine groups are called {group.name}: rename one")
         _check_group(group)
     gpus = sum(group.count * group.size for group in groups)
     if groups and gpus != placement.rollout_num_gpus:
         parts = " + ".join(f"{group.name} {group.count * group.size}" for group in groups)
         raise ConfigError(
             f"rollout_num_gpus {placement.rollout_num_gpus} is not what the engine groups have, {parts} = {gpus}: "
-            "leave it out, or change a group",
-            field="rollout_num_gpus",
+            "leave it out, or change a group"
         )
 
 
 def _check_group(group: EngineGroup) -> None:
     where = f"engine group {group.name}: "
-    if group.worker_type in _NO_WORKERS:
-        raise ConfigError(
-            f"{where}worker_type {group.worker_type} {_NO_WORKERS[group.worker_type]}", field="engine_groups"
-        )
+    if (why := SLIME["workers"].get(group.worker_type)) is not None:
+        raise ConfigError(f"{where}worker_type {group.worker_type} {why}")
     for name, value in group.overrides.items():
         if name in _OF_ALL_ENGINES:
             raise ConfigError(
                 f"{where}{name} cannot be of a group, because {_OF_ALL_ENGINES[name]}: pass "
-                f"--sglang-{name.replace('_', '-')}",
-                field="engine_groups",
+                f"--sglang-{name.replace('_', '-')}"
             )
         _check_argument(name, value, where)
 
@@ -331,26 +219,16 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
     sizes = sorted({group.size for group in placement.engine_groups})
     if len(sizes) > 1 and not num_gpus():
         scope.missing(
-            ConfigError(
-                f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
-                "none: give all groups the same num_gpus_per_engine",
-                field="engine_groups",
-            )
+            f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
+            "none: give all groups the same num_gpus_per_engine"
         )
     if placement.rollout_placement == "ray":
         if importlib.util.find_spec("ray") is None:
-            scope.missing(
-                ConfigError(
-                    "rollout_placement ray needs the package ray: pip install 'headrace[ray]'", field="placement"
-                )
-            )
+            scope.missing("rollout_placement ray needs the package ray: pip install 'headrace[ray]'")
         if "RAY_ADDRESS" not in os.environ:
             scope.missing(
-                ConfigError(
-                    "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
-                    "RAY_ADDRESS",
-                    field="rollout_placement",
-                )
+                "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
+                "RAY_ADDRESS"
             )
     if BlockFp8.of(job.model.hf_checkpoint) is not None:
         _block_fp8(job, scope)
@@ -359,17 +237,13 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
 def _block_fp8(job: Job, scope: Scope) -> None:
     if not num_gpus():
         scope.missing(
-            ConfigError(
-                f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
-                "this machine has none: name a folder in bfloat16 or float32",
-                field="hf_checkpoint",
-            )
+            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
+            "this machine has none: name a folder in bfloat16 or float32"
         )
     if megatron(job.megatron).dtype != "bfloat16":
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, whose other weights SGLang takes in bfloat16, "
-            "and the trainer publishes float32: pass --bf16, or name a folder in float32",
-            field="bf16",
+            "and the trainer publishes float32: pass --bf16, or name a folder in float32"
         )
 
 
@@ -385,6 +259,5 @@ def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> No
         if heads % ranks or (groups % ranks and ranks % groups):
             raise ConfigError(
                 f"{name} {ranks} does not divide the {heads} heads in {groups} groups of this model: "
-                "choose a divisor of both",
-                field="rollout_num_gpus_per_engine",
+                "choose a divisor of both"
             )

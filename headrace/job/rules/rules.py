@@ -85,8 +85,7 @@ def _check_architecture(job: Job, scope: Scope) -> None:
     if job.model.model is not None and (other := differences(find(job.model.model), found)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "
-            f"{'; '.join(other)}. Name that model's folder, or leave --model out",
-            field="model",
+            f"{'; '.join(other)}. Name that model's folder, or leave --model out"
         )
 
 

@@ -37,14 +37,14 @@ class Scope:
     def of_train(cls, job: Job) -> Scope:
         return cls(services_here(job))
 
-    def missing(self, refusal: ConfigError, path: Path | None = None) -> None:
-        """Raises the refusal, or notes it when another machine may have what is missing.
+    def missing(self, refusal: str, path: Path | None = None) -> None:
+        """Raises ConfigError, or notes the refusal when another machine may have what is missing.
 
         A missing `path` in a folder that exists here is a mistake on every machine.
         """
         if self.elsewhere is None or (path is not None and path.parent.is_dir()):
-            raise refusal
-        self.unchecked.append(refusal.message)
+            raise ConfigError(refusal)
+        self.unchecked.append(refusal)
 
 
 def services_here(job: Job) -> list[str]:

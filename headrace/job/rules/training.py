@@ -41,8 +41,7 @@ def check_training(job: Job) -> None:
     if job.train.loss_mask_type is not None and job.rollout.n_samples_per_prompt != 1:
         raise ConfigError(
             f"loss_mask_type trains each conversation once, and n_samples_per_prompt is "
-            f"{job.rollout.n_samples_per_prompt}: set it to 1",
-            field="n_samples_per_prompt",
+            f"{job.rollout.n_samples_per_prompt}: set it to 1"
         )
 
 
@@ -54,15 +53,13 @@ def _ranks(job: Job) -> None:
             f"{world} ranks (actor_num_nodes {job.placement.actor_num_nodes} x actor_num_gpus_per_node "
             f"{job.placement.actor_num_gpus_per_node}) cannot be divided by tensor_model_parallel_size "
             f"{args.tensor_model_parallel_size} x pipeline_model_parallel_size {args.pipeline_model_parallel_size} x "
-            f"context_parallel_size {args.context_parallel_size} = {product}: change one of them",
-            field="actor_num_gpus_per_node",
+            f"context_parallel_size {args.context_parallel_size} = {product}: change one of them"
         )
     size = world // product
     if job.train.global_batch_size is not None and job.train.global_batch_size < size:
         raise ConfigError(
             f"global_batch_size {job.train.global_batch_size} is smaller than the {size} data-parallel ranks: "
-            "some would have nothing to train on",
-            field="global_batch_size",
+            "some would have nothing to train on"
         )
 
 
@@ -71,8 +68,7 @@ def _megatron(job: Job) -> None:
     if args.context_parallel_size > 1 and job.train.packing == "padded":
         raise ConfigError(
             f"context_parallel_size {args.context_parallel_size} divides packed rows, and packing is padded: "
-            "leave one of them out",
-            field="packing",
+            "leave one of them out"
         )
     try:
         installed = ".".join(version("megatron-core").split(".")[:2])
@@ -82,8 +78,7 @@ def _megatron(job: Job) -> None:
         if installed not in ONLY_IN[name]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "
-                f"{installed} is installed: leave it out, or install the other version",
-                field=name,
+                f"{installed} is installed: leave it out, or install the other version"
             )
 
 
@@ -91,8 +86,7 @@ def _teacher(job: Job) -> None:
     if job.distillation.opd_teacher_url is not None and job.rollout.rollout_temperature != 1.0:
         raise ConfigError(
             f"a served teacher returns log-probs at temperature 1, and rollout_temperature is "
-            f"{job.rollout.rollout_temperature:g}: set it to 1, or hold the teacher with --opd-type megatron",
-            field="rollout_temperature",
+            f"{job.rollout.rollout_temperature:g}: set it to 1, or hold the teacher with --opd-type megatron"
         )
 
 
@@ -113,8 +107,7 @@ def _true_on_policy(job: Job) -> None:
         if value != wanted:
             raise ConfigError(
                 f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
-                "--true-on-policy-mode out",
-                field=name,
+                "--true-on-policy-mode out"
             )
 
 
@@ -124,9 +117,7 @@ def check_routing_replay(job: Job, architecture: Architecture) -> None:
         return
     flag = "use_rollout_routing_replay" if job.train.use_rollout_routing_replay else "use_routing_replay"
     if architecture.experts is None:
-        raise ConfigError(
-            f"{flag}: this {architecture.family} model has no experts to choose: leave it out", field=flag
-        )
+        raise ConfigError(f"{flag}: this {architecture.family} model has no experts to choose: leave it out")
     _router(job, flag)
     if not job.train.use_rollout_routing_replay:
         _old_log_probs(job)
@@ -136,14 +127,12 @@ def _router(job: Job, flag: str) -> None:
     args = megatron(job.megatron)
     if args.moe_router_fusion:
         raise ConfigError(
-            f"{flag} with moe_router_fusion: the fused router does not take experts from outside: leave one out",
-            field="moe_router_fusion",
+            f"{flag} with moe_router_fusion: the fused router does not take experts from outside: leave one out"
         )
     if args.moe_router_load_balancing_type in ("sinkhorn", ("sinkhorn",)):
         raise ConfigError(
             f"{flag} with moe_router_load_balancing_type sinkhorn: sinkhorn chooses other experts than the best "
-            f"scores: leave one out",
-            field="moe_router_load_balancing_type",
+            f"scores: leave one out"
         )
 
 
@@ -152,14 +141,12 @@ def _old_log_probs(job: Job) -> None:
     if train.keep_old_actor:
         raise ConfigError(
             "use_routing_replay with keep_old_actor: old log-probs would be of several policies: pass "
-            "--use-rollout-routing-replay, which replays the experts that each sample was generated with",
-            field="use_routing_replay",
+            "--use-rollout-routing-replay, which replays the experts that each sample was generated with"
         )
     if not trains_on_old_log_probs(train) or train.num_steps_per_rollout == 1:
         raise ConfigError(
             "use_routing_replay has no effect: this job computes no old log-probs, because it takes one optimizer "
-            "step per rollout or uses the engines' log-probs: leave it out, or pass --use-rollout-routing-replay",
-            field="use_routing_replay",
+            "step per rollout or uses the engines' log-probs: leave it out, or pass --use-rollout-routing-replay"
         )
 
 
@@ -168,9 +155,7 @@ def require_gpus(job: Job, scope: Scope) -> None:
     flags = megatron(job.megatron).needs_gpu()
     if flags and not num_gpus():
         scope.missing(
-            ConfigError(
-                f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
-            )
+            f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
         )
 
 
@@ -181,9 +166,6 @@ def require_states_that_are_saved(job: Job, scope: Scope) -> None:
     if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
         return
     scope.missing(
-        ConfigError(
-            f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
-            "hold yet, and every run ends with a checkpoint: leave it out",
-            field=next(iter(given)),
-        )
+        f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
+        "hold yet, and every run ends with a checkpoint: leave it out"
     )

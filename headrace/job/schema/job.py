@@ -8,6 +8,7 @@ job.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ import tomli_w
 from pydantic import AfterValidator, Field
 
 from headrace.errors import ConfigError
+from headrace.job.names import EARLIER
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.run import (
@@ -32,40 +34,10 @@ from headrace.job.schema.training import CriticSection, DistillationSection, Hoo
 Arguments = Annotated[dict[str, Any], AfterValidator(normalize)]
 
 
-CONSTANTS = (
-    "first_batch_seconds",
-    "agent_lease_seconds",
-    "client_requests_in_flight",
-    "max_waiting_requests",
-    "failure_window",
-    "router_cache_threshold",
-    "router_balance_abs_threshold",
-    "router_balance_rel_threshold",
-    "true_on_policy_bound",
-    "lease_seconds",
-    "max_attempts",
-    "min_free_disk_bytes",
-    "buffer_postgres_wait_seconds",
-    "max_groups",
-    "max_calls_per_peer",
-    "max_leases",
-    "retain_steps",
-    "buffer_hook_timeout_seconds",
-    "eval_pass_reward",
-    "peer_wait_seconds",
-    "max_trainer_restarts",
-    "max_engine_restarts",
-    "rollout_health_check_misses",
-    "samples_per_insert_error_buffer",
-    "expiry_action",
-    "balance_by",
-)
+CONSTANTS: Sequence[str] = tuple(EARLIER["constants"])
 """Options of earlier releases that are constants now."""
 
-MERGED = {
-    "buffer_addresses": "name all shards in --buffer-address, as host:port,host:port",
-    "eval_timeout_seconds": "--rollout-timeout-seconds bounds an evaluation too",
-}
+MERGED: Mapping[str, str] = EARLIER["merged"]
 """Options of earlier releases that another one is now, and which."""
 
 
@@ -102,8 +74,10 @@ class Job(Section):
     services: ServicesSection = ServicesSection()
     placement: PlacementSection = PlacementSection()
     tracking: TrackingSection = TrackingSection()
-    megatron: Arguments = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
-    sglang: Arguments = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
+    megatron: Arguments = Field({})
+    """Megatron-core's own fields, by name; checked by the trainer."""
+    sglang: Arguments = Field({})
+    """SGLang's ServerArgs, by name; checked by rollout."""
 
     @property
     def needs_reward(self) -> bool:
@@ -156,8 +130,7 @@ def derive(job: Job) -> Job:
     if len(absent) > 1:
         raise ConfigError(
             f"{' and '.join(absent)} are not given: of rollout_batch_size, n_samples_per_prompt, global_batch_size and "
-            "num_steps_per_rollout only one can be derived",
-            field=absent[0],
+            "num_steps_per_rollout only one can be derived"
         )
     four = {name: value for name, value in given.items() if value is not None}
     if absent:
@@ -178,8 +151,7 @@ def _derived(name: str, four: dict[str, int]) -> int:
     if samples % four[partner]:
         raise ConfigError(
             f"{name} cannot be derived: {other[0]} {four[other[0]]} x {other[1]} {four[other[1]]} = {samples} samples, "
-            f"which {partner} {four[partner]} does not divide",
-            field=name,
+            f"which {partner} {four[partner]} does not divide"
         )
     return samples // four[partner]
 
@@ -189,8 +161,7 @@ def _require_equal(four: dict[str, int]) -> None:
     if left != right:
         sides = [f"{a} {four[a]} x {b} {four[b]} = {four[a] * four[b]} samples" for a, b in _PARTNERS]
         raise ConfigError(
-            f"the batch does not add up: {sides[0]}, but {sides[1]}: change one, or leave one of the four out",
-            field="global_batch_size",
+            f"the batch does not add up: {sides[0]}, but {sides[1]}: change one, or leave one of the four out"
         )
 
 

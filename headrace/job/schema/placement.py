@@ -41,74 +41,55 @@ def _no_torchrun(value: Any) -> Any:
 
 
 class NodeOptions(Section):
-    node_rank: NonNegative | None = Field(
-        None,
-        description="Which of actor_num_nodes machines this one is, where each starts its own ranks with `headrace up "
-        "trainer`; 0 serves and runs the training loop. Absent: NODE_RANK, or 0.",
-    )
-    master_addr: str | None = Field(
-        None, description="Host or address of machine 0, where ranks of several machines meet. Absent: MASTER_ADDR."
-    )
-    master_port: Port | None = Field(
-        None, description="Port at which they meet; free on machine 0. Absent: MASTER_PORT, or 29500."
-    )
+    node_rank: NonNegative | None = None
+    """Which of actor_num_nodes machines this one is, where each starts its own ranks with `headrace up trainer`; 0
+    serves and runs the training loop. Absent: NODE_RANK, or 0."""
+    master_addr: str | None = None
+    """Host or address of machine 0, where ranks of several machines meet. Absent: MASTER_ADDR."""
+    master_port: Port | None = None
+    """Port at which they meet; free on machine 0. Absent: MASTER_PORT, or 29500."""
 
 
 class PlacementSection(NodeOptions):
-    actor_num_nodes: Positive = Field(1, description="Machines for the trainer.")
-    actor_num_gpus_per_node: Positive = Field(
-        1, description="The trainer's ranks on each machine: GPUs, or processes on a machine without."
-    )
-    num_gpus_per_node: Positive | None = Field(
-        None,
-        description="GPUs of a machine that the job may use, nearest to each other first; absent: all that are there. "
-        "In a check for other machines, the number that each has.",
-    )
-    rollout_num_gpus: Positive = Field(
-        1,
-        description="GPUs of all engines of a rollout service together, or processes on a machine without.",
-    )
-    rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
-    engine_groups: tuple[Annotated[EngineGroup, FromJson], ...] = Field(
-        (),
-        description="Engines with arguments of their own: tables [[placement.engine_groups]] in the job file, or JSON "
-        "objects, each with name, num_engines or num_gpus, num_gpus_per_engine, and overrides of SGLang's arguments.",
-    )
-    sglang_config: Path | None = Field(
-        None, description="YAML file of slime's form with one model, whose server_groups are read as engine_groups."
-    )
-    rollout_max_engines: Positive | None = Field(
-        None,
-        description="Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of "
-        "rollout_num_gpus, on a CPU what its free memory has room for.",
-    )
-    rollout_external_engine_addrs: tuple[str, ...] = Field(
-        (),
-        description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
-        "rollout services divide them, in their order.",
-    )
-    colocate: bool = Field(
-        False, description="Trainer and engines take turns on the same GPUs, of one machine or of each of several."
-    )
-    offload_train: bool | None = Field(
-        None, description="With colocate: the trainer's memory is in the host's while engines generate; absent: on."
-    )
-    offload_rollout: bool | None = Field(
-        None, description="With colocate: engines give up weights and KV cache while the trainer trains; absent: on."
-    )
-    placement: Annotated[Literal["local", "slurm", "ray"], BeforeValidator(_no_torchrun)] = Field(
-        "local", description="Who starts the trainer's ranks: headrace, srun in an allocation, or Ray actors."
-    )
-    rollout_placement: Literal["local", "ray"] = Field(
-        "local",
-        description="Who starts the engines: the rollout service on its machine, or Ray actors on machines of the "
-        "cluster of RAY_ADDRESS. Those listen on their machine's address, without a key.",
-    )
-    use_fault_tolerance: bool = Field(
-        False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
-    )
-    rollout_health_check_interval: Seconds = Field(2.0, description="Seconds between checks of an engine or router.")
-    rollout_health_check_timeout: Seconds = Field(10.0, description="A check that is not answered within it is missed.")
+    actor_num_nodes: Positive = 1
+    """Machines for the trainer."""
+    actor_num_gpus_per_node: Positive = 1
+    """The trainer's ranks on each machine: GPUs, or processes on a machine without."""
+    num_gpus_per_node: Positive | None = None
+    """GPUs of a machine that the job may use, nearest to each other first; absent: all that are there. In a check for
+    other machines, the number that each has."""
+    rollout_num_gpus: Positive = 1
+    """GPUs of all engines of a rollout service together, or processes on a machine without."""
+    rollout_num_gpus_per_engine: Positive = 1
+    """Tensor-parallel size of an engine."""
+    engine_groups: tuple[Annotated[EngineGroup, FromJson], ...] = ()
+    """Engines with arguments of their own: tables [[placement.engine_groups]] in the job file, or JSON objects, each
+    with name, num_engines or num_gpus, num_gpus_per_engine, and overrides of SGLang's arguments."""
+    sglang_config: Path | None = None
+    """YAML file of slime's form with one model, whose server_groups are read as engine_groups."""
+    rollout_max_engines: Positive | None = None
+    """Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of rollout_num_gpus, on a CPU what
+    its free memory has room for."""
+    rollout_external_engine_addrs: tuple[str, ...] = ()
+    """host:port of SGLang servers that are started elsewhere, in place of engines started here; several rollout
+    services divide them, in their order."""
+    colocate: bool = False
+    """Trainer and engines take turns on the same GPUs, of one machine or of each of several."""
+    offload_train: bool | None = None
+    """With colocate: the trainer's memory is in the host's while engines generate; absent: on."""
+    offload_rollout: bool | None = None
+    """With colocate: engines give up weights and KV cache while the trainer trains; absent: on."""
+    placement: Annotated[Literal["local", "slurm", "ray"], BeforeValidator(_no_torchrun)] = "local"
+    """Who starts the trainer's ranks: headrace, srun in an allocation, or Ray actors."""
+    rollout_placement: Literal["local", "ray"] = "local"
+    """Who starts the engines: the rollout service on its machine, or Ray actors on machines of the cluster of
+    RAY_ADDRESS. Those listen on their machine's address, without a key."""
+    use_fault_tolerance: bool = False
+    """A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."""
+    rollout_health_check_interval: Seconds = 2.0
+    """Seconds between checks of an engine or router."""
+    rollout_health_check_timeout: Seconds = 10.0
+    """A check that is not answered within it is missed."""
 
     @property
     def num_engines(self) -> int:

@@ -52,40 +52,41 @@ def _resolved(name: str, value: int | None) -> int:
 
 
 class DataSection(Section):
-    prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
-        (),
-        description="JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them.",
-    )
-    prompt_data_weights: tuple[Above, ...] = Field(
-        (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
-    )
-    streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
-    num_data_workers: Annotated[Positive, Field(le=MAX_FILE_WORKERS)] = Field(
-        1, description="Processes that parse a streamed file's blocks ahead."
-    )
-    data_source_path: str | None = Field(
-        None, description="pkg.mod.Class or file.py:Class with get_samples(n); its dataset is prompt_data."
-    )
-    input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
-    label_key: str | None = Field(None, description="Key of the reference answer; a.b is b of the object a.")
-    metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
-    tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
-    multimodal_keys: Annotated[dict[str, str], AfterValidator(_of_images), FromJson] = Field(
-        {},
-        description='JSON object that maps a media type to the key of its files, as {"image": "images"}; each <image> '
-        "of the prompt stands for one.",
-    )
-    priority_key: str | None = Field(
-        None, description="Key of an integer; with selection priority a larger one goes first."
-    )
-    apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
-    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(normalize), FromJson] = Field(
-        {}, description='JSON object of the chat template\'s own variables, as {"enable_thinking": false}.'
-    )
-    rollout_shuffle: bool = Field(False, description="Read every epoch in a new order.")
-    rollout_seed: Seed = Field(42, description="Seed of rollout_shuffle's order and of the engines' sampling.")
-    num_epoch: Positive | None = Field(None, description="Largest number of epochs of prompt_data; absent: no limit.")
-    skip_bad_lines: bool = Field(False, description="Count and skip lines that do not parse; off: refuse them.")
+    prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    """JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them."""
+    prompt_data_weights: tuple[Above, ...] = ()
+    """Each file's share of every trained batch, relative to the others; absent: equal shares."""
+    streaming_data: bool = False
+    """Read prompt_data in blocks and keep none of it in memory."""
+    num_data_workers: Annotated[Positive, Field(le=MAX_FILE_WORKERS)] = 1
+    """Processes that parse a streamed file's blocks ahead."""
+    data_source_path: str | None = None
+    """pkg.mod.Class or file.py:Class with get_samples(n); its dataset is prompt_data."""
+    input_key: str = "prompt"
+    """Key of the prompt: text, or an array of chat messages."""
+    label_key: str | None = None
+    """Key of the reference answer; a.b is b of the object a."""
+    metadata_key: str | None = "metadata"
+    """Key of an object for rewards and hooks."""
+    tool_key: str | None = None
+    """Key of an array of tool definitions."""
+    multimodal_keys: Annotated[dict[str, str], AfterValidator(_of_images), FromJson] = Field({})
+    """JSON object that maps a media type to the key of its files, as {"image": "images"}; each <image> of the prompt
+    stands for one."""
+    priority_key: str | None = None
+    """Key of an integer; with selection priority a larger one goes first."""
+    apply_chat_template: bool = False
+    """Text prompts become one user turn of the chat template."""
+    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(normalize), FromJson] = Field({})
+    """JSON object of the chat template's own variables, as {"enable_thinking": false}."""
+    rollout_shuffle: bool = False
+    """Read every epoch in a new order."""
+    rollout_seed: Seed = 42
+    """Seed of rollout_shuffle's order and of the engines' sampling."""
+    num_epoch: Positive | None = None
+    """Largest number of epochs of prompt_data; absent: no limit."""
+    skip_bad_lines: bool = False
+    """Count and skip lines that do not parse; off: refuse them."""
 
     @property
     def image_key(self) -> str | None:
@@ -94,100 +95,78 @@ class DataSection(Section):
 
 
 class RolloutSection(Section):
-    num_rollout: Positive = Field(100, description="Rollout steps in the run.")
-    rollout_batch_size: Positive | None = Field(None, description="Prompts (groups) in a step; may be derived.")
-    n_samples_per_prompt: Annotated[Positive, Field(le=MAX_SAMPLES_PER_GROUP)] | None = Field(
-        None, description="Samples in a group; may be derived."
-    )
-    over_sampling_batch_size: Positive | None = Field(
-        None,
-        description="Groups in production for a step, so that it fills although some are dropped; absent: "
-        "rollout_batch_size.",
-    )
-    rollout_temperature: Temperature = Field(1.0, description="Temperature of sampling: logits are divided by it.")
-    rollout_top_p: Share = Field(1.0, description="Nucleus sampling: the share of probability to sample from.")
-    rollout_top_k: Positive | None = Field(None, description="Sample from the k most likely tokens; absent: from all.")
-    rollout_max_response_len: Positive = Field(1024, description="Largest number of response tokens.")
-    rollout_max_prompt_len: Positive | None = Field(None, description="Longer prompts are dropped, and counted.")
-    rollout_max_context_len: Positive | None = Field(
-        None, description="Largest number of prompt and response tokens together."
-    )
-    rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
-    rollout_stop_token_ids: tuple[NonNegative, ...] = Field((), description="Token ids that end a response.")
-    dynamic_sampling_filter_path: str | None = Field(
-        None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
-    )
-    rollout_sample_hook_path: tuple[str, ...] = Field(
-        (),
-        description="pkg.mod.fn or file.py:fn, one or several, that see each generated sample before it is scored, and "
-        "may change it: def f(args, sample, evaluation=False).",
-    )
-    rollout_all_samples_process_path: str | None = Field(
-        None,
-        description="pkg.mod.fn or file.py:fn that is shown all samples of a step, of dropped groups too: "
-        "def f(args, all_samples, data_source).",
-    )
-    partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
-    mask_offpolicy_in_partial_rollout: bool = Field(
-        False, description="Do not train a partial rollout's tokens of older policies."
-    )
-    custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
-    agent_function_path: str | None = Field(
-        None,
-        description="pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: "
-        "async def run(args, task, base_url).",
-    )
-    agent_hosts: bool = Field(
-        False,
-        description="agent_function_path is played by `headrace agent`, in processes that may be anywhere, and not by "
-        "the rollout service's own.",
-    )
-    openai_host: str = Field(
-        "127.0.0.1",
-        description="Address of the OpenAI-compatible endpoint, under which agents find it; one that other machines "
-        "reach needs insecure.",
-    )
-    rollout_function_path: str | None = Field(
-        None,
-        description="pkg.mod.fn or file.py:fn that makes all groups of a step: "
-        "def f(args, rollout_id, data_source, evaluation=False).",
-    )
-    rollout_timeout_seconds: Seconds = Field(
-        3600.0, description="Limit of one call of rollout_function_path, and of one evaluation, whose row then says so."
-    )
-    openai_port: Port | None = Field(
-        None,
-        description="Port of the OpenAI-compatible endpoint, and of several rollout services those after it; absent: "
-        "any free one, with agent_function_path alone.",
-    )
-    generate_per_sample: bool = Field(
-        False,
-        description="Call a generate function that takes a list of samples once for each sample, all at the same time.",
-    )
-    max_turns: Positive | None = Field(
-        None, description="Largest number of an agent's turns; custom generate functions read it."
-    )
-    generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
-    max_groups_in_flight: Positive | None = Field(
-        None,
-        description="Groups generated at once by a rollout service; absent: two steps' worth, or of several services "
-        "their share.",
-    )
-    adapt_groups_in_flight: bool = Field(
-        False,
-        description="Lower the number of groups generated at once while engines say that requests queue or their cache "
-        "is full, and raise it to max_groups_in_flight again; off: it is fixed.",
-    )
-    max_failed_share: Share = Field(
-        0.5,
-        description="The run ends, with the reasons, when a larger share of the latest samples failed, or none of ten "
-        "times as many could be used; 1: never.",
-    )
-    router_policy: Literal["manual", "cache_aware", "round_robin", "random"] = Field(
-        "manual",
-        description="How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to "
-        "one engine together.",
-    )
+    num_rollout: Positive = 100
+    """Rollout steps in the run."""
+    rollout_batch_size: Positive | None = None
+    """Prompts (groups) in a step; may be derived."""
+    n_samples_per_prompt: Annotated[Positive, Field(le=MAX_SAMPLES_PER_GROUP)] | None = None
+    """Samples in a group; may be derived."""
+    over_sampling_batch_size: Positive | None = None
+    """Groups in production for a step, so that it fills although some are dropped; absent: rollout_batch_size."""
+    rollout_temperature: Temperature = 1.0
+    """Temperature of sampling: logits are divided by it."""
+    rollout_top_p: Share = 1.0
+    """Nucleus sampling: the share of probability to sample from."""
+    rollout_top_k: Positive | None = None
+    """Sample from the k most likely tokens; absent: from all."""
+    rollout_max_response_len: Positive = 1024
+    """Largest number of response tokens."""
+    rollout_max_prompt_len: Positive | None = None
+    """Longer prompts are dropped, and counted."""
+    rollout_max_context_len: Positive | None = None
+    """Largest number of prompt and response tokens together."""
+    rollout_stop: tuple[str, ...] = ()
+    """Stop strings."""
+    rollout_stop_token_ids: tuple[NonNegative, ...] = ()
+    """Token ids that end a response."""
+    dynamic_sampling_filter_path: str | None = None
+    """pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."""
+    rollout_sample_hook_path: tuple[str, ...] = ()
+    """pkg.mod.fn or file.py:fn, one or several, that see each generated sample before it is scored, and may change it:
+    def f(args, sample, evaluation=False)."""
+    rollout_all_samples_process_path: str | None = None
+    """pkg.mod.fn or file.py:fn that is shown all samples of a step, of dropped groups too: def f(args, all_samples,
+    data_source)."""
+    partial_rollout: bool = False
+    """Keep the tokens of interrupted groups and continue from them."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train a partial rollout's tokens of older policies."""
+    custom_generate_function_path: str | None = None
+    """pkg.mod.fn or file.py:fn that generates."""
+    agent_function_path: str | None = None
+    """pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: async def run(args, task,
+    base_url)."""
+    agent_hosts: bool = False
+    """agent_function_path is played by `headrace agent`, in processes that may be anywhere, and not by the rollout
+    service's own."""
+    openai_host: str = "127.0.0.1"
+    """Address of the OpenAI-compatible endpoint, under which agents find it; one that other machines reach needs
+    insecure."""
+    rollout_function_path: str | None = None
+    """pkg.mod.fn or file.py:fn that makes all groups of a step: def f(args, rollout_id, data_source,
+    evaluation=False)."""
+    rollout_timeout_seconds: Seconds = 3600.0
+    """Limit of one call of rollout_function_path, and of one evaluation, whose row then says so."""
+    openai_port: Port | None = None
+    """Port of the OpenAI-compatible endpoint, and of several rollout services those after it; absent: any free one,
+    with agent_function_path alone."""
+    generate_per_sample: bool = False
+    """Call a generate function that takes a list of samples once for each sample, all at the same time."""
+    max_turns: Positive | None = None
+    """Largest number of an agent's turns; custom generate functions read it."""
+    generate_timeout_seconds: Seconds = 600.0
+    """Limit of one sample's generation."""
+    max_groups_in_flight: Positive | None = None
+    """Groups generated at once by a rollout service; absent: two steps' worth, or of several services their share."""
+    adapt_groups_in_flight: bool = False
+    """Lower the number of groups generated at once while engines say that requests queue or their cache is full, and
+    raise it to max_groups_in_flight again; off: it is fixed."""
+    max_failed_share: Share = 0.5
+    """The run ends, with the reasons, when a larger share of the latest samples failed, or none of ten times as many
+    could be used; 1: never."""
+    router_policy: Literal["manual", "cache_aware", "round_robin", "random"] = "manual"
+    """How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to one engine
+    together."""
 
     @model_validator(mode="after")
     def _room_for_a_prompt(self) -> Self:
@@ -195,8 +174,7 @@ class RolloutSection(Section):
         if limit is not None and limit <= response:
             raise ConfigError(
                 f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len "
-                f"{response}: raise it, or lower that",
-                field="rollout_max_context_len",
+                f"{response}: raise it, or lower that"
             )
         return self
 
@@ -217,65 +195,49 @@ class RolloutSection(Section):
 
 
 class EvalSection(Section):
-    eval_prompt_data: tuple[tuple[str, Path], ...] = Field(
-        (), description="NAME and PATH or PATH@[a:b] of an evaluation; repeatable."
-    )
-    eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = Field(
-        None,
-        description="TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in "
-        "docs/evaluation.md; beside eval_prompt_data.",
-    )
-    eval_function_path: str | None = Field(
-        None,
-        description="pkg.mod.fn or file.py:fn that evaluates, called as a rollout_function_path with evaluation=True; "
-        "absent: that one, if it takes `evaluation`.",
-    )
-    eval_interval: Positive | None = Field(
-        None, description="Rollout steps between evaluations; absent: first and last."
-    )
-    n_samples_per_eval_prompt: Positive = Field(1, description="Samples for each prompt of an evaluation.")
-    eval_temperature: Temperature | None = Field(
-        None,
-        description="Temperature of evaluations, 0 is greedy; absent: greedy, or rollout_temperature with several "
-        "samples a prompt or eval_top_p.",
-    )
-    eval_top_p: Share | None = Field(None, description="Nucleus sampling of evaluations; absent: rollout_top_p.")
-    eval_top_k: Positive | None = Field(
-        None, description="Evaluations sample from the k most likely tokens; absent: rollout_top_k."
-    )
-    skip_eval_before_train: bool = Field(
-        False, description="Evaluate for the first time after eval_interval steps, not before training."
-    )
-    eval_max_response_len: Positive | None = Field(
-        None, description="Largest number of response tokens in evaluations; absent: rollout_max_response_len."
-    )
-    eval_min_new_tokens: NonNegative | None = Field(
-        None, description="Least number of response tokens in evaluations; absent: 0."
-    )
-    eval_max_prompt_len: Positive | None = Field(
-        None, description="In evaluations, samples of longer prompts fail, and are counted; absent: no limit."
-    )
-    eval_max_context_len: Positive | None = Field(
-        None,
-        description="Largest number of prompt and response tokens together in evaluations; absent: "
-        "rollout_max_context_len.",
-    )
-    eval_input_key: str | None = Field(None, description="Key of the prompt in evaluation data; absent: input_key.")
-    eval_label_key: str | None = Field(None, description="Key of the reference answer there; absent: label_key.")
-    eval_tool_key: str | None = Field(None, description="Key of the tool definitions there; absent: tool_key.")
-    eval_reward_key: str | None = Field(
-        None, description="Of dict rewards, the part that evaluations report; absent: reward_key."
-    )
-    eval_exact_version: bool = Field(
-        False,
-        description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
-        "on, and eval_min_version and eval_max_version say which versions answered.",
-    )
-    eval_samples_in_flight: Positive | None = Field(
-        None,
-        description="Samples of evaluations generated at once while training's are generated too; absent: one for each "
-        "eight that training may have, or 64 with eval_exact_version. While training generates none, 64.",
-    )
+    eval_prompt_data: tuple[tuple[str, Path], ...] = ()
+    """NAME and PATH or PATH@[a:b] of an evaluation; repeatable."""
+    eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = None
+    """TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in docs/evaluation.md;
+    beside eval_prompt_data."""
+    eval_function_path: str | None = None
+    """pkg.mod.fn or file.py:fn that evaluates, called as a rollout_function_path with evaluation=True; absent: that
+    one, if it takes `evaluation`."""
+    eval_interval: Positive | None = None
+    """Rollout steps between evaluations; absent: first and last."""
+    n_samples_per_eval_prompt: Positive = 1
+    """Samples for each prompt of an evaluation."""
+    eval_temperature: Temperature | None = None
+    """Temperature of evaluations, 0 is greedy; absent: greedy, or rollout_temperature with several samples a prompt or
+    eval_top_p."""
+    eval_top_p: Share | None = None
+    """Nucleus sampling of evaluations; absent: rollout_top_p."""
+    eval_top_k: Positive | None = None
+    """Evaluations sample from the k most likely tokens; absent: rollout_top_k."""
+    skip_eval_before_train: bool = False
+    """Evaluate for the first time after eval_interval steps, not before training."""
+    eval_max_response_len: Positive | None = None
+    """Largest number of response tokens in evaluations; absent: rollout_max_response_len."""
+    eval_min_new_tokens: NonNegative | None = None
+    """Least number of response tokens in evaluations; absent: 0."""
+    eval_max_prompt_len: Positive | None = None
+    """In evaluations, samples of longer prompts fail, and are counted; absent: no limit."""
+    eval_max_context_len: Positive | None = None
+    """Largest number of prompt and response tokens together in evaluations; absent: rollout_max_context_len."""
+    eval_input_key: str | None = None
+    """Key of the prompt in evaluation data; absent: input_key."""
+    eval_label_key: str | None = None
+    """Key of the reference answer there; absent: label_key."""
+    eval_tool_key: str | None = None
+    """Key of the tool definitions there; absent: tool_key."""
+    eval_reward_key: str | None = None
+    """Of dict rewards, the part that evaluations report; absent: reward_key."""
+    eval_exact_version: bool = False
+    """Training waits for each evaluation, so that one version generates all its samples; off: it goes on, and
+    eval_min_version and eval_max_version say which versions answered."""
+    eval_samples_in_flight: Positive | None = None
+    """Samples of evaluations generated at once while training's are generated too; absent: one for each eight that
+    training may have, or 64 with eval_exact_version. While training generates none, 64."""
 
     @property
     def is_asked_for(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,16 +19,15 @@ def _one_folder(name: str) -> str:
 
 
 class RunSection(Section):
-    run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
-    run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
-    seed: Seed = Field(
-        1234, description="Seed of Python's, NumPy's and torch's random numbers, which trainer hooks may draw."
-    )
-    slime_imports: bool = Field(
-        False,
-        description="Let hooks import slime's names (slime.utils.types.Sample, slime.rollout.sglang_rollout."
-        "GenerateState, slime.utils.http_utils.post, …): they get headrace's own. docs/hooks.md lists them.",
-    )
+    run_name: Annotated[str, AfterValidator(_one_folder)] = "run"
+    """Names the run and its folder."""
+    run_dir: Path = Path("runs")
+    """Folder that holds the runs' folders."""
+    seed: Seed = 1234
+    """Seed of Python's, NumPy's and torch's random numbers, which trainer hooks may draw."""
+    slime_imports: bool = False
+    """Let hooks import slime's names (slime.utils.types.Sample, slime.rollout.sglang_rollout.GenerateState,
+    slime.utils.http_utils.post, …): they get headrace's own. docs/hooks.md lists them."""
 
     @property
     def folder(self) -> Path:
@@ -37,100 +36,84 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    model: str | None = Field(
-        None,
-        description="A name of `headrace models`: hf_checkpoint must be that model, and its parallel sizes are taken "
-        "where the job gives none.",
-    )
-    hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
-    trust_remote_code: bool = Field(
-        False,
-        description="Run the code that hf_checkpoint brings for its tokenizer: in the rollout service, its check, and "
-        "where a hook uses headrace.hooks.kit. Engines have --sglang-trust-remote-code; no other process runs any.",
-    )
-    ref_load: Path | None = Field(
-        None,
-        description="Hugging Face or torch_dist folder of the reference policy; the starting weights if absent.",
-    )
+    model: str | None = None
+    """A name of `headrace models`: hf_checkpoint must be that model, and its parallel sizes are taken where the job
+    gives none."""
+    hf_checkpoint: Path
+    """Hugging Face folder: weights, config, tokenizer."""
+    trust_remote_code: bool = False
+    """Run the code that hf_checkpoint brings for its tokenizer: in the rollout service, its check, and where a hook
+    uses headrace.hooks.kit. Engines have --sglang-trust-remote-code; no other process runs any."""
+    ref_load: Path | None = None
+    """Hugging Face or torch_dist folder of the reference policy; the starting weights if absent."""
 
 
 class PublishSection(Section):
-    update_weight_transport: Literal["collective", "disk", "ipc"] = Field(
-        "collective",
-        description="How weights reach the engines: broadcast in a collective group, through files in "
-        "update_weight_disk_path, or, on one machine, through its shared memory (ipc). That holds two versions.",
-    )
-    update_weight_disk_path: Path | None = Field(
-        None,
-        description="With transport disk: folder of the versions. Several runs may use one. Trainer, rollout service "
-        "and engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two "
-        "versions of each run during a publication, and then the one that is served.",
-    )
-    update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = Field(
-        512 << 20, description="Largest number of bytes in a bucket of weights, or in a file of them."
-    )
-    update_weight_pause_mode: Literal["in_place", "retract", "abort"] = Field(
-        "in_place", description="What happens to requests in flight during a publication."
-    )
-    update_weight_timeout_seconds: Seconds = Field(300.0, description="A publication that takes longer is aborted.")
-    update_weight_probe_tolerance: Above = Field(
-        0.5, description="Largest mean log-prob difference of the probe between trainer and engines."
-    )
-    update_weight_rollback: Literal["none", "host"] = Field(
-        "none",
-        description="What engines are given when new weights cannot be had: nothing, or the weights that were served "
-        "before, of which each sender keeps a copy in host memory. With transports disk and ipc they load those from "
-        "their folder in any case.",
-    )
-    update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
+    update_weight_transport: Literal["collective", "disk", "ipc"] = "collective"
+    """How weights reach the engines: broadcast in a collective group, through files in update_weight_disk_path, or, on
+    one machine, through its shared memory (ipc). That holds two versions."""
+    update_weight_disk_path: Path | None = None
+    """With transport disk: folder of the versions. Several runs may use one. Trainer, rollout service and engines must
+    see it at this path on their machines; absent: weights/ in the run's folder. It holds two versions of each run
+    during a publication, and then the one that is served."""
+    update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = 512 << 20
+    """Largest number of bytes in a bucket of weights, or in a file of them."""
+    update_weight_pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What happens to requests in flight during a publication."""
+    update_weight_timeout_seconds: Seconds = 300.0
+    """A publication that takes longer is aborted."""
+    update_weight_probe_tolerance: Above = 0.5
+    """Largest mean log-prob difference of the probe between trainer and engines."""
+    update_weight_rollback: Literal["none", "host"] = "none"
+    """What engines are given when new weights cannot be had: nothing, or the weights that were served before, of which
+    each sender keeps a copy in host memory. With transports disk and ipc they load those from their folder in any
+    case."""
+    update_weights_interval: Positive = 1
+    """Rollout steps between publications."""
 
 
 class CheckpointSection(Section):
-    save: Path | None = Field(None, description="Folder of checkpoints; absent: checkpoints/ in the run's folder.")
-    load: Path | None = Field(
-        None,
-        description="Folder to resume from; absent: save's, if there is a checkpoint. Megatron's own "
-        "(torch_dist) gives its weights alone.",
-    )
-    save_interval: Positive | None = Field(
-        None, description="Rollout steps between checkpoints; absent: only the last."
-    )
-    async_save: bool = Field(False, description="Write checkpoints while the next step trains.")
-    keep_last: Positive = Field(2, description="Number of newest checkpoints that are kept.")
-    keep_best: NonNegative = Field(
-        0, description="Number of checkpoints that are kept for their step's keep_best_metric."
-    )
-    keep_best_metric: str = Field(
-        "reward/mean", description="Metric of keep_best, e.g. of an evaluation; more is better."
-    )
-    initial_megatron_checkpoint: Path | None = Field(
-        None,
-        description="Megatron's torch_dist folder, or a step-… folder of another run, with whose weights this run "
-        "starts.",
-    )
-    save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
-    export_root: Path | None = Field(
-        None, description="Folder in which a running trainer may be asked for exports; absent: the run's folder."
-    )
+    save: Path | None = None
+    """Folder of checkpoints; absent: checkpoints/ in the run's folder."""
+    load: Path | None = None
+    """Folder to resume from; absent: save's, if there is a checkpoint. Megatron's own (torch_dist) gives its weights
+    alone."""
+    save_interval: Positive | None = None
+    """Rollout steps between checkpoints; absent: only the last."""
+    async_save: bool = False
+    """Write checkpoints while the next step trains."""
+    keep_last: Positive = 2
+    """Number of newest checkpoints that are kept."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints that are kept for their step's keep_best_metric."""
+    keep_best_metric: str = "reward/mean"
+    """Metric of keep_best, e.g. of an evaluation; more is better."""
+    initial_megatron_checkpoint: Path | None = None
+    """Megatron's torch_dist folder, or a step-… folder of another run, with whose weights this run starts."""
+    save_hf: Path | None = None
+    """Export the final weights as a Hugging Face folder."""
+    export_root: Path | None = None
+    """Folder in which a running trainer may be asked for exports; absent: the run's folder."""
 
 
 class TrackingSection(Section):
-    use_tensorboard: bool = Field(True, description="Write TensorBoard events into the run's folder.")
-    use_wandb: bool = Field(False, description="Report to Weights & Biases; its key is in WANDB_API_KEY or ~/.netrc.")
-    wandb_project: str = Field("headrace", description="W&B's project.")
-    wandb_group: str | None = Field(None, description="W&B's group of runs.")
-    wandb_team: str | None = Field(None, description="W&B's entity; absent: the key's own.")
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="Offline: into the run's folder, for wandb sync."
-    )
-    sample_log_bytes: Bytes = Field(
-        1 << 30,
-        description="Most bytes of compressed text of trained and failed samples in the run's folder, for `headrace "
-        "samples`; the oldest steps go first, 0 writes none.",
-    )
-    peak_tflops: Above | None = Field(
-        None, description="Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."
-    )
+    use_tensorboard: bool = True
+    """Write TensorBoard events into the run's folder."""
+    use_wandb: bool = False
+    """Report to Weights & Biases; its key is in WANDB_API_KEY or ~/.netrc."""
+    wandb_project: str = "headrace"
+    """W&B's project."""
+    wandb_group: str | None = None
+    """W&B's group of runs."""
+    wandb_team: str | None = None
+    """W&B's entity; absent: the key's own."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Offline: into the run's folder, for wandb sync."""
+    sample_log_bytes: Bytes = 1 << 30
+    """Most bytes of compressed text of trained and failed samples in the run's folder, for `headrace samples`; the
+    oldest steps go first, 0 writes none."""
+    peak_tflops: Above | None = None
+    """Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."""
 
 
 _NUMBER = "{rollout_id}"
@@ -147,18 +130,14 @@ StepFiles = Annotated[str, AfterValidator(_numbered)]
 
 
 class DebugSection(Section):
-    save_debug_rollout_data: StepFiles | None = Field(
-        None, description="Keep what each rollout step is trained on, as files: recorded/{rollout_id}.samples, say."
-    )
-    load_debug_rollout_data: StepFiles | None = Field(
-        None, description="Train on the rollout steps kept in these files, without engines, rewards and a buffer."
-    )
-    debug_train_only: bool = Field(
-        False, description="Train without engines, on load_debug_rollout_data, which says so by itself."
-    )
-    debug_rollout_only: bool = Field(
-        False, description="Generate and score num_rollout steps with the weights of hf_checkpoint, and train nothing."
-    )
+    save_debug_rollout_data: StepFiles | None = None
+    """Keep what each rollout step is trained on, as files: recorded/{rollout_id}.samples, say."""
+    load_debug_rollout_data: StepFiles | None = None
+    """Train on the rollout steps kept in these files, without engines, rewards and a buffer."""
+    debug_train_only: bool = False
+    """Train without engines, on load_debug_rollout_data, which says so by itself."""
+    debug_rollout_only: bool = False
+    """Generate and score num_rollout steps with the weights of hf_checkpoint, and train nothing."""
 
     @property
     def trains_alone(self) -> bool:
@@ -190,18 +169,11 @@ def without_secrets(tree: Any, name: str = "") -> Any:
 
 def passwords(tree: Any, name: str = "") -> list[str]:
     """Names of values that are URLs with a password."""
-    return list(_passwords(tree, name))
-
-
-def _passwords(tree: Any, name: str) -> Iterator[str]:
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _passwords(value, str(key))
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _passwords(value, name)
-    elif isinstance(tree, str) and _PASSWORD.search(tree):
-        yield name
+        return [found for key, value in tree.items() for found in passwords(value, str(key))]
+    if isinstance(tree, list | tuple):
+        return [found for value in tree for found in passwords(value, name)]
+    return [name] if isinstance(tree, str) and _PASSWORD.search(tree) else []
 
 
 def _is_secret(name: str) -> bool:

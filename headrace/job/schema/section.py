@@ -109,7 +109,10 @@ Temperature = Annotated[float, Field(ge=0, le=1e3), AfterValidator(_not_nearly_z
 
 
 class Section(BaseModel):
-    """Frozen. Refuses unknown keys, and values that could not be written to a file or computed with."""
+    """Frozen. Refuses unknown keys, and values that could not be written to a file or computed with.
+
+    The text below a field is its help, which `headrace.job.option` reads.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

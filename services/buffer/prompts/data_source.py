@@ -23,7 +23,7 @@ from headrace.hooks.data_source.worker import (
 from headrace.images import with_images
 from headrace.limits import to_json
 from headrace.process.workers import WorkerError, WorkerPool
-from headrace.prompts import chat_message, set_label
+from headrace.prompts import set_content, set_label
 from headrace.rpc.log import log
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import Cursor
@@ -197,13 +197,10 @@ def prompt_of_sample(path: str, sample: Sample) -> sample_pb2.Prompt:
     content, images = sample.prompt, (sample.multimodal_inputs or {}).get("images")
     if images and not _has_images(content):
         content = with_images(content, {"multimodal_inputs": images}, "multimodal_inputs", Path())
-    if isinstance(content, str):
-        message.text = content
-    else:
-        for turn in content:
-            if not isinstance(turn.get("role"), str):
-                raise InvalidArgument(f"hook {path} gave a chat message without a role: {turn!r:.80}")
-            message.messages.messages.append(chat_message(turn))
+    for turn in [] if isinstance(content, str) else content:
+        if not isinstance(turn.get("role"), str):
+            raise InvalidArgument(f"hook {path} gave a chat message without a role: {turn!r:.80}")
+    set_content(message, content)
     return message
 
 

@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, InvalidArgument
 from headrace.images import with_images
 from headrace.limits import MAX_PROMPT_BYTES, shown
 from headrace.process.workers import WorkerPool, WorkerRaised
-from headrace.prompts import chat_message, content_of, ordered_json, parse_row, required, set_label, value_at
+from headrace.prompts import content_of, ordered_json, parse_row, required, set_content, set_label, typed_value
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import Cursor, FileSource
@@ -84,9 +84,6 @@ def open_regular(path: str | Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-_KINDS: dict[type, str] = {dict: "an object", list: "an array", int: "an integer"}
-
-
 @dataclass(frozen=True, slots=True)
 class RowReader:
     """`name` stands for the file in the ids of its prompts: <name>:<line>@<epoch>."""
@@ -130,27 +127,16 @@ def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
     content = content_of(row, source.input_key)
     if source.image_key:
         content = with_images(content, row, source.image_key, Path(source.path).parent)
-    if isinstance(content, str):
-        prompt.text = content
-    else:
-        prompt.messages.messages.extend(map(chat_message, content))
+    set_content(prompt, content)
     if source.label_key:
         set_label(prompt, required(row, source.label_key))
-    if (metadata := _typed(row, source.metadata_key, dict)) is not None:
+    if (metadata := typed_value(row, source.metadata_key, dict)) is not None:
         prompt.metadata_json = ordered_json(metadata)
-    if (tools := _typed(row, source.tool_key, list)) is not None:
+    if (tools := typed_value(row, source.tool_key, list)) is not None:
         prompt.tools_json = ordered_json(tools)
-    if (priority := _typed(row, source.priority_key, int)) is not None:
+    if (priority := typed_value(row, source.priority_key, int)) is not None:
         prompt.priority = priority
     return prompt
-
-
-def _typed(row: dict[str, Any], key: str | None, kind: type) -> Any:
-    """None without the key, or where the row has no value of it."""
-    value = value_at(row, key) if key else None
-    if value is not None and not isinstance(value, kind):
-        raise InvalidArgument(f"{key!r} must be {_KINDS[kind]}, is {shown(value)}")
-    return value
 
 
 # A prompt file whose rows are found at random: every row once in every epoch, in the file's order or a drawn one.

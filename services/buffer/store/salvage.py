@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,14 @@ def _replace(
 ) -> Path:
     aside = aside_of(path)
     draft = path.with_name(f"{_DRAFT}{path.name}")
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(delete_drafts, path.parent)
         with closing(open_draft(draft)) as new:
             create(new)
             for table in ("meta", *TABLES):
                 _copy(source, new, table)
             note(new, damaged, aside)
-    except BaseException:
-        delete_drafts(path.parent)
-        raise
+        on_failure.pop_all()
     aside.hardlink_to(path)
     replace_durably(draft, path)
     return aside
@@ -167,10 +166,9 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
         connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # a full disk ends it by itself
+    finally:
+        if connection.in_transaction:  # it has failed; a full disk ends it by itself
             connection.execute("ROLLBACK")
-        raise
 
 
 def write_meta(connection: sqlite3.Connection, key: str, value: str) -> None:

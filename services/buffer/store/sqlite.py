@@ -14,7 +14,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,14 +74,13 @@ class SqliteStore(SqlStore):
         connect_writer: Connect = connect,
     ) -> None:
         lock_file = _lock_folder(folder)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(lock_file.close)
             with _disk_errors(folder), _refusals(folder):
                 files = open_files(folder / PAYLOADS)
                 database = SqliteDatabase(folder, files, connect_writer)
                 super().__init__(database, PayloadFiles(files, database.full_disk.outlast), large_call_bytes)
-        except BaseException:
-            lock_file.close()
-            raise
+            on_failure.pop_all()
         database.closes.insert(0, lock_file.close)
         self._mark = database.mark
 
@@ -111,16 +110,15 @@ class SqliteDatabase:
             )
         self.mark = PositionMark(folder / MARK)
         self.closes: list[Callable[[], None]] = [self.mark.close]
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self._writer = self._open(connect_writer, is_new=is_new)
             self.closes.append(self._writer.close)
             self._reader = connect(self._path)
             self.closes.append(self._reader.close)
             self.ledger_id = self._name_ledger()
             self._salvaged = salvage.salvaged(self._writer)
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
         self._reading = threading.Lock()
 
     def _open(self, connect_writer: Connect, *, is_new: bool) -> sqlite3.Connection:
@@ -132,7 +130,8 @@ class SqliteDatabase:
                 if self._check(found, is_new=is_new) == LAYOUT:
                     salvage.salvage_damaged(self._path, found, self._create)
         connection = connect_writer(self._path)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(lambda: connection.close())  # the one that is open then
             layout = self._check(connection, is_new=is_new)
             if layout == LAYOUT and not was_closed:
                 salvage.check_pages(connection, self._path)
@@ -141,9 +140,7 @@ class SqliteDatabase:
                 release_0_1.convert(self._path, self._create)
                 connection = connect_writer(self._path)
             self._create(connection)
-        except BaseException:
-            connection.close()
-            raise
+            on_failure.pop_all()
         return connection
 
     def _check(self, connection: sqlite3.Connection, *, is_new: bool) -> int:

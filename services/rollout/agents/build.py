@@ -14,10 +14,8 @@ from headrace.models.architecture import Architecture
 from headrace.rpc.access import Access
 from headrace.rpc.server import Listen
 from services.rollout.admission import EngineSlots
-from services.rollout.agents.gate import Gate
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.agents.players import Player, WorkerPlayer
-from services.rollout.agents.sampler import AgentSampler
+from services.rollout.agents.sampler import AgentSampler, Player, WorkerPlayer
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
 from services.rollout.agents.tool_calls import ToolCallReader
@@ -57,7 +55,7 @@ def openai_parts(
     agent = job.rollout.agent_function_path
     if agent is None and job.rollout.openai_port is None:
         return None
-    from services.rollout.agents.endpoint import Endpoint  # half a second: only where there is an endpoint
+    from services.rollout.agents.endpoint import Endpoint, Gate  # half a second: only where there is an endpoint
 
     rollout, seconds = job.rollout, job.rollout.generate_timeout_seconds
     sessions, tool_calls = (

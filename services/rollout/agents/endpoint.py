@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -31,10 +32,11 @@ from headrace.errors import (
     Unauthenticated,
     Unavailable,
 )
+from headrace.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS
+from headrace.rpc.access import AUTHORIZATION, Access
 from headrace.rpc.interceptor import CallsInProgress
 from headrace.rpc.log import log
 from headrace.session import Ask
-from services.rollout.agents.gate import Gate
 from services.rollout.agents.protocol import (
     ChatRequest,
     Choice,
@@ -44,6 +46,7 @@ from services.rollout.agents.protocol import (
     completion_response,
     parsed,
 )
+from services.rollout.agents.server import PEER
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
 from services.rollout.production.prompts import IncrementalDetokenizer, PromptEncoder
 
@@ -61,6 +64,67 @@ _STATUS: dict[type[HeadraceError], tuple[int, str]] = {
 }
 _OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING": 415}
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
+
+
+_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+_OPEN = Access(has_certificates=False, tokens=None)
+
+
+class Gate:
+    """Refuses a request before its body is read: the roles of gRPC's callers may ask.
+
+    A caller shows a certificate, or sends a token as OpenAI's clients send their key: `Authorization: Bearer TOKEN`.
+    """
+
+    def __init__(self, access: Access = _OPEN) -> None:
+        self._access = access
+
+    async def body(self, request: Request, rpc: str, *, has_key: bool) -> bytes:
+        """The request's body, once its caller is allowed. `has_key`: the address itself is the key.
+
+        Raises Unauthenticated, PermissionDenied, InvalidArgument or DeadlineExceeded.
+        """
+        if not (has_key or self._access.is_open):
+            self._require_allowed(request, rpc)
+        return await _body(request)
+
+    def _require_allowed(self, request: Request, rpc: str) -> None:
+        shown = request.scope.get("state", {}).get(PEER, {})
+        tokens = [(AUTHORIZATION, value) for value in request.headers.getlist(AUTHORIZATION)]
+        caller = self._access.caller(shown, tokens)
+        try:
+            self._access.require(caller, _SERVICE, rpc)
+        except (Unauthenticated, PermissionDenied) as error:
+            log.info("openai_refused", caller=caller.name, role=caller.role, path=request.url.path, reason=error.reason)
+            if isinstance(error, Unauthenticated):
+                raise Unauthenticated(f"{error.message}; OpenAI's clients send it as api_key") from error
+            raise
+
+
+async def _body(request: Request) -> bytes:
+    if coding := request.headers.get("content-encoding"):
+        raise InvalidArgument(f"Content-Encoding {coding[:40]}: send the JSON as it is", reason="CONTENT_ENCODING")
+    if (length := request.headers.get("content-length", "")).isdigit():
+        _require_size(int(length))
+    body = bytearray()
+    try:
+        async with asyncio.timeout(MAX_HTTP_BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                _require_size(len(body))
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the body did not end within {MAX_HTTP_BODY_SECONDS:g} s: it had {len(body):,} bytes by then",
+            reason="REQUEST_TOO_SLOW",
+        ) from error
+    return bytes(body)
+
+
+def _require_size(num_bytes: int) -> None:
+    if num_bytes > MAX_HTTP_BODY_BYTES:
+        raise InvalidArgument(
+            f"the request has {num_bytes:,} bytes or more, may have {MAX_HTTP_BODY_BYTES:,}", reason="BODY_TOO_LARGE"
+        )
 
 
 class Endpoint:
@@ -117,21 +181,17 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request, session: Session, body: bytes) -> Response:
-        asked = parsed(body, ChatRequest)
-        return await self._answered(request, session, asked, lambda n, made: chat_response(asked, self._model, n, made))
+        return await self._answered(request, session, parsed(body, ChatRequest), chat_response)
 
     async def _completion(self, request: Request, session: Session, body: bytes) -> Response:
-        asked = parsed(body, CompletionRequest)
-        return await self._answered(
-            request, session, asked, lambda n, made: completion_response(asked, self._model, n, made)
-        )
+        return await self._answered(request, session, parsed(body, CompletionRequest), completion_response)
 
     async def _answered(
         self,
         request: Request,
         session: Session,
         asked: ChatRequest | CompletionRequest,
-        body: Callable[[int, list[Choice]], dict[str, Any]],
+        respond: Callable[[Any, str, int, list[Choice]], dict[str, Any]],
     ) -> Response:
         session.seconds_left()  # whether it is over
         ask = await self._policy.ask(session, asked)
@@ -141,7 +201,7 @@ class Endpoint:
             first = await _unless_gone(request, session, self._first_events(session, asked, ask, task))
             return StreamingResponse(first, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = await _unless_gone(request, session, self._policy.choices(session, asked, ask))
-        return JSONResponse(body(len(ask.tokens), choices))
+        return JSONResponse(respond(asked, self._model, len(ask.tokens), choices))
 
     async def _first_events(
         self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]

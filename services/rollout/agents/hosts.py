@@ -1,27 +1,46 @@
-"""Agents that are played elsewhere: processes on any machine lease tasks, play them, and say what came of them.
+"""Agents that are played elsewhere: processes on any machine lease tasks, play them, and report the results.
 
 consumes: tasks, and calls of hosts; waits for: a task for a host, a call for a task; unblocked by: each other. `_watch`
 ends leases whose hosts were not heard of. What a host said in a lease that has ended counts for nothing: its requests
-are cancelled, later ones are refused, and the next host begins with an empty record.
+are cancelled, later ones are refused, and the next host begins with an empty record. Nothing is durable: with the
+service its tasks end, and the ledger's leases bring their prompts again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from headrace.errors import Aborted, HeadraceError, Unavailable
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.hooks.agent import Task
-from headrace.hooks.reward import Reward
-from headrace.limits import MAX_ANSWER_BYTES
+from headrace.hooks.reward import Reward, checked_reward
+from headrace.job.schema.run import without_secrets
+from headrace.limits import (
+    MAX_ANSWER_BYTES,
+    MAX_TASK_WAIT_SECONDS,
+    MAX_TASKS_PER_CALL,
+    cut_text,
+    require_finite,
+    require_id,
+    require_json_object,
+    require_name,
+    require_path,
+)
+from headrace.prompts import chat_message, label_mark, label_text, ordered_json
 from headrace.rpc.log import kept_running, log
-from services.rollout.agents.lending import TaskLease, TaskLeases, TaskOffer
-from services.rollout.agents.players import Played
+from services.rollout.agents.sampler import Played
 from services.rollout.agents.session import Session
 
+MAX_LOSSES = 3
+"""A task that this number of hosts took and did not finish has failed: it may be what ends them."""
 _TASK_BYTES = 4_096
 """The bytes of a task on the wire beside its prompt and metadata."""
 _WARN_SECONDS = 10.0
@@ -30,26 +49,115 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class SessionOffer(TaskOffer):
-    """A task of a session, and what comes of it."""
+class HostTask:
+    """A task that hosts may play: waiting → lent → done."""
 
-    task: Task = field(kw_only=True)
-    session: Session = field(kw_only=True)
-    sample_id: str = field(kw_only=True)
-    played: asyncio.Future[Played] = field(kw_only=True)
-    path: str = field(kw_only=True)
-    """The function of the host that has it, else the job's."""
-
-
-@dataclass(frozen=True, slots=True)
-class LentTask:
-    """A task as a host is given it."""
-
-    lease_id: str
-    base_url: str
-    seconds: float
     task: Task
+    session: Session
     sample_id: str
+    path: str
+    """The function of the host that has it, else the job's."""
+    played: asyncio.Future[Played]
+    seconds: float
+    """How long one host may play it."""
+    since: float
+    """When it was offered."""
+    losses: list[str] = field(default_factory=list)
+    """The hosts that lost it."""
+    lease_id: str | None = None
+    host_id: str = ""
+    """With the times that follow, of the latest lease."""
+    began: float = 0.0
+    renewed: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on the wire, about."""
+        return len(str(self.task.prompt)) + len(str(self.task.metadata)) + _TASK_BYTES
+
+    @property
+    def is_hopeless(self) -> bool:
+        return len(self.losses) >= MAX_LOSSES
+
+    def resolve(self, result: Reward | HeadraceError | None) -> bool:
+        """Ends it with a reward or a failure. False where it had ended."""
+        if self.played.done():
+            return False
+        if isinstance(result, HeadraceError):
+            self.played.set_exception(result)
+        else:
+            self.played.set_result(Played(result, self.path))
+        return True
+
+
+class TaskLeases:
+    """The table of which host plays which task. `now` is in seconds of any clock that does not go back.
+
+    A lease that is not renewed ends, and its task waits again, in front.
+    """
+
+    def __init__(self, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self.waiting: OrderedDict[HostTask, None] = OrderedDict()
+        self._lent: dict[str, HostTask] = {}
+
+    def offer(self, task: HostTask) -> None:
+        """The task waits behind all others."""
+        self.waiting[task] = None
+
+    def withdraw(self, task: HostTask) -> None:
+        """Nobody wants the task any more; does nothing for one that is done."""
+        self.waiting.pop(task, None)
+        if task.lease_id is not None:
+            self.finish(task.lease_id)
+
+    def lend(self, host_id: str, most: int, most_bytes: int, now: float) -> list[HostTask]:
+        """Lends at most `most` tasks; one that is larger than all of `most_bytes` comes alone."""
+        lent, left = list[HostTask](), most_bytes
+        while self.waiting and len(lent) < most and (not lent or next(iter(self.waiting)).num_bytes <= left):
+            task, _ = self.waiting.popitem(last=False)
+            left -= task.num_bytes
+            task.lease_id, task.host_id, task.began, task.renewed = secrets.token_urlsafe(12), host_id, now, now
+            self._lent[task.lease_id] = task
+            lent.append(task)
+        return lent
+
+    def renew(self, lease_ids: Sequence[str], now: float) -> list[str]:
+        """Returns those that have ended."""
+        for lease_id in lease_ids:
+            with suppress(KeyError):
+                self._lent[lease_id].renewed = now
+        return [lease_id for lease_id in lease_ids if lease_id not in self._lent]
+
+    def finish(self, lease_id: str) -> HostTask | None:
+        """Ends the lease and returns its task, which is the caller's; None where it had ended."""
+        task = self._lent.pop(lease_id, None)
+        if task:
+            task.lease_id = None
+        return task
+
+    def give_back(self, lease_id: str) -> HostTask | None:
+        """The task waits again, in front of all others; None where the lease had ended."""
+        task = self.finish(lease_id)
+        if task:
+            self.waiting[task] = None
+            self.waiting.move_to_end(task, last=False)
+        return task
+
+    def lost(self, now: float) -> Iterator[HostTask]:
+        """Ends leases that were not renewed; their tasks wait again, but for those that were lost too often."""
+        for lease_id, task in list(self._lent.items()):
+            if now - task.renewed > self.lease_seconds:
+                task.losses.append(task.host_id)
+                (self.finish if task.is_hopeless else self.give_back)(lease_id)
+                yield task
+
+    def overdue(self, now: float) -> Iterator[HostTask]:
+        """Ends leases of tasks that were played longer than they may be."""
+        for lease_id, task in list(self._lent.items()):
+            if now - task.began > task.seconds:
+                self.finish(lease_id)
+                yield task
 
 
 class AgentHosts:
@@ -68,22 +176,18 @@ class AgentHosts:
         ended: Callable[[str], None],
     ) -> None:
         """`patience_seconds`: a task fails when no host was heard of for so long. `ended`: of background work."""
-        self.path = path
-        self.args = args
+        self._path = path
+        self._args = args
         self._url = url
         self._seconds = seconds
         self._patience_seconds = patience_seconds
         self._warn: Callable[[str], None] | None = warn
         self._ended = ended
-        self._lending = TaskLeases(lease_seconds)
+        self._leases = TaskLeases(lease_seconds)
         self._heard = time.monotonic()
         self._asking = 0
         self._offered = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def lease_seconds(self) -> float:
-        return self._lending.lease_seconds
 
     async def start(self) -> None:
         """Hosts load the agent themselves."""
@@ -92,24 +196,14 @@ class AgentHosts:
 
     async def play(self, task: Task, session: Session, sample_id: str) -> Played:
         """Raises Aborted where the agent failed or its hosts were lost, Unavailable where there is no host."""
-        size = len(str(task.prompt)) + len(str(task.metadata)) + _TASK_BYTES
-        played = asyncio.get_running_loop().create_future()
-        offer = SessionOffer(
-            self._seconds,
-            size,
-            time.monotonic(),
-            task=task,
-            session=session,
-            sample_id=sample_id,
-            played=played,
-            path=self.path,
-        )
-        self._lending.offer(offer)
+        played: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        offered = HostTask(task, session, sample_id, self._path, played, self._seconds, time.monotonic())
+        self._leases.offer(offered)
         self._offered.set()
         try:
-            return await offer.played
+            return await played
         finally:
-            self._lending.withdraw(offer)
+            self._leases.withdraw(offered)
 
     async def close(self) -> None:
         if self._watching:
@@ -118,103 +212,143 @@ class AgentHosts:
 
     # What hosts call
 
-    async def lend(self, host_id: str, most: int, wait_seconds: float, path: str) -> list[LentTask]:
-        """Returns tasks for the host, which plays `path`; none where the wait was over first.
+    async def lease(self, request: pb.LeaseTasksRequest) -> pb.LeaseTasksResponse:
+        """Returns tasks for the host, which plays a function of its own or the job's; none where the wait was over.
 
-        A busy host asks for none: its call ends with the wait, or with the service.
+        A busy host asks for none: its call ends with the wait, or with the service. Raises InvalidArgument for a host
+        without a name, or a wait that is no number.
         """
-        deadline = time.monotonic() + wait_seconds
+        host_id = require_id(request.host_id, "host_id")
+        most = min(request.max_tasks, MAX_TASKS_PER_CALL)
+        wait_seconds = min(require_finite(request.wait_seconds, "wait_seconds"), MAX_TASK_WAIT_SECONDS)
+        path = request.agent_function_path and require_path(request.agent_function_path, "agent_function_path")
         self._asking += most > 0
         try:
-            while not (most and self._lending.waiting) and (left := deadline - time.monotonic()) > 0:
-                self._offered.clear()
-                try:
-                    async with asyncio.timeout(left):
-                        await self._offered.wait()
-                except TimeoutError:
-                    break
-            now = time.monotonic()
-            return [self._lent(lease, path) for lease in self._lending.lend(host_id, most, MAX_ANSWER_BYTES, now)]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_seconds):
+                    await self._wait_for_tasks(most)
+            lent = self._leases.lend(host_id, most, MAX_ANSWER_BYTES, time.monotonic())
         finally:
             self._asking -= most > 0
             self._heard = time.monotonic()
+        for task in lent:
+            task.path = path or self._path
+            task.session.lend(task.lease_id)
+        return pb.LeaseTasksResponse(
+            tasks=[self._on_wire(task) for task in lent],
+            lease_seconds=self._leases.lease_seconds,
+            agent_function_path=self._path,
+            args_json=ordered_json(without_secrets(_plain(dict(self._args)))) if request.return_args else "",
+        )
 
-    def renew(self, lease_ids: Sequence[str]) -> list[str]:
+    def renew(self, request: pb.RenewTasksRequest) -> pb.RenewTasksResponse:
         """Returns the leases that have ended."""
         self._heard = time.monotonic()
-        return self._lending.renew(lease_ids, self._heard)
+        return pb.RenewTasksResponse(lost_lease_ids=self._leases.renew(request.lease_ids, self._heard))
 
-    def finish(self, lease_id: str, result: Reward | HeadraceError | None) -> bool:
-        """Ends a task with its reward or its failure. False where the lease had ended."""
+    def finish(self, request: pb.FinishTaskRequest) -> pb.FinishTaskResponse:
+        """Ends a task, or gives it to another host. Raises InvalidArgument for a reward that is none."""
+        lease_id, result = require_id(request.lease_id, "lease_id"), _result_of(request)
         self._heard = time.monotonic()
-        return self._resolve(self._lending.finish(lease_id), result)
+        if request.WhichOneof("result") == "returned":
+            task = self._leases.give_back(lease_id)
+            if task:
+                task.session.lend(None)
+                self._offered.set()
+            return pb.FinishTaskResponse(accepted=task is not None)
+        task = self._leases.finish(lease_id)
+        return pb.FinishTaskResponse(accepted=task is not None and task.resolve(result))
 
-    def give_back(self, lease_id: str) -> bool:
-        """Another host is to play the task. False where the lease had ended."""
-        self._heard = time.monotonic()
-        offer = self._lending.give_back(lease_id)
-        if isinstance(offer, SessionOffer):
-            offer.session.lend(None)
-            self._offered.set()
-        return offer is not None
+    async def _wait_for_tasks(self, most: int) -> None:
+        while not (most and self._leases.waiting):
+            self._offered.clear()
+            await self._offered.wait()
 
-    def _lent(self, lease: TaskLease, path: str) -> LentTask:
-        offer = lease.offer
-        assert isinstance(offer, SessionOffer)
-        offer.path = path
-        offer.session.lend(lease.lease_id)
-        url = f"{self._url}/sessions/{offer.session.session_id}.{lease.lease_id}/v1"
-        return LentTask(lease.lease_id, url, offer.seconds, offer.task, offer.sample_id)
+    def _on_wire(self, lent: HostTask) -> pb.AgentTask:
+        task = lent.task
+        made = pb.AgentTask(
+            lease_id=str(lent.lease_id),
+            base_url=f"{self._url}/sessions/{lent.session.session_id}.{lent.lease_id}/v1",
+            label=label_text(task.label),
+            label_is_json=bool(label_mark(task.label)),
+            metadata_json=ordered_json(task.metadata) if task.metadata else "",
+            index=task.index,
+            evaluation=task.evaluation,
+            seconds=lent.seconds,
+            sample_id=lent.sample_id,
+        )
+        if isinstance(task.prompt, str):
+            made.text = task.prompt
+        else:
+            made.messages.CopyFrom(sample_pb2.ChatMessages(messages=[chat_message(each) for each in task.prompt]))
+        return made
 
     # What becomes of hosts that are not heard of
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._lending.lease_seconds / 4))
+            await asyncio.sleep(min(1.0, self._leases.lease_seconds / 4))
             self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        for lease in self._lending.overdue(now - _GRACE_SECONDS):
-            assert isinstance(lease.offer, SessionOffer)
-            message = f"agent {lease.offer.path} took longer than {lease.offer.seconds:g} s on host {lease.host_id}"
-            self._resolve(lease.offer, Aborted(message, reason="HOOK_TIMEOUT"))
-        for lease in self._lending.lost(now):
-            self._lost(lease)
-        if self._lending.waiting and not self._asking:
+        for task in self._leases.overdue(now - _GRACE_SECONDS):
+            message = f"agent {task.path} took longer than {task.seconds:g} s on host {task.host_id}"
+            task.resolve(Aborted(message, reason="HOOK_TIMEOUT"))
+        for task in self._leases.lost(now):
+            log.warning("agent_host_lost", host_id=task.host_id, sample_id=task.sample_id, losses=len(task.losses))
+            task.session.lend(None)
+            self._offered.set()
+            if task.is_hopeless:
+                message = f"{len(task.losses)} agent hosts were not heard of again while they played it: {task.losses}"
+                task.resolve(Aborted(message, reason="HOOK_CRASHED"))
+        if self._leases.waiting and not self._asking:
             self._look_for_hosts(now)
 
-    def _lost(self, lease: TaskLease) -> None:
-        offer = lease.offer
-        assert isinstance(offer, SessionOffer)
-        log.warning("agent_host_lost", host_id=lease.host_id, sample_id=offer.sample_id, losses=len(offer.losses))
-        offer.session.lend(None)
-        self._offered.set()
-        if self._lending.is_hopeless(offer):
-            message = f"{len(offer.losses)} agent hosts were not heard of again while they played it: {offer.losses}"
-            self._resolve(offer, Aborted(message, reason="HOOK_CRASHED"))
-
     def _look_for_hosts(self, now: float) -> None:
-        first = next(iter(self._lending.waiting))
+        start_one = "start one with headrace agent --rollout-address HOST:PORT"
+        first = next(iter(self._leases.waiting))
         if self._warn and now - max(self._heard, first.since) > _WARN_SECONDS:
-            self._warn("no agent host asks for tasks: start one with headrace agent --rollout-address HOST:PORT")
+            self._warn(f"no agent host asks for tasks: {start_one}")
             self._warn = None
-        for offer in list(self._lending.waiting):
-            if now - max(self._heard, offer.since) > self._patience_seconds:
-                self._lending.withdraw(offer)
-                self._resolve(
-                    offer,
-                    Unavailable(
-                        f"no agent host has asked for tasks for {self._patience_seconds:g} s: "
-                        "start one with headrace agent --rollout-address HOST:PORT"
-                    ),
-                )
+        for task in list(self._leases.waiting):
+            if now - max(self._heard, task.since) > self._patience_seconds:
+                self._leases.withdraw(task)
+                message = f"no agent host has asked for tasks for {self._patience_seconds:g} s: {start_one}"
+                task.resolve(Unavailable(message))
 
-    @staticmethod
-    def _resolve(offer: TaskOffer | None, result: Reward | HeadraceError | None) -> bool:
-        if not isinstance(offer, SessionOffer) or offer.played.done():
-            return False
-        if isinstance(result, HeadraceError):
-            offer.played.set_exception(result)
-        else:
-            offer.played.set_result(Played(result, offer.path))
-        return True
+
+def require_hosts(hosts: AgentHosts | None) -> AgentHosts:
+    """Raises FailedPrecondition where the job's agents are played by the service itself, or it has none."""
+    if hosts is None:
+        raise FailedPrecondition(
+            "this job lends no tasks: start its rollout service with --agent-hosts --agent-function-path FILE.py:FN"
+        )
+    return hosts
+
+
+def _result_of(request: pb.FinishTaskRequest) -> Reward | HeadraceError | None:
+    match request.WhichOneof("result"):
+        case "failure":
+            reason = require_name(request.failure.reason, "failure.reason")
+            return Aborted(cut_text(request.failure.message) or reason, reason=reason)
+        case "reward":
+            return _reward(request.reward, "reward")
+        case "reward_parts_json":
+            return _reward(require_json_object(request.reward_parts_json, "reward_parts_json"), "reward_parts_json")
+    return None
+
+
+def _reward(value: object, field: str) -> Reward:
+    reward = checked_reward("of the host", value)
+    if isinstance(reward, str):
+        raise InvalidArgument(f"{field}: {reward}", field=field)
+    return reward
+
+
+def _plain(value: object) -> object:
+    """Options as JSON has them: a path is a text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,4 +1,4 @@
-"""OpenAI's requests and responses, of the chat and of the completions API.
+"""OpenAI's requests and responses, of the chat and of the completions API, and messages as chat templates take them.
 
 A parameter acts, or is refused by its name: none is ignored that would change what is sampled. A recorded session
 refuses more of them, because a response that is trained is sampled as the job says.
@@ -6,6 +6,7 @@ refuses more of them, because a response that is trained is sampled as the job s
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -17,19 +18,17 @@ import msgspec
 
 from headrace.errors import InvalidArgument
 from headrace.limits import (
+    MAX_MESSAGES,
     MAX_NEW_TOKENS,
     MAX_SAMPLES_PER_GROUP,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
+    MAX_TOOLS,
     require_between,
-    require_finite,
 )
 from headrace.session import RecordedAnswer
 from headrace.trajectory import Status
-from services.rollout.agents.messages import Message, require_few
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.constraint import require_regex, require_schema
-from services.rollout.production.sampling import require_one_constraint
+from services.rollout.production.sampling import require_in_range
 
 T = TypeVar("T", bound="_Request")
 
@@ -61,7 +60,72 @@ _DEFAULTS: Mapping[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
 }
 """Parameters that are not supported, with the values that ask for nothing; null always does."""
+_CALLED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Names of OpenAI for those of `SamplingParams`, where they differ."""
 _INSTEAD = {"functions": "offer tools", "function_call": "write tool_choice"}
+
+
+class Function(msgspec.Struct):
+    """The function of a tool call; OpenAI writes its arguments as JSON in a string."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCallMessage(msgspec.Struct):
+    """A call in an assistant's message."""
+
+    function: Function
+    id: str = ""
+    type: str = "function"
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct):
+    """One message; fields that are not here are of no chat template."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text. Raises InvalidArgument for parts that are no text."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidArgument(
+                    f"content of type {part.type!r:.40} is not supported: send text", field="messages"
+                )
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns what chat templates expect: content as text, and arguments as objects."""
+        made: dict[str, Any] = {"role": self.role, "content": self.text}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                made[field] = value
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {"name": call.function.name, "arguments": _arguments(call)},
+                }
+                for call in self.tool_calls
+            ]
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +204,8 @@ class _Request(msgspec.Struct, kw_only=True):
         require_between(self.num_choices, 1, MAX_SAMPLES_PER_GROUP, "n")
         if self.stream and self.num_choices > 1:
             raise InvalidArgument("n is more than 1 in a stream: leave stream out", field="n")
-        if self.most_tokens is not None:
-            require_between(self.most_tokens, 1, MAX_NEW_TOKENS, "max_tokens")
-        if self.temperature is not None:
-            require_finite(self.temperature, "temperature", most=MAX_TEMPERATURE)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InvalidArgument(f"top_p is {self.top_p:g}, must be in (0, 1]", field="top_p")
-        if len(self.stops) > MAX_STOPS or "" in self.stops:
-            raise InvalidArgument(f"stop must be at most {MAX_STOPS} strings that are not empty", field="stop")
-        self._check_weights()
         self._check_constraints()
-
-    def _check_weights(self) -> None:
-        for field, least, most in (("frequency_penalty", -2, 2), ("presence_penalty", -2, 2), ("min_p", 0, 1)):
-            if (value := getattr(self, field)) is not None and not least <= value <= most:
-                raise InvalidArgument(f"{field} is {value:g}, must be from {least} to {most}", field=field)
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 2:
-            raise InvalidArgument(
-                f"repetition_penalty is {self.repetition_penalty:g}, must be above 0 and at most 2",
-                field="repetition_penalty",
-            )
-        if self.min_tokens is not None:
-            require_between(self.min_tokens, 0, self.most_tokens or MAX_NEW_TOKENS, "min_tokens")
-        if len(self.stop_token_ids or ()) > MAX_STOPS or any(token < 0 for token in self.stop_token_ids or ()):
-            raise InvalidArgument(
-                f"stop_token_ids must be at most {MAX_STOPS} token ids of 0 or more", field="stop_token_ids"
-            )
+        require_in_range(self._free(SamplingParams(MAX_NEW_TOKENS)), lambda name: _CALLED.get(name, name))
 
     def _check_constraints(self) -> None:
         constraints = self.constraints()
@@ -185,33 +225,37 @@ class _Request(msgspec.Struct, kw_only=True):
         """
         if is_recorded and (field := next(self._bending(), None)):
             raise InvalidArgument(f"{field} must be left out: what is trained is sampled freely", field=field)
-        most = default.max_new_tokens
-        made = replace(
+        if not is_recorded:
+            made = self._free(default)
+            return made.at_most(made.max_new_tokens)
+        return replace(
             default,
-            max_new_tokens=min(self.most_tokens or most, most) if is_recorded else self.most_tokens or most,
+            max_new_tokens=min(self.most_tokens or default.max_new_tokens, default.max_new_tokens),
             stop=(*default.stop, *self.stops),
             stop_token_ids=(*default.stop_token_ids, *(self.stop_token_ids or ())),
         )
-        if is_recorded:
-            return made
-        fits = {constraint.kind: constraint.text for constraint in self.constraints()}
-        made = replace(
-            made,
-            temperature=default.temperature if self.temperature is None else self.temperature,
-            top_p=default.top_p if self.top_p is None else self.top_p,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else default.top_k,
+
+    def _free(self, default: SamplingParams) -> SamplingParams:
+        """Returns `default` with all that the request asks for, in or out of range."""
+        asked: dict[str, Any] = {
+            "max_new_tokens": self.most_tokens,
+            "min_new_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k if self.top_k and self.top_k > 0 else None,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            **{constraint.kind: constraint.text for constraint in self.constraints()},
+        }
+        return replace(
+            default,
+            **{name: value for name, value in asked.items() if value is not None},
             seed=self.seed,
-            min_new_tokens=min(self.min_tokens or 0, made.max_new_tokens),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            json_schema=fits.get("json_schema"),
-            regex=fits.get("regex"),
-            ebnf=fits.get("ebnf"),
+            stop=(*default.stop, *self.stops),
+            stop_token_ids=(*default.stop_token_ids, *(self.stop_token_ids or ())),
         )
-        require_one_constraint(made)
-        return made
 
     def _bending(self) -> Iterator[str]:
         """Yields parameters that change which tokens may be sampled, or how likely they are."""
@@ -275,7 +319,10 @@ class ChatRequest(_Request, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        require_few(self.messages, self.tools or ())
+        # What a template would take too long to write.
+        require_between(len(self.messages), 1, MAX_MESSAGES, "messages")
+        require_between(sum(len(message.tool_calls or ()) for message in self.messages), 0, MAX_MESSAGES, "tool_calls")
+        require_between(len(self.tools or ()), 0, MAX_TOOLS, "tools")
         if any(message.function_call is not None for message in self.messages):
             raise InvalidArgument("function_call of a message is not supported: write tool_calls", field="messages")
         if self.top_logprobs:
@@ -297,6 +344,17 @@ class CompletionRequest(_Request, kw_only=True):
             raise InvalidArgument("echo is not supported: the prompt is yours", field="echo")
         if self.logprobs and self.logprobs > 1:
             raise InvalidArgument("logprobs must be 0 or 1: those of sampled tokens", field="logprobs")
+
+
+def _arguments(call: ToolCallMessage) -> Mapping[str, Any] | str:
+    arguments = call.function.arguments
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def parsed(body: bytes, kind: type[T]) -> T:

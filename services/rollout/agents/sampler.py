@@ -4,22 +4,74 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
-from headrace.hooks.agent import Task
+from headrace.hooks.agent import Task, require_agent, run_agent
 from headrace.hooks.failure import call_failure
+from headrace.hooks.reward import Reward
 from headrace.limits import MAX_ID_CHARACTERS
 from headrace.process.workers import WorkerError
 from headrace.prompts import label_for_hooks
 from headrace.rpc.log import log
 from headrace.session import Branch
 from headrace.trajectory import TURNS, Failure, Sample, Status, bounded_turns
-from services.rollout.agents.players import Played, Player
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
+from services.rollout.production.hooks import UserFunction
 from services.rollout.production.sampling import SampleRequest, failed_sample
+
+_WORKERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """`reward` is the one that the agent gives itself, if it does; `path` is the function that was called."""
+
+    reward: Reward | None
+    path: str
+
+
+class Player(Protocol):
+    """Plays tasks, all at the same time: worker processes of this service, or hosts anywhere (`hosts.py`)."""
+
+    async def start(self) -> None:
+        """Raises ConfigError when the agent cannot be loaded, or takes other arguments."""
+
+    async def play(self, task: Task, session: Session, sample_id: str) -> Played:
+        """Raises WorkerError or HeadraceError when the agent fails."""
+
+    async def close(self) -> None: ...
+
+
+class WorkerPlayer:
+    """Plays in worker processes of this service, at most `calls_at_once` tasks."""
+
+    def __init__(self, path: str, args: HookArgs, url: str, *, seconds: float, calls_at_once: int) -> None:
+        self._path = path
+        self._args = args
+        self._url = url
+        self._function = UserFunction(
+            path,
+            require_agent,
+            "agent_function_path",
+            seconds,
+            workers=_WORKERS,
+            calls_at_once=calls_at_once,
+            kind="agent",
+        )
+
+    async def start(self) -> None:
+        await self._function.start()
+
+    async def play(self, task: Task, session: Session, sample_id: str) -> Played:
+        url = f"{self._url}/sessions/{session.session_id}"
+        return Played(await self._function.call(run_agent, self._args, task, url), self._path)
+
+    async def close(self) -> None:
+        await self._function.close()
 
 
 class AgentSampler:

@@ -13,8 +13,9 @@ from headrace.errors import ConfigError
 from headrace.limits import MAX_HTTP_HEADER_BYTES
 from headrace.rpc.net import Address, free_port, listener
 from headrace.rpc.tls import TlsFolder, endpoint_context, peer_of, require_named
-from services.rollout.agents.gate import PEER
 
+PEER = "peer"
+"""The key of what the connection's certificate says, in the state of a request."""
 _DRAIN_SECONDS = 8
 _LAST_WORDS_SECONDS = 2
 

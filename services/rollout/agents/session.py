@@ -14,8 +14,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.kit.tool_call import opens_thought
 from headrace.session import Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
-from services.rollout.agents.messages import Message
-from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
+from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest, Message
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.replies import Finish

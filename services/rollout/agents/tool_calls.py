@@ -13,7 +13,7 @@ from headrace.hooks.kit.sglang_parser import load_parser, read_by
 from headrace.hooks.kit.tool_call import SplitResponse, ToolCall, divided, divided_by, spoken_from
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
-from services.rollout.agents.messages import Function, ToolCallMessage
+from services.rollout.agents.protocol import Function, ToolCallMessage
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORKERS = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.rules.production import OURS
+from headrace.job.names import SGLANG
 from headrace.limits import nearest
 from headrace.process.child import run_once
 from headrace.process.gloo import gloo_at
@@ -109,8 +109,10 @@ class EngineOptions:
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
     """Raises ConfigError for a name that SGLang does not know, or that headrace sets itself."""
     for name in sglang:
-        if name in OURS:
-            raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {OURS[name]}", field=f"sglang.{name}")
+        if name in SGLANG["ours"]:
+            raise ConfigError(
+                f"--sglang-{_dashed(name)} cannot be given: {SGLANG['ours'][name]}", field=f"sglang.{name}"
+            )
         if name not in machine.flags:
             near = nearest(name, machine.flags)
             hint = f": did you mean --sglang-{_dashed(near)}?" if near else ""

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,13 @@ class Router:
         child = Child(self._command, self._log_path, direct_to_all())
         await child.start()
         end = time.monotonic() + _READY_SECONDS
-        try:
+        async with AsyncExitStack() as on_failure:  # of a start that is cancelled as well: no process stays behind
+            on_failure.push_async_callback(child.stop, grace_seconds=1.0)
             while not await self._answers(_FIRST_ANSWER_SECONDS) or child.exit_code is not None:
                 if child.exit_code is not None or time.monotonic() > end:  # another may have its port, and answer
                     raise Unavailable(f"sglang-router did not start:\n{child.last_lines()}")
                 await asyncio.sleep(_POLL_SECONDS)
-        except BaseException:  # it is cancelled as well: no process stays behind
-            await child.stop(grace_seconds=1.0)
-            raise
+            on_failure.pop_all()
         return child
 
     async def _trouble(self) -> str:

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,7 +202,7 @@ async def evaluate_url(
         scorer,
         job_params(job.rollout),
         seed=job.data.rollout_seed,
-        files=EvalFiles.of(job.eval, job.buffer.prompt_root),
+        files=replace(EvalFiles.of(job.eval, job.buffer.prompt_root), functions=()),
         slots=EngineSlots(Shares({Kind.EVALUATION: at_once}), max_waiting=0),
         scores_groups=job.reward.group_rm,
     )

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.images import with_images
-from headrace.job.eval_sets import eval_sets
+from headrace.job.eval_sets import PASS_REWARD, eval_sets, own_functions
 from headrace.job.schema.production import EvalSection
 from headrace.job.schema.section import PromptPath
 from headrace.limits import (
@@ -32,9 +33,10 @@ from headrace.limits import (
     shown,
     to_json,
 )
-from headrace.prompts import content_of, label_mark, label_text, ordered_json, parse_row, table, value_at
-from headrace.trajectory import MAX_REWARD, check_text
+from headrace.prompts import content_of, ordered_json, parse_row, set_content, set_label, table, typed_value, value_at
+from headrace.trajectory import MAX_REWARD
 from services.rollout.engine.api import SamplingParams
+from services.rollout.production.hooks import GENERATE_FUNCTION_PATH
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
 
@@ -42,31 +44,24 @@ _FIELD = "datasets.path"
 
 
 @dataclass(frozen=True, slots=True)
-class EvalRow:
-    """One prompt; `where` is file:line."""
-
-    where: str
-    prompt: str | list[dict[str, Any]]
-    label: str | None
-    metadata: dict[str, Any]
-    tools: list[Any] | None = None
-    hook_fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class EvalFiles:
-    """The files that a client may name: `files` themselves, and everything under the `root`."""
+    """The files that a client may name: `files` themselves, and everything under the `root`; and `functions`.
+
+    Generate functions that the operator has not named are never imported.
+    """
 
     files: Sequence[Path]
     root: Path | None
+    functions: Collection[str] = ()
 
     @classmethod
     def of(cls, section: EvalSection, prompt_root: Path | None) -> EvalFiles:
-        """Allows the files of a job's evaluations, and everything under its prompt_root."""
-        return cls([each.prompts.path for each in eval_sets(section)], prompt_root)
+        """Allows what a job's evaluations name, and everything under its prompt_root."""
+        sets = eval_sets(section)
+        return cls([each.prompts.path for each in sets], prompt_root, own_functions(sets))
 
-    def read(self, dataset: pb.EvalDataset) -> tuple[EvalRow, ...]:
-        """Returns all rows of the file, or of its slice `path@[a:b]`, checked.
+    def read(self, dataset: pb.EvalDataset) -> tuple[sample_pb2.Prompt, ...]:
+        """Returns the prompts of the file, or of its slice `path@[a:b]`, checked; their ids are file:line.
 
         Blocks; raises InvalidArgument with file and line for a bad row.
         """
@@ -78,7 +73,7 @@ class EvalFiles:
         part = replace(part, path=self._allowed(str(part.path)))
         with _opened(part.path) as file:
             most = dataset.max_prompts if dataset.HasField("max_prompts") else None
-            rows = tuple(_row(where, line, dataset, overrides) for where, line in _lines(part, file, most))
+            rows = tuple(_prompt(where, line, dataset, overrides) for where, line in _lines(part, file, most))
         if not rows:
             raise InvalidArgument(f"{part.absolute()} has no prompts", field=_FIELD)
         return rows
@@ -136,110 +131,89 @@ def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterato
         yield f"{path}:{number}", line
 
 
-def _row(where: str, line: Any, keys: pb.EvalDataset, overrides: Mapping[str, Any]) -> EvalRow:
+def _prompt(where: str, line: Any, keys: pb.EvalDataset, overrides: Mapping[str, Any]) -> sample_pb2.Prompt:
     """`overrides` are laid over the row's metadata; its scorer is that of the data set only where it names none."""
     try:
         row = parse_row(line)
-        prompt = content_of(row, keys.input_key)
+        content = content_of(row, keys.input_key)
         if keys.image_key:
-            prompt = with_images(prompt, row, keys.image_key, Path(where.rpartition(":")[0]).parent)
-        given = value_at(row, keys.label_key) if keys.label_key else None
-        label = label_text(given)
+            content = with_images(content, row, keys.image_key, Path(where.rpartition(":")[0]).parent)
         own = value_at(row, keys.metadata_key) if keys.metadata_key else None
         rm_type = {"rm_type": keys.rm_type} if keys.rm_type else {}
         metadata = {**rm_type, **(own if isinstance(own, dict) else {}), **overrides}
-        check_text("label", label or "")
-        to_json(metadata)
-        ordered_json(prompt)
-        return EvalRow(where, prompt, label, metadata, _tools(row, keys.tool_key), label_mark(given))
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{where}: {error.message}", field=_FIELD) from error
-
-
-def _tools(row: Mapping[str, Any], key: str) -> list[Any] | None:
-    tools = value_at(row, key) if key else None
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidArgument(f"{key!r} must be an array of tool definitions, is {shown(tools)}")
-    ordered_json(tools)
-    return tools
+        own_function = {GENERATE_FUNCTION_PATH: keys.generate_function_path} if keys.generate_function_path else {}
+        prompt = sample_pb2.Prompt(
+            prompt_id=where, metadata_json=to_json(metadata), hook_json=to_json(own_function) if own_function else ""
+        )
+        set_content(prompt, content)
+        if (tools := typed_value(row, keys.tool_key, list)) is not None:
+            prompt.tools_json = ordered_json(tools)
+        set_label(prompt, value_at(row, keys.label_key) if keys.label_key else None)
+    except (InvalidArgument, ValueError) as error:  # ValueError: protobuf's, for text that is not Unicode
+        raise InvalidArgument(f"{where}: {error}", field=_FIELD) from error
+    return prompt
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """`generate` is a generate function of the job's eval_config, or None for the job's own way.
+    """A data set whose values were checked, with its prompts and how they are sampled."""
 
-    `reward_key` is the part of dict rewards that counts, or None for the reward service's choice.
-    """
-
-    name: str
-    rows: tuple[EvalRow, ...]
-    n_samples: int
+    dataset: pb.EvalDataset
+    rows: tuple[sample_pb2.Prompt, ...]
     params: SamplingParams
-    pass_reward: float
-    generate: str | None
-    reward_key: str | None
-    max_prompt_tokens: int | None
-    max_context_tokens: int | None
+
+    @property
+    def n_samples(self) -> int:
+        """The number of samples of each prompt."""
+        return self.dataset.n_samples_per_prompt
 
     @property
     def total(self) -> int:
         """The number of its samples."""
         return len(self.rows) * self.n_samples
 
-    def encode(self, encoder: PromptEncoder, row: EvalRow) -> EncodedPrompt:
-        """Blocks. Raises InvalidArgument for a prompt that the chat template refuses, or that is too long."""
-        if isinstance(row.prompt, str):
-            prompt = encoder.encode_text(row.prompt)
-        else:
-            prompt = encoder.encode_messages(row.prompt, row.tools)
-        for limit, name in ((self.max_prompt_tokens, "max_prompt_len"), (self._most_prompt_tokens, "max_context_len")):
-            if limit is not None and len(prompt.tokens) > limit:
-                raise InvalidArgument(
-                    f"the prompt has {len(prompt.tokens)} tokens, and {name} allows {limit}", reason="PROMPT_TOO_LONG"
-                )
-        return prompt
-
-    def params_for(self, prompt: EncodedPrompt) -> SamplingParams:
-        """The parameters, with a response that fits beside the prompt."""
-        if self.max_context_tokens is None:
-            return self.params
-        return self.params.at_most(self.max_context_tokens - len(prompt.tokens))
-
     @property
-    def _most_prompt_tokens(self) -> int | None:
-        return None if self.max_context_tokens is None else self.max_context_tokens - 1
+    def pass_reward(self) -> float:
+        """The least reward of a sample that passes."""
+        return self.dataset.pass_reward if self.dataset.HasField("pass_reward") else PASS_REWARD
+
+    def encode(self, encoder: PromptEncoder, row: sample_pb2.Prompt) -> tuple[EncodedPrompt, SamplingParams]:
+        """Returns the prompt, and the parameters of a response that fits beside it. Blocks.
+
+        Raises InvalidArgument for a prompt that the chat template refuses, or that is too long.
+        """
+        prompt, asked, params = encoder.encode(row), self.dataset, self.params
+        num_tokens = len(prompt.tokens)
+        if asked.HasField("max_prompt_tokens"):
+            _require_short(num_tokens, asked.max_prompt_tokens, "max_prompt_len")
+        if asked.HasField("max_context_tokens"):
+            _require_short(num_tokens, asked.max_context_tokens - 1, "max_context_len")
+            params = params.at_most(asked.max_context_tokens - num_tokens)
+        return prompt, params
 
 
-def read_plan(
-    dataset: pb.EvalDataset, files: EvalFiles, defaults: SamplingParams, generate_functions: Collection[str]
-) -> EvalPlan:
+def _require_short(num_tokens: int, limit: int, name: str) -> None:
+    if num_tokens > limit:
+        raise InvalidArgument(
+            f"the prompt has {num_tokens} tokens, and {name} allows {limit}", reason="PROMPT_TOO_LONG"
+        )
+
+
+def read_plan(dataset: pb.EvalDataset, files: EvalFiles, defaults: SamplingParams) -> EvalPlan:
     """Blocks. Raises InvalidArgument that names the field, or file and line."""
-    n_samples = require_between(dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt")
-    require_name(dataset.input_key, "datasets.input_key")
-    for name in ("label_key", "metadata_key", "tool_key", "rm_type", "image_key"):
+    require_between(dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt")
+    for name in ("name", "input_key"):
+        require_name(getattr(dataset, name), f"datasets.{name}")
+    for name in ("label_key", "metadata_key", "tool_key", "rm_type", "image_key", "reward_key"):
         optional_name(getattr(dataset, name), f"datasets.{name}")
-    return EvalPlan(
-        name=require_name(dataset.name, "datasets.name"),
-        n_samples=n_samples,
-        params=merged_params(dataset.sampling, defaults),
-        pass_reward=_pass_reward(dataset),
-        generate=_generate(dataset, generate_functions),
-        reward_key=optional_name(dataset.reward_key, "datasets.reward_key"),
-        max_prompt_tokens=dataset.max_prompt_tokens if dataset.HasField("max_prompt_tokens") else None,
-        max_context_tokens=dataset.max_context_tokens if dataset.HasField("max_context_tokens") else None,
-        rows=files.read(dataset),
-    )
-
-
-def _generate(dataset: pb.EvalDataset, known: Collection[str]) -> str | None:
-    """Refuses functions that the operator has not named: they would be imported."""
+    require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)
     path = dataset.generate_function_path
-    if path and path not in known:
+    if path and path not in files.functions:
         raise InvalidArgument(
             f"generate function {shown(path)} is none that the job's eval_config names",
             field="datasets.generate_function_path",
         )
-    return path or None
+    return EvalPlan(dataset, files.read(dataset), merged_params(dataset.sampling, defaults))
 
 
 def _overrides(dataset: pb.EvalDataset) -> dict[str, Any]:
@@ -247,9 +221,3 @@ def _overrides(dataset: pb.EvalDataset) -> dict[str, Any]:
         return from_json(dataset.metadata_overrides_json) if dataset.metadata_overrides_json else {}
     except InvalidArgument as error:
         raise InvalidArgument(error.message, field="datasets.metadata_overrides_json") from error
-
-
-def _pass_reward(dataset: pb.EvalDataset) -> float:
-    if not dataset.HasField("pass_reward"):
-        return 1.0
-    return require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.hooks import HookArgs
+from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
+from headrace.hooks import HookArgs, from_hook
+from headrace.hooks import Sample as HookSample
 from headrace.hooks.failure import call_failure
-from headrace.hooks.rollout.evaluation import EvalData, EvalDataset, EvalSample
+from headrace.hooks.rollout.evaluation import EvalDataset
 from headrace.hooks.rollout.function import ACCEPTED, EvalReport, load_rollout, run_eval_rollout
-from headrace.limits import MAX_COUNTER, MAX_ID_CHARACTERS, require_name, whole_number
-from headrace.process.workers import WorkerError, WorkerPool
+from headrace.job.eval_sets import PASS_REWARD
+from headrace.limits import MAX_COUNTER, require_name, whole_number
+from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, PolicyRange, Sample, Status
+from headrace.trajectory import PolicyRange, Sample
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.dataset import EvalPlan
 from services.rollout.evaluation.estimates import Tally
+from services.rollout.production.hooks import UserFunction, with_reward
 
-_LOAD_SECONDS = 120.0
+_FIELD = "eval_function_path"
 
 
 class EvalFunction:
@@ -46,54 +45,50 @@ class EvalFunction:
         self._args = args
         self._weights = weights
         self._params = params
-        self._seconds = seconds
         self._must_evaluate = must_evaluate
-        self._pool = WorkerPool(1)
+        self._function = UserFunction(path, load_rollout, _FIELD, seconds)
         self.evaluates = True
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded, or takes no `evaluation` although it has to."""
         try:
-            self.evaluates = await self._pool.run(load_rollout, self._path, timeout_seconds=_LOAD_SECONDS)
-        except WorkerError as error:
-            raise ConfigError(error.message, field="eval.eval_function_path") from error
+            self.evaluates = await self._function.start()
+        except ConfigError as error:
+            raise ConfigError(error.message, field=f"eval.{_FIELD}") from error
         if self._must_evaluate and not self.evaluates:
             raise ConfigError(
                 f"hook {self._path} takes no argument `evaluation`; accepted are:\n  {ACCEPTED[0]}",
-                field="eval.eval_function_path",
+                field=f"eval.{_FIELD}",
             )
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._function.close()
 
-    async def evaluate(
-        self, datasets: Sequence[pb.EvalDataset], plans: Sequence[EvalPlan]
-    ) -> tuple[list[Sample], list[Tally]]:
+    async def evaluate(self, plans: Sequence[EvalPlan]) -> tuple[list[Sample], list[Tally]]:
         """Returns all samples, and their sums by data set.
 
         Raises FailedPrecondition where the function fails or lacks a data set, InvalidArgument for its numbers.
         """
-        args = HookArgs({**self._args, "eval_datasets": [_named(*each) for each in zip(datasets, plans, strict=True)]})
-        report = await self._called(args, {plan.name: key for plan in plans if (key := self._key(plan)) is not None})
-        missing = [plan.name for plan in plans if plan.name not in report.data]
+        by_name = {plan.dataset.name: plan for plan in plans}
+        args = HookArgs({**self._args, "eval_datasets": [_named(plan) for plan in plans]})
+        report = await self._called(args, {name: key for name, plan in by_name.items() if (key := self._key(plan))})
+        missing = [name for name in by_name if name not in report.data]
         if missing:
             raise FailedPrecondition(
                 f"hook {self._path} returned nothing of {', '.join(missing)}, only of {sorted(report.data) or 'none'}",
                 reason="EVALUATION_FAILED",
             )
         log.info("eval_function_returned", hook=self._path, metrics=report.metrics)
-        return self._evaluated(report, {plan.name: plan for plan in plans})
+        return self._evaluated(report, by_name)
 
     def _key(self, plan: EvalPlan) -> str | None:
-        key: str | None = plan.reward_key or self._args.get("eval_reward_key") or self._args.get("reward_key")
+        key: str | None = plan.dataset.reward_key or self._args.get("eval_reward_key") or self._args.get("reward_key")
         return key
 
     async def _called(self, args: HookArgs, reward_keys: Mapping[str, str]) -> EvalReport:
-        work = (self._path, args, self._weights.policy_version, self._params.for_engine(), reward_keys)
+        work = (args, self._weights.policy_version, self._params.for_engine(), reward_keys)
         try:
-            report: EvalReport = await self._pool.run(
-                run_eval_rollout, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
-            )
+            report: EvalReport = await self._function.call(run_eval_rollout, *work)
         except (WorkerError, HeadraceError) as error:
             failure = call_failure(error)
             raise FailedPrecondition(failure.message, reason="EVALUATION_FAILED") from error
@@ -101,58 +96,40 @@ class EvalFunction:
 
     def _evaluated(self, report: EvalReport, plans: Mapping[str, EvalPlan]) -> tuple[list[Sample], list[Tally]]:
         evaluation_id, samples, tallies = uuid.uuid4().hex[:8], list[Sample](), list[Tally]()
-        for name, data in report.data.items():
+        for name, rows in report.data.items():
             plan = plans.get(require_name(name, "datasets.name"))
-            tally = Tally(name, _most_of_one(data), plan.pass_reward if plan else 1.0)
-            for number, (row, each) in enumerate(zip(data.prompts, data.samples, strict=True)):
-                sample = self._stored(f"eval-{evaluation_id}/{name}/{row}", number, each)
-                tally.add(row, sample)
-                samples.append(sample)
+            pass_reward = plan.pass_reward if plan else PASS_REWARD
+            tally = Tally(name, max(map(len, rows), default=1), pass_reward)
+            for row, made in enumerate(rows):
+                for index, each in enumerate(made):
+                    sample = self._stored(f"eval-{evaluation_id}/{name}/{row}", index, each)
+                    tally.add(row, sample)
+                    samples.append(sample)
             tallies.append(tally)
         return samples, tallies
 
-    def _stored(self, group_id: str, number: int, each: EvalSample) -> Sample:
-        length = each.response_length
-        failed = each.reward is None
-        return Sample(
-            sample_id=f"{group_id}/{number}",
+    def _stored(self, group_id: str, index: int, made: HookSample) -> Sample:
+        length = made.response_length
+        sample = from_hook(
+            made,
+            sample_id=f"{group_id}/{index}",
             group_id=group_id,
-            index=number,
-            prompt=each.prompt,
-            response=each.response,
-            tokens=_tokens(each),
-            loss_mask=np.zeros(length, np.uint8),
-            rollout_log_probs=np.zeros(length, np.float32),
-            status=Status.FAILED if failed else Status.TRUNCATED if each.truncated else Status.COMPLETED,
-            failure=Failure("HOOK_FAILED", each.why_failed or "it has no reward") if failed else None,
-            label=each.label,
-            reward=each.reward,
-            scorer=f"hook {self._path}"[-MAX_ID_CHARACTERS:],
-            policy_ranges=(PolicyRange(self._oldest(each), 0, length),) if length else (),
+            index=index,
+            policy_ranges=(PolicyRange(self._oldest(made), 0, length),) if length else (),
         )
+        return with_reward(sample, made, self._args, f"hook {self._path}")
 
-    def _oldest(self, each: EvalSample) -> int:
+    def _oldest(self, made: HookSample) -> int:
         """The policy version of a sample; names of weights begin with it."""
-        numbers = [name.partition(".")[0] for name in each.weight_versions]
+        numbers = [name.partition(".")[0] for name in made.weight_versions]
         known = [whole_number(number, MAX_COUNTER) for number in numbers]
         return min(number for number in (*known, self._weights.policy_version) if number is not None)
 
 
-def _tokens(each: EvalSample) -> NDArray[np.int32]:
-    """A sample has at least one, which stands for those that the function left out."""
-    try:
-        return np.asarray(each.tokens or [0], np.int32)
-    except OverflowError as error:
-        raise InvalidArgument(f"a sample of an evaluation has tokens that are none: {error}") from error
-
-
-def _most_of_one(data: EvalData) -> int:
-    return max((data.prompts.count(row) for row in set(data.prompts)), default=1)
-
-
-def _named(asked: pb.EvalDataset, plan: EvalPlan) -> EvalDataset:
+def _named(plan: EvalPlan) -> EvalDataset:
+    asked = plan.dataset
     return EvalDataset(
-        name=plan.name,
+        name=asked.name,
         path=asked.path,
         n_samples_per_eval_prompt=plan.n_samples,
         temperature=plan.params.temperature,

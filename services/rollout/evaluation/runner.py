@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
@@ -20,10 +19,10 @@ from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.engine.api import SamplingParams
-from services.rollout.evaluation.dataset import EvalFiles, EvalPlan, EvalRow, read_plan
+from services.rollout.evaluation.dataset import EvalFiles, EvalPlan, read_plan
 from services.rollout.evaluation.estimates import Tally
 from services.rollout.evaluation.function import EvalFunction
-from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.prompts import NOT_ENCODED, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, seed_of
 from services.rollout.scoring import SampleScorer
 
@@ -53,8 +52,8 @@ class _Job:
 class EvalRunner:
     """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
 
-    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. `samplers`
-    are the generate functions of single data sets, by path. A `function` takes the place of all of it.
+    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. A `function`
+    takes the place of all of it.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class EvalRunner:
         files: EvalFiles,
         slots: EngineSlots,
         scores_groups: bool = False,
-        samplers: Mapping[str, Sampler] = MappingProxyType({}),
         function: EvalFunction | None = None,
     ) -> None:
         self._encoder = encoder
@@ -79,7 +77,6 @@ class EvalRunner:
         self._files = files
         self._slots = slots
         self._scores_groups = scores_groups
-        self._samplers = samplers
         self._function = function
         self._running = 0
 
@@ -106,12 +103,9 @@ class EvalRunner:
         if not datasets:
             raise InvalidArgument("no data set is named", field="datasets")
         require_at_most(len(datasets), MAX_EVAL_DATASETS, "datasets")
-        plans = [
-            await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults, self._samplers)
-            for dataset in datasets
-        ]
+        plans = [await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults) for dataset in datasets]
         if self._function and self._function.evaluates:
-            for progress in _progress(*await self._function.evaluate(datasets, plans)):
+            for progress in _progress(*await self._function.evaluate(plans)):
                 yield progress
             return
         total = sum(plan.total for plan in plans)
@@ -119,7 +113,7 @@ class EvalRunner:
             raise InvalidArgument(
                 f"{total} samples, an evaluation may have {MAX_EVAL_SAMPLES}: pass max_prompts", field="datasets"
             )
-        tallies = [Tally(plan.name, plan.n_samples, plan.pass_reward) for plan in plans]
+        tallies = [Tally(plan.dataset.name, plan.n_samples, plan.pass_reward) for plan in plans]
         done = 0
         async with contextlib.aclosing(self._finished(_jobs(plans, tallies, at_once=self._scores_groups))) as finished:
             async for job, samples in finished:
@@ -149,25 +143,34 @@ class EvalRunner:
 
     async def _done(self, job: _Job, evaluation_id: str) -> tuple[_Job, list[Sample]]:
         """Turns what goes wrong with a sample into that sample's failure."""
-        row = job.plan.rows[job.row]
-        requests = [_request(job, row, index, evaluation_id, self._seed) for index in job.indexes]
-        generated = await asyncio.gather(*(self._generated(job.plan, request, row) for request in requests))
+        plan, group_id = job.plan, f"eval/{job.plan.dataset.name}/{job.row}"
+        requests = [
+            SampleRequest.of(
+                plan.rows[job.row],
+                NOT_ENCODED,
+                replace(plan.params, seed=seed_of(self._seed, group_id, 0, index)),
+                sample_id=f"eval-{evaluation_id}/{plan.dataset.name}/{job.row}/{index}",
+                group_id=group_id,
+                index=index,
+            )
+            for index in job.indexes
+        ]
+        generated = await asyncio.gather(*(self._generated(job, request) for request in requests))
         samples = [sample for samples in generated for sample in samples]
         try:
-            return job, [_by_key(job.plan.reward_key, sample) for sample in await self._scorer.score(samples)]
+            return job, [_by_key(plan.dataset.reward_key, sample) for sample in await self._scorer.score(samples)]
         except Exception as error:  # noqa: BLE001  # one row of many
-            return job, [_failed(request, row, error) for request in requests]
+            return job, [_failed(request, job, error) for request in requests]
 
-    async def _generated(self, plan: EvalPlan, request: SampleRequest, row: EvalRow) -> list[Sample]:
-        sampler = self._sampler if plan.generate is None else self._samplers[plan.generate]
+    async def _generated(self, job: _Job, request: SampleRequest) -> list[Sample]:
+        plan = job.plan
         try:
-            prompt = await self._encoder.off_loop(plan.encode, self._encoder, row)
-            params = replace(plan.params_for(prompt), seed=request.params.seed)
-            request = replace(request, prompt=prompt, params=params)
+            prompt, params = await self._encoder.off_loop(plan.encode, self._encoder, plan.rows[job.row])
+            request = replace(request, prompt=prompt, params=replace(params, seed=request.params.seed))
             async with self._slots.slot(Kind.EVALUATION):
-                return await sampler.sample_all([request], evaluation=True)
+                return await self._sampler.sample_all([request], evaluation=True)
         except Exception as error:  # noqa: BLE001  # one sample of many
-            return [_failed(request, row, error)]
+            return [_failed(request, job, error)]
 
 
 def _jobs(plans: Sequence[EvalPlan], tallies: Sequence[Tally], *, at_once: bool) -> Iterator[_Job]:
@@ -179,23 +182,9 @@ def _jobs(plans: Sequence[EvalPlan], tallies: Sequence[Tally], *, at_once: bool)
                 yield from (_Job(tally, plan, row, range(index, index + 1)) for index in range(plan.n_samples))
 
 
-def _request(job: _Job, row: EvalRow, index: int, evaluation_id: str, seed: int) -> SampleRequest:
-    group_id = f"eval/{job.plan.name}/{job.row}"
-    return SampleRequest(
-        sample_id=f"eval-{evaluation_id}/{job.plan.name}/{job.row}/{index}",
-        group_id=group_id,
-        index=index,
-        prompt=EncodedPrompt("", ()),
-        label=row.label,
-        metadata=row.metadata,
-        hook_fields=row.hook_fields,
-        params=replace(job.plan.params, seed=seed_of(seed, group_id, 0, index)),
-    )
-
-
-def _by_key(key: str | None, sample: Sample) -> Sample:
+def _by_key(key: str, sample: Sample) -> Sample:
     """The sample with the part of its reward that counts. One without that part fails: it is no reward of 0."""
-    if key is None or sample.status is Status.FAILED:
+    if not key or sample.status is Status.FAILED:
         return sample
     if key not in sample.reward_parts:
         parts = ", ".join(sample.reward_parts) or "none: it is one number"
@@ -204,10 +193,11 @@ def _by_key(key: str | None, sample: Sample) -> Sample:
     return replace(sample, reward=sample.reward_parts[key])
 
 
-def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:
+def _failed(request: SampleRequest, job: _Job, error: Exception) -> Sample:
     reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
-    log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
-    return failed_sample(request, Failure(reason, f"{row.where}: {error}"))
+    where = job.plan.rows[job.row].prompt_id
+    log.warning("evaluation_sample_failed", where=where, reason=reason, error=str(error))
+    return failed_sample(request, Failure(reason, f"{where}: {error}"))
 
 
 def _progress(samples: Sequence[Sample], tallies: Sequence[Tally]) -> Iterator[Progress]:

@@ -18,7 +18,6 @@ from headrace.errors import HeadraceError
 from headrace.job.schema.production import ContextLimit
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import DistillationSection
-from headrace.limits import from_json
 from headrace.process.workers import WorkerError
 from headrace.rpc.log import log
 from headrace.rpc.retry import retry_until
@@ -187,7 +186,7 @@ class GroupSampler:
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
         if too_long := self._too_long(len(prompt.tokens)):
             return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=Failure("PROMPT_TOO_LONG", too_long))
-        params = self._params_for(prompt)
+        params = self._params.at_most(self._context.tokens - len(prompt.tokens)) if self._context else self._params
         begun = self._partial.begun(lease, prompt) if self._partial else {}
         requests = [
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
@@ -270,24 +269,16 @@ class GroupSampler:
             return self._context.too_long(length)
         return None
 
-    def _params_for(self, prompt: EncodedPrompt) -> SamplingParams:
-        if self._context is None:
-            return self._params
-        room = self._context.tokens - len(prompt.tokens)
-        return replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
-
     def _request(
         self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt, params: SamplingParams, index: int
     ) -> SampleRequest:
-        return SampleRequest(
+        return SampleRequest.of(
+            lease.prompt,
+            prompt,
+            replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
             sample_id=f"{lease.group_id}/{lease.attempt}/{index}",
             group_id=lease.group_id,
             index=index,
-            prompt=prompt,
-            label=lease.prompt.label if lease.prompt.HasField("label") else None,
-            metadata=from_json(lease.prompt.metadata_json),
-            hook_fields=from_json(lease.prompt.hook_json),
-            params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
         )
 
 

@@ -12,12 +12,18 @@ from urllib.parse import urlsplit
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
-from headrace.hooks.all_samples import load_all_samples, run_all_samples
 from headrace.hooks.failure import call_failure
-from headrace.hooks.filter import ALL_REWARDS_ARE, load_filter, run_filter
+from headrace.hooks.filter import (
+    ALL_REWARDS_ARE,
+    load_all_samples,
+    load_filter,
+    load_sample_hook,
+    run_all_samples,
+    run_filter,
+    run_sample_hooks,
+)
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
-from headrace.hooks.sample_hook import load_sample_hook, run_sample_hooks
 from headrace.images import processed_of, raw_of
 from headrace.job.schema.production import RolloutSection
 from headrace.limits import MAX_COUNTER, MAX_ID_CHARACTERS, whole_number
@@ -32,6 +38,8 @@ from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample
 
+GENERATE_FUNCTION_PATH = "generate_function_path"
+"""The key in a prompt's hook_json of the function that plays it."""
 _LOAD_SECONDS = 120.0
 _FILTER_SECONDS = 30.0
 T = TypeVar("T")
@@ -49,39 +57,38 @@ class UserFunction(Generic[T]):
         *,
         workers: int = 1,
         calls_at_once: int = 1,
+        kind: str = "hook",
     ) -> None:
         """`field`: the job's, which names it. `seconds`: the limit of a call."""
+        self._name = f"{kind} {path}"
         self._path = path
         self._load = load
         self._field = field
         self._seconds = seconds
-        self._pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
+        self.pool = WorkerPool(workers, calls_per_worker=-(-calls_at_once // workers))
 
     async def start(self) -> T:
         """Returns what `load` does. Raises ConfigError when it cannot be loaded or takes other arguments."""
         try:
-            loaded: T = await self._pool.run(
-                self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
-            )
+            loaded: T = await self.pool.run(self._load, self._path, timeout_seconds=_LOAD_SECONDS, name=self._name)
         except WorkerError as error:
             raise ConfigError(error.message, field=f"rollout.{self._field}") from error
         return loaded
 
     async def call(self, run: Callable[..., Any], *args: Any) -> Any:
         """Returns what `run(path, *args)` does in a worker. Raises WorkerError."""
-        return await self._pool.run(run, self._path, *args, timeout_seconds=self._seconds, name=f"hook {self._path}")
+        return await self.pool.run(run, self._path, *args, timeout_seconds=self._seconds, name=self._name)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
 
-class GroupFilter:
+class GroupFilter(UserFunction[None]):
     """Asks the job's filter whether a group is kept."""
 
     def __init__(self, path: str, args: HookArgs, *, seconds: float = _FILTER_SECONDS) -> None:
-        self._path = path
+        super().__init__(path, load_filter, "dynamic_sampling_filter_path", seconds)
         self._args = args
-        self._function = UserFunction(path, load_filter, "dynamic_sampling_filter_path", seconds)
 
     @classmethod
     def of(cls, config: RolloutSection, args: HookArgs) -> GroupFilter | None:
@@ -89,16 +96,9 @@ class GroupFilter:
         path = config.dynamic_sampling_filter_path
         return cls(path, args) if path else None
 
-    async def start(self) -> None:
-        """Raises ConfigError when the function cannot be loaded or takes other arguments."""
-        await self._function.start()
-
-    async def close(self) -> None:
-        await self._function.close()
-
     async def refusal(self, samples: Sequence[Sample]) -> Failure | None:
         """Returns why the group is dropped, or None when it is stored. Raises WorkerError when the function fails."""
-        keep, reason = await self._function.call(run_filter, self._args, [to_hook(sample) for sample in samples])
+        keep, reason = await self.call(run_filter, self._args, [to_hook(sample) for sample in samples])
         return None if keep else Failure(FILTERED, reason or self._own_reason(samples))
 
     def _own_reason(self, samples: Sequence[Sample]) -> str:
@@ -199,7 +199,7 @@ def sample_for_hook(request: SampleRequest, args: HookArgs) -> HookSample:
         multimodal_train_inputs=processed_of(columns),
         label=label_for_hooks(request.label, fields),
         metadata=metadata,
-        generate_function_path=fields.get("generate_function_path"),
+        generate_function_path=fields.get(GENERATE_FUNCTION_PATH),
         custom_rm_path=fields.get("custom_rm_path"),
     )
 
@@ -234,11 +234,8 @@ class SampleCodec:
             return await self._from_hooks(request, made, oldest)
         except WeightsRefused:
             raise
-        except HeadraceError as error:
-            failure = Failure(error.reason, error.message)
         except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
-            message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
-            failure = Failure("HOOK_INVALID", message)
+            failure = failure_of(f"hook {self._path}", error)
         log.warning("hook_failed", hook=self._path, sample_id=request.sample_id, message=failure.message)
         return [failed_sample(request, failure)]
 
@@ -252,7 +249,7 @@ class SampleCodec:
             self._warn_without_versions(sample)
             sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
         made_samples = [
-            self._with_reward(
+            with_reward(
                 from_hook(
                     sample,
                     sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
@@ -262,6 +259,8 @@ class SampleCodec:
                     sampling_params=request.params.for_engine(),
                 ),
                 sample,
+                self._args,
+                f"hook {self._path}",
             )
             for number, sample in enumerate(made)
         ]
@@ -312,14 +311,6 @@ class SampleCodec:
             "shown. To have it measured, append each answer's meta_info['weight_version'] to sample.weight_versions"
         )
 
-    def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
-        """Takes a reward that the function has set; no scorer is asked then."""
-        if made.reward is None or sample.status not in (Status.COMPLETED, Status.TRUNCATED):
-            return sample
-        parts = made.reward if isinstance(made.reward, dict) else {}
-        scorer = f"hook {self._path}"[-MAX_ID_CHARACTERS:]
-        return replace(sample, reward=made.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
-
     async def _version(self, name: object) -> str:
         """Returns the policy version behind a name that an engine gave, or behind a version's own number."""
         if isinstance(name, str) and (number := whole_number(name, MAX_COUNTER)) is not None:
@@ -332,13 +323,30 @@ class SampleCodec:
         return str(version)
 
 
+_FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+
+
+def with_reward(sample: Sample, made: HookSample, args: HookArgs, name: str) -> Sample:
+    """Takes a reward that the function called `name` has set; no scorer is asked then."""
+    if made.reward is None or sample.status not in _FINISHED:
+        return sample
+    parts = made.reward if isinstance(made.reward, dict) else {}
+    return replace(sample, reward=made.get_reward_value(args), reward_parts=parts, scorer=name[-MAX_ID_CHARACTERS:])
+
+
+def failure_of(name: str, error: Exception) -> Failure:
+    """What is wrong with the samples of a call, or with what the function called `name` made of them."""
+    if isinstance(error, WorkerError | HeadraceError):
+        return call_failure(error)
+    return Failure("HOOK_INVALID", f"what {name} returned cannot be used: {type(error).__name__}: {error}")
+
+
 # Shows each generated sample to the user's functions before it is scored, and takes back what they made of it.
 # A sample that a function fails on, or makes unusable, is a failure of its own. Samples that were aborted or have
 # failed are not shown: the first will be continued, and the others hold no response.
 
 _WORKERS = 2
 _SAMPLE_HOOK_SECONDS = 60.0
-_SHOWN = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class PreScoreHooks:
@@ -368,7 +376,7 @@ class PreScoreHooks:
 
     async def show(self, sample: Sample, *, evaluation: bool) -> Sample:
         """Returns the sample as the functions leave it."""
-        if sample.status not in _SHOWN:
+        if sample.status not in _FINISHED:
             return sample
         try:
             changed = await self._pool.run(
@@ -381,11 +389,8 @@ class PreScoreHooks:
                 name=self._name,
             )
             return self._taken_back(sample, changed)
-        except (WorkerError, HeadraceError) as error:
-            failure = call_failure(error)
         except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
-            message = f"what {self._name} returned cannot be used: {type(error).__name__}: {error}"
-            failure = Failure("HOOK_INVALID", message)
+            failure = failure_of(self._name, error)
         log.warning("hook_failed", hook=self._name, sample_id=sample.sample_id, message=failure.message)
         return replace(sample, status=Status.FAILED, failure=failure)
 
@@ -402,14 +407,9 @@ class PreScoreHooks:
             policy_ranges=sample.policy_ranges if is_as_long else (),
             sampling_params=dict(sample.sampling_params),
         )
-        before = to_hook(sample).reward
-        if changed.reward == before:
+        if changed.reward == to_hook(sample).reward:
             return replace(taken, reward=sample.reward, reward_parts=sample.reward_parts, scorer=sample.scorer)
-        if changed.reward is None:
-            return taken
-        parts = changed.reward if isinstance(changed.reward, dict) else {}
-        scorer = self._name[-MAX_ID_CHARACTERS:]
-        return replace(taken, reward=changed.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
+        return with_reward(taken, changed, self._args, self._name)
 
 
 class WithPreScoreHooks:
@@ -528,12 +528,22 @@ class CustomGenerateSampler:
 class OwnFunctions:
     """A sampler whose prompts may name the generate function that plays them (`generate_function_path`).
 
-    A function is loaded when its first prompt comes; all other prompts go to the job's own sampler.
+    The functions at `paths`, which the job names, are loaded at the start. With `any_path` others are loaded when their
+    first prompt comes: a data source names them. All other prompts go to the job's own sampler.
     """
 
-    def __init__(self, sampler: Sampler, make: Callable[[str], CustomGenerateSampler]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        make: Callable[[str], CustomGenerateSampler],
+        paths: Sequence[str] = (),
+        *,
+        any_path: bool = False,
+    ) -> None:
         self._sampler = sampler
         self._make = make
+        self._paths = paths
+        self._any_path = any_path
         self._of_paths: dict[str, asyncio.Task[CustomGenerateSampler]] = {}
 
     @property
@@ -542,7 +552,8 @@ class OwnFunctions:
         return self._sampler.in_flight + sum(each.in_flight for each in loaded)
 
     async def start(self) -> None:
-        """Functions are loaded when they are needed."""
+        """Raises ConfigError when a function cannot be loaded or takes other arguments."""
+        await asyncio.gather(*map(self._function, self._paths))
 
     async def close(self) -> None:
         for task in self._of_paths.values():
@@ -556,16 +567,19 @@ class OwnFunctions:
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """Returns the samples of one prompt. A function that cannot be loaded fails them."""
-        path = requests[0].hook_fields.get("generate_function_path")
+        path = requests[0].hook_fields.get(GENERATE_FUNCTION_PATH)
         sampler: Sampler = self._sampler
-        if isinstance(path, str) and path:
-            if path not in self._of_paths:
-                self._of_paths[path] = asyncio.create_task(self._loaded(path))
+        if isinstance(path, str) and path and (self._any_path or path in self._paths):
             try:
-                sampler = await asyncio.shield(self._of_paths[path])
+                sampler = await self._function(path)
             except HeadraceError as error:
                 return [failed_sample(request, Failure("HOOK_NOT_LOADED", error.message)) for request in requests]
         return await sampler.sample_all(requests, evaluation=evaluation, return_partial=return_partial)
+
+    async def _function(self, path: str) -> CustomGenerateSampler:
+        if path not in self._of_paths:
+            self._of_paths[path] = asyncio.create_task(self._loaded(path))
+        return await asyncio.shield(self._of_paths[path])
 
     async def _loaded(self, path: str) -> CustomGenerateSampler:
         sampler = self._make(path)

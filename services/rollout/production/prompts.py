@@ -51,6 +51,9 @@ class EncodedPrompt:
         return PromptImages(len(self.tokens), self.images.engine_tokens, self.images.data)
 
 
+NOT_ENCODED = EncodedPrompt("", ())
+
+
 class PromptEncoder:
     """The checkpoint's tokenizer and chat template."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from headrace.limits import (
     MAX_STOPS,
     MAX_TEMPERATURE,
     MAX_TEXT_CHARACTERS,
+    from_json,
     require_at_most,
     require_between,
     require_finite,
@@ -51,6 +52,29 @@ class SampleRequest:
     """The partial sample of an earlier lease."""
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's hook_json: what users' functions see of it beside its text."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: pb.Prompt,
+        encoded: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        sample_id: str,
+        group_id: str,
+        index: int,
+    ) -> SampleRequest:
+        """Returns the request for one sample of a prompt; `params` hold its own seed."""
+        return cls(
+            sample_id=sample_id,
+            group_id=group_id,
+            index=index,
+            prompt=encoded,
+            label=prompt.label if prompt.HasField("label") else None,
+            metadata=from_json(prompt.metadata_json),
+            params=params,
+            hook_fields=from_json(prompt.hook_json),
+        )
 
     def sample(self, loss_mask: ArrayLike, log_probs: ArrayLike, status: Status, **values: Any) -> Sample:
         """Returns a sample of this request, with the prompt's tokens and no response where `values` say nothing else.
@@ -105,29 +129,40 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         require_schema(params.json_schema, "sampling.json_schema")
     if params.regex is not None:
         require_regex(params.regex, "sampling.regex")
+    require_in_range(params, lambda name: f"sampling.{name}")
+    return params
+
+
+def require_in_range(params: SamplingParams, called: Callable[[str], str]) -> None:
+    """Raises InvalidArgument for a value out of range, by the name that its request `called` it."""
     require_one_constraint(params)
-    require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, "sampling.max_new_tokens")
-    require_between(params.min_new_tokens, 0, params.max_new_tokens, "sampling.min_new_tokens")
-    require_finite(params.temperature, "sampling.temperature", most=MAX_TEMPERATURE)
-    require_at_most(len(params.stop), MAX_STOPS, "sampling.stop")
-    require_at_most(len(params.stop_token_ids), MAX_STOPS, "sampling.stop_token_ids")
+    require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, called("max_new_tokens"))
+    require_between(params.min_new_tokens, 0, params.max_new_tokens, called("min_new_tokens"))
+    for name, value, least, most in (
+        ("temperature", params.temperature, 0.0, MAX_TEMPERATURE),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
+        ("presence_penalty", params.presence_penalty, -2.0, 2.0),
+    ):
+        require_finite(value, called(name), least=least, most=most)
+    for name, value, most in (("top_p", params.top_p, 1), ("repetition_penalty", params.repetition_penalty, 2)):
+        if not 0 < value <= most:
+            raise InvalidArgument(f"{called(name)} is {value:g}, must be in (0, {most}]", field=called(name))
+    require_at_most(len(params.stop), MAX_STOPS, called("stop"))
+    require_at_most(len(params.stop_token_ids), MAX_STOPS, called("stop_token_ids"))
     if not all(0 < len(stop) <= MAX_TEXT_CHARACTERS for stop in params.stop):
         raise InvalidArgument(
-            f"a stop string is empty, or longer than {MAX_TEXT_CHARACTERS} characters", field="sampling.stop"
+            f"{called('stop')} has an empty string, or one of more than {MAX_TEXT_CHARACTERS} characters",
+            field=called("stop"),
         )
     if any(token < 0 for token in params.stop_token_ids):
-        raise InvalidArgument(
-            f"stop token id {min(params.stop_token_ids)} is negative", field="sampling.stop_token_ids"
-        )
+        raise InvalidArgument(f"stop token id {min(params.stop_token_ids)} is negative", field=called("stop_token_ids"))
     if params.seed is not None:
-        require_between(params.seed, -MAX_COUNTER, MAX_COUNTER, "sampling.seed")
-    if not 0 < params.top_p <= 1:
-        raise InvalidArgument(f"top_p is {params.top_p:g}, must be in (0, 1]", field="sampling.top_p")
+        require_between(params.seed, -MAX_COUNTER, MAX_COUNTER, called("seed"))
     if params.top_k == 0:
-        raise InvalidArgument("top_k is 0: leave it out to sample from all tokens", field="sampling.top_k")
+        raise InvalidArgument("top_k is 0: leave it out to sample from all tokens", field=called("top_k"))
     if params.top_k is not None:
-        require_between(params.top_k, 1, _MAX_TOP_K, "sampling.top_k")
-    return params
+        require_between(params.top_k, 1, _MAX_TOP_K, called("top_k"))
 
 
 def require_one_constraint(params: SamplingParams) -> None:

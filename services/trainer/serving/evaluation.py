@@ -18,7 +18,6 @@ from itertools import islice
 from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import Rollout
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.hooks import HookArgs, hook_args, to_hook
@@ -51,9 +50,9 @@ class EvalSampleLog:
         self._answers: list[Answer] = []
         self._is_new = True
 
-    async def add(self, samples: Iterable[sample_pb2.Sample]) -> None:
+    async def add(self, samples: Iterable[Sample]) -> None:
         """Writes them once there are enough."""
-        self._answers += [Answer.of(Sample.unpack(one), self._step) for one in samples]
+        self._answers += [Answer.of(sample, self._step) for sample in samples]
         if len(self._answers) >= _AT_ONCE:
             await self.close()
 
@@ -87,12 +86,11 @@ class EvaluationLog:
         self._hook = trainer_hook(path, "eval_log")
         self._args = args
 
-    async def __call__(self, step: int, samples: Iterable[sample_pb2.Sample], evaluated: Evaluated) -> Evaluated:
+    async def __call__(self, step: int, samples: Iterable[Sample], evaluated: Evaluated) -> Evaluated:
         """Adds the function's own metrics, and where it returns True keeps the others from trackers. Raises nothing."""
         extra: dict[str, Any] = {}
         try:
-            data = _by_set([Sample.unpack(one) for one in samples])
-            called = asyncio.to_thread(self._hook.target, step, self._args, data, extra)
+            called = asyncio.to_thread(self._hook.target, step, self._args, _by_set(samples), extra)
             has_logged = bool(await asyncio.wait_for(called, _LOG_SECONDS))
         except Exception as error:  # noqa: BLE001  # a user's code
             why = f"took longer than {_LOG_SECONDS:g} s" if isinstance(error, TimeoutError) else repr(error)
@@ -270,7 +268,7 @@ class RolloutEvalClient:
     async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
         """Evaluates. What goes wrong is a warning and a metric: the run does not depend on it."""
         started = time.monotonic()
-        seen: list[sample_pb2.Sample] = []
+        seen: list[Sample] = []
         try:
             results = await self._of_some_service(state, [each for each in self._datasets if each.name in names], seen)
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
@@ -286,7 +284,7 @@ class RolloutEvalClient:
         return await self._users_log(state.step, seen, evaluated) if self._users_log else evaluated
 
     async def _of_some_service(
-        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
+        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[Sample]
     ) -> Sequence[rollout_pb2.EvalResult]:
         """Evaluates, and starts again on another rollout service, if there is one, when the first one dies."""
         for others in reversed(range(len(self._client.services))):
@@ -300,7 +298,7 @@ class RolloutEvalClient:
         raise AssertionError("unreachable: the last service's results are returned, or its error is raised")
 
     async def _results(
-        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
+        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[Sample]
     ) -> Sequence[rollout_pb2.EvalResult]:
         """Adds to `seen` all samples, where the user's log reads them.
 
@@ -317,11 +315,11 @@ class RolloutEvalClient:
                 )
                 writing = self._samples(state.step) if self._samples else None
                 async for reply in replies:
-                    results = reply.results
+                    results, samples = reply.results, [Sample.unpack(one) for one in reply.samples]
                     if writing:
-                        await writing.add(reply.samples)
+                        await writing.add(samples)
                     if self._users_log is not None:
-                        seen += reply.samples
+                        seen += samples
                 if writing:
                     await writing.close()
         except (TimeoutError, DeadlineExceeded) as error:

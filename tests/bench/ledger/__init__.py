@@ -1,1 +1,1 @@
-"""Benches of the ledger as a server: shards, and a crowd that waits."""
+"""Benches of the ledger as a server."""

@@ -4,7 +4,7 @@ The baseline is gloo from one process to as many others as there are engines, an
 the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
 every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
 both take turns, and so do publications through files, on the disk and in shared memory (ipc), whose lines have the
-bytes written. `--all` adds 2 GB and four engines; `--calls` prints every call to an engine with its seconds.
+bytes written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,21 +34,23 @@ from headrace.job.schema.job import Job
 from headrace.process.scratch import memory_folder
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.router import Router
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import GroupPlan, Plan
+from services.trainer.control.senders import WeightSender, WeightWriter
+from services.trainer.control.transport import sweep
 from services.trainer.durable import remove
+from services.trainer.model.policy import Policy
+from services.trainer.weights.buckets import MemoryFiles
 from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
-from tests.bench.weights.publications import FilePublications, Publications
-from tests.support.fakes.same_weights import SameWeights, all_ranks
+from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 
 ROUNDS = 7
 RAW_BUCKET_BYTES = 64 << 20
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
-TWO_GB = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
 def receive_raw(name: str, port: int, world_size: int, rank: int, sizes: list[int], ready: Queue[int]) -> None:
@@ -129,8 +129,6 @@ async def measured(fleet: Fleet, policy: SameWeights, num_engines: int, roots: M
         started = time.perf_counter()
         hashlib.sha256(flat.numpy().data).digest()
         hashing = time.perf_counter() - started
-        if calls_are_shown():
-            print(f"round {number}", flush=True)
         broadcast = await publications.seconds(3 * number + 1)
         written = {}
         for place, (name, publication) in enumerate(through_files.items()):
@@ -141,11 +139,11 @@ async def measured(fleet: Fleet, policy: SameWeights, num_engines: int, roots: M
     return rounds[2:]
 
 
-def make_llama(folder: Path, shapes: Mapping[str, int]) -> Path:
-    """A random Llama of these shapes with the tiny tokenizer."""
+def make_smollm2(folder: Path) -> Path:
+    """A random Llama of its shapes with the tiny tokenizer."""
     LlamaForCausalLM(
         LlamaConfig(
-            **shapes, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
+            **SMOLLM2, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
             tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).to(torch.float32).save_pretrained(folder)  # fmt: skip
@@ -201,56 +199,113 @@ def print_files_row(way: str, num_engines: int, rounds: Sequence[Round]) -> None
     )
 
 
-def calls_are_shown() -> bool:
-    """True with `--calls`."""
-    return Http.request is not _request
-
-
-_request = Http.request
-
-
-async def _shown_request(self: Http, method: str, path: str, body: Any, **limits: Any) -> Reply:
-    started = time.perf_counter()
-    try:
-        return await _request(self, method, path, body, **limits)
-    finally:
-        if path not in ("/model_info", "/liveness"):
-            print(f"  {time.perf_counter() - started:.4f} s {path}", flush=True)
-
-
-def _shown_collection(phase: str, found: dict[str, int]) -> None:
-    if phase == "start":
-        _collections.append(time.perf_counter())
-    elif (seconds := time.perf_counter() - _collections.pop()) > 0.01:
-        print(f"  {seconds:.4f} s garbage collection in this process: {found}", flush=True)
-
-
-_collections: list[float] = []
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB", "2GB"])
+    parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB"])
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--all", action="store_true", help="2 GB and four engines, too")
-    parser.add_argument("--calls", action="store_true", help="print every call to an engine with its seconds")
     given = parser.parse_args()
-    sizes = ["7MB", "538MB", "2GB"] if given.all else given.sizes
-    with tempfile.TemporaryDirectory() as name, ExitStack() as patched:
-        if given.calls:
-            patched.enter_context(patch.object(Http, "request", _shown_request))
-            gc.callbacks.append(_shown_collection)
+    with tempfile.TemporaryDirectory() as name:
         print("  Seconds and ratios are medians: to the broadcast; last, to the broadcast and one pass of SHA-256.")
         print(f"{'weights':>8} {'engines':>8} {'raw gloo':>9} {'SHA-256':>9} {'standstill':>17} {'whole':>25}")
-        for size in sizes:
+        for size in given.sizes:
             folder = Path(name) / size
-            checkpoint = (
-                make_tiny_qwen3(folder, num_layers=48)
-                if size == "7MB"
-                else make_llama(folder, SMOLLM2 if size == "538MB" else TWO_GB)
-            )
-            for num_engines in [1, 2, 4] if given.all else given.engines:
+            checkpoint = make_tiny_qwen3(folder, num_layers=48) if size == "7MB" else make_smollm2(folder)
+            for num_engines in given.engines:
                 await bench(size, checkpoint, num_engines, Path(name))
+
+
+class Publications:
+    """Whole transactions, checksums included, as the trainer's publisher runs them."""
+
+    def __init__(self, receiver: Receiver, policy: SameWeights) -> None:
+        self._receiver = receiver
+        self._sender = WeightSender(
+            cast(Policy, policy), ALONE, lambda _: False,
+            host="127.0.0.1", bucket_bytes=Job.model_fields["publish"].get_default(call_default_factory=True)
+            .update_weight_buffer_size, timeout_seconds=600.0,
+        )  # fmt: skip
+        described = self._sender.describe()
+        assert described is not None
+        self.buckets = described.buckets
+        self._version = 0
+
+    async def seconds(self, version: int) -> tuple[float, float]:
+        """The whole, and its standstill."""
+        self._version = version
+        started = time.perf_counter()
+        group = self._sender.open(0)
+        assert group is not None
+        plan = Plan(
+            publication_id=f"bench-{self._version}",
+            policy_version=self._version,
+            buckets=dict(enumerate(self.buckets)),
+            groups=(GroupPlan(group.name, group.host, group.port, tuple(range(len(self.buckets))), group.joined),),
+            backend="gloo",
+            pause_mode="in_place",
+            deadline_seconds=600.0,
+            epoch=1,
+        )
+        begun = await self._receiver.begin(plan)
+        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, plan.publication_id, {0: begun.world_size}))
+        for number in range(len(self.buckets)):
+            await self._receiver.receive(plan.publication_id, number)
+        sent = await sending
+        assert sent is not None
+        assert sent.error is None, sent.error
+        committed = await self._receiver.commit(plan.publication_id, sent.checksums)
+        return time.perf_counter() - started, committed.paused_seconds
+
+    def close(self) -> None:
+        self._sender.drop([0])
+
+
+class FilePublications:
+    """The same through files: written, loaded, verified; the version before is deleted after that.
+
+    With `in_memory` they lie in shared memory, else they are synced to the disk.
+    """
+
+    def __init__(self, receiver: Receiver, policy: SameWeights, root: Path, *, in_memory: bool) -> None:
+        self._receiver = receiver
+        self._specs = policy.hf_tensor_specs()
+        self._root = root
+        self._in_memory = in_memory
+        self._writer = WeightWriter(
+            cast(Policy, policy),
+            ALONE,
+            lambda _: False,
+            root=root,
+            file_bytes=512 << 20,
+            memory=MemoryFiles() if in_memory else None,
+        )
+
+    async def seconds(self, version: int) -> tuple[float, float, int]:
+        """The whole, its standstill, and the bytes in the folder."""
+        started, name = time.perf_counter(), f"e1-v{version}-0a1b2c3d"
+        sent = await asyncio.to_thread(self._writer.send, name, {})
+        assert sent is not None
+        assert sent.error is None, sent.error
+        plan = Plan(
+            publication_id=name,
+            policy_version=version,
+            buckets={0: self._specs},
+            groups=(),
+            backend="gloo",
+            pause_mode="in_place",
+            deadline_seconds=600.0,
+            epoch=1,
+            folder=self._root / name,
+        )
+        await self._receiver.begin(plan)
+        await self._receiver.receive(name, 0)
+        if self._in_memory:
+            sent = await asyncio.to_thread(self._writer.send, name, {}, kept=True)
+            assert sent is not None
+        committed = await self._receiver.commit(name, sent.checksums)
+        seconds = time.perf_counter() - started
+        num_bytes = sum(file.stat().st_size for file in (self._root / name).iterdir())
+        sweep(self._root, set(), 1)
+        return seconds, committed.paused_seconds, num_bytes
 
 
 if __name__ == "__main__":

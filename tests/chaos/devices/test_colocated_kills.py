@@ -2,7 +2,8 @@
 
 Real launcher, buffer, Megatron rank, fleet, turns and publications. The engine is a process without a model that holds
 memory of a fake device; the rank reports there what it has. The device refuses whoever comes while the other side has
-memory. `make chaos` runs it (HEADRACE_COLOCATE_KILLS); in `make test` engines die in `tests/unit/rollout/devices`.
+memory. `make chaos` runs it (HEADRACE_COLOCATE_KILLS); in `make test` engines die in
+`tests/unit/rollout/test_engine_memory.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.support.fakes.certain_rollout import CertainRollout, allow
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.modes import closed
-from tests.support.processes.training_run import ROOT, TrainingRun
+from tests.support.processes.training_run import TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "11"))
@@ -79,28 +79,6 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     assert killed.trained() == calm.trained()
     assert sorted(killed.trained()) == list(range(NUM_STEPS))
     assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0
-
-
-@pytest.mark.skipif("HEADRACE_PLACEMENTS" not in os.environ, reason="long: make chaos sets HEADRACE_PLACEMENTS")
-async def test_slurm_and_ray_survive_a_kill_and_train_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "fakes" / "srun.py")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    checkpoint = make_tiny_qwen3(tmp_path / "model")
-    weights = {}
-    for placement in ("local", "slurm", "ray"):
-        async with running(tmp_path / placement, checkpoint, "--placement", placement) as (run, _):
-            starter = await the_starter(run)
-            await run.until_step(4)
-            kill_a_rank(starter, random.Random(placement))
-            await run.finished()
-        weights[placement] = load_file(run.export / "model.safetensors")
-        assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
-    for found in weights.values():
-        assert all(found[name].equal(expected) for name, expected in weights["local"].items())
 
 
 async def until_restarts(run: TrainingRun, number: int) -> None:

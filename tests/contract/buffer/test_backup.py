@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +14,9 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.errors import DataLoss, FailedPrecondition
-from headrace.ledger_tools.backup import read_backup, restore_backup, write_backup
-from headrace.ledger_tools.export import export_parquet
-from headrace.sample_log import Answer, SampleLog
-from headrace.trajectory import Failure, Sample
-from services.buffer.store.memory import MemoryStore
-from services.buffer.store.postgres import PostgresStore
 from services.buffer.store.sqlite import SqliteStore
-from tests.support.ledgers.answers import answered
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
-from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
 
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
 
@@ -122,33 +112,7 @@ async def test_a_changed_byte_of_a_backup_is_found(
     assert "it is no backup, or one that was cut short" in capsys.readouterr().err
 
 
-async def test_a_restore_that_was_killed_leaves_nothing_that_a_buffer_takes_for_a_ledger(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After any number of its files."""
-    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
-    num_files = len(read_backup(tmp_path / "copy").files)
-    assert num_files >= 2
-    copyfile = shutil.copyfile
-    for left in range(1, num_files):
-        ledger, budget = tmp_path / f"after-{left}", iter(range(left))
-
-        def copied(source: Path, target: Path, budget: Iterator[int] = budget) -> None:
-            if next(budget, None) is None:
-                raise InterruptedError("killed here")
-            copyfile(source, target)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(shutil, "copyfile", copied)
-            with pytest.raises(InterruptedError):
-                restore_backup(tmp_path / "copy", ledger)
-        with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone"):
-            SqliteStore(ledger)
-
-
-@pytest.mark.parametrize(
-    "manifest", ["", "{", "[]", '{"store": 3}', '{"store": "sqlite", "position": 1, "files": [3]}', "[" * 200_000, "\0"]
-)
+@pytest.mark.parametrize("manifest", ["", '{"store": 3}', '{"store": "sqlite", "position": 1, "files": [3]}'])
 async def test_a_manifest_that_is_damaged_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: str
 ) -> None:
@@ -173,77 +137,6 @@ async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(
     assert "lacks 1 records or payloads that are damaged in the ledger itself; it holds all others" in said
     assert sample.envelope.sample_id in said
     assert not list(tmp_path.glob("copy-verified-*"))
-
-
-async def test_a_backup_writes_nothing_outside_of_its_folder(tmp_path: Path) -> None:
-    async def hostile() -> AsyncIterator[pb.BackupResponse]:
-        yield pb.BackupResponse(chunk=pb.BackupChunk(file="../outside", data=b"x"))
-
-    with pytest.raises(DataLoss, match="outside of its folder"):
-        await write_backup(hostile(), tmp_path / "copy")
-    assert not (tmp_path / "outside").exists()
-
-
-async def test_a_ledger_in_memory_says_that_it_cannot_be_copied(tmp_path: Path) -> None:
-    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
-        with pytest.raises(FailedPrecondition, match="start the buffer with another --buffer-store"):
-            await write_backup(client.backup(), tmp_path / "copy")
-
-
-@needs_postgres
-async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = PostgresStore(cluster(), "backed_up")
-    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
-        await client.create_stream(STREAM)
-        sample_ids = await produce(client, 2)
-        assert await command("backup", server.address, str(tmp_path / "copy")) == 1
-        assert "pg_dump --schema headrace_backed_up DATABASE > FILE" in " ".join(capsys.readouterr().err.split())
-        dump = run_postgres("pg_dump", "--schema", "headrace_backed_up", cluster())
-    run_postgres("createdb", f"--maintenance-db={cluster()}", "restored")
-    restored = f"{cluster().removesuffix('/postgres')}/restored"
-    run_postgres("psql", "--quiet", restored, standard_input=dump)
-    async with (
-        served_buffer(PostgresStore(restored, "backed_up")) as (_, server),
-        BufferClient(server.address) as client,
-    ):
-        assert len(await client.fetch_samples("train", sample_ids)) == 4
-        await produce(client, 2, "goes on")
-
-
-async def test_what_was_submitted_is_said_in_a_sentence(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "--buffer-address", served.address, "--prompt", "2 + 2 ="]
-    assert await asyncio.to_thread(main, words) == 0
-    assert capsys.readouterr().out.startswith(
-        "1 prompt is queued in stream train as group train/12: see headrace samples"
-    )
-    assert await asyncio.to_thread(main, [*words, "--ids"]) == 0
-    assert capsys.readouterr().out == "train/13\n"
-
-
-async def test_what_was_committed_is_exported_with_its_text(served: Served, tmp_path: Path) -> None:
-    """From the run's log, and so is what the ledger has forgotten or never took."""
-    groups = (await served.client.list_groups("train", [pb.GROUP_STATE_CONSUMED])).groups
-    ids = [envelope.sample_id for group in groups for envelope in group.samples]
-    held = [Sample.unpack(packed) for packed in await served.client.fetch_samples("train", ids)]
-    log, file = SampleLog(tmp_path / "samples"), tmp_path / "samples.parquet"
-    forgotten = Answer.of(answered("forgotten", "2 + 2 =", " 5"), 1)
-    log.write_step(1, 0, [*(Answer.of(sample, 1) for sample in held), forgotten], 1 << 20)
-    failed = Answer.of(answered("failed", response="?", failure=Failure("SCORER_RAISED", "KeyError")))
-    log.write_failed(log.new_failed_file(), [failed], 1 << 20)
-    await served.client.commit("train", (await served.client.stats("train")).epoch, 1)
-    assert await export_parquet(served.address, "train", file, log) == 24 + 2
-    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
-    committed = [row for row in rows.values() if row["state"] == "COMMITTED" and row["sample_id"] != "forgotten"]
-    assert {row["sample_id"] for row in committed} == set(ids)
-    assert all(row["prompt"].startswith("What is q") and row["response"] == "ok" for row in committed)
-    assert [rows["forgotten"][name] for name in ("step", "response", "reward", "scorer")] == [0, " 5", 1.0, "math"]
-    assert [rows["failed"][name] for name in ("status", "response", "failure_reason")] == [
-        "failed",
-        "?",
-        "SCORER_RAISED",
-    ]
 
 
 async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ async def sent(client: BufferClient, call: str, lease: pb.GroupLease, sample: sa
         await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=[partial])])
 
 
-@pytest.mark.parametrize("there", [(), (A,), (A, C)])
+@pytest.mark.parametrize("there", [(), (A, C)])
 async def test_partial_samples_that_name_a_missing_column_are_refused_and_the_lease_lives_on(
     client: BufferClient, there: tuple[bytes, ...]
 ) -> None:
@@ -232,3 +232,29 @@ async def test_the_envelopes_of_a_groups_partial_samples_have_16_mib(client: Buf
     with refused(InvalidArgument, MAX_GROUP_ENVELOPE_BYTES, reason="TOO_LARGE"):
         await client._call(client._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=[release]))
     await nothing_is_stored(client, "many", 1)
+
+
+# Without a reward
+
+
+@pytest.mark.parametrize("needs_reward", [True, False])
+async def test_a_sample_without_a_reward_fails_alone_where_the_stream_needs_rewards(
+    client: BufferClient, needs_reward: bool
+) -> None:
+    config = pb.StreamConfig(name="train", n_samples_per_prompt=4, groups_per_step=2, needs_reward=needs_reward)
+    assert (await client.create_stream(config)).config.needs_reward == needs_reward
+    await client.submit_prompts("train", text_prompts("a", "b"))
+    first, second = await leased(client, "train", 2)
+    ok, bare, zero, cut = (completed_sample(first, i, 0) for i in range(4))
+    cut = replace(cut, reward=None, status=Status.TRUNCATED)
+    put = put_of(first, [ok, replace(bare, reward=None), replace(zero, reward=0.0), cut])
+    await client.put_groups([put, complete_put(second)])
+    groups = {group.group_id: group for group in (await client.list_groups("train")).groups}
+    envelopes, others = groups[first.group_id].samples, groups[second.group_id].samples
+    failed = [False, needs_reward, False, needs_reward]
+    assert [one.status == sample_pb2.SAMPLE_STATUS_FAILED for one in envelopes] == failed
+    assert [one.failure.reason for one in envelopes] == ["NO_REWARD" if bad else "" for bad in failed]
+    assert [one.HasField("reward") for one in envelopes] == [True, False, True, False]
+    assert {one.status for one in others} == {sample_pb2.SAMPLE_STATUS_COMPLETED}
+    (again,) = await client.put_groups([put])
+    assert again.duplicate

@@ -10,7 +10,7 @@ import psycopg
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.errors import ConfigError, Fenced
+from headrace.errors import Fenced
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
 from services.buffer.store.kinds import open_store
@@ -67,15 +67,6 @@ async def test_when_the_active_server_is_killed_the_standby_goes_on_and_nothing_
     finally:
         await active.kill()
         await standby.kill()
-
-
-def test_one_server_owns_a_ledger_at_a_time() -> None:
-    store = PostgresStore(cluster(), "owned")
-    with refused(ConfigError, "headrace_owned"):
-        PostgresStore(cluster(), "owned", claim_seconds=0.0)
-    PostgresStore(cluster(), "another", claim_seconds=0.0).close()
-    store.close()
-    PostgresStore(cluster(), "owned", claim_seconds=60.0).close()
 
 
 def test_an_owner_that_lost_its_claim_is_fenced_and_changes_nothing() -> None:

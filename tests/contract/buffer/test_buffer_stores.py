@@ -6,17 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from headrace.errors import FailedPrecondition, NotFound, ResourceExhausted
-from services.buffer.ledger.group import GroupState, NewSample, Prompt
+from headrace.errors import NotFound
+from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.operate import Dropped, Retried
 from services.buffer.ledger.produce import PutOutcome, Release
 from services.buffer.ledger.stream import FileSource, Selection
 from services.buffer.store.base import Store
-from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
-from tests.support.ledgers.mixed_ledger import Mixed
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample, without_samples
 from tests.support.ledgers.stores import STORES, reopened
 from tests.support.processes.postgres import needs_postgres
 
@@ -79,106 +76,6 @@ def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) ->
     it.store.close()
 
 
-def test_a_reopened_store_knows_the_bytes_of_columns_out_of_line(store: Store, reopen: Reopen) -> None:
-    it = LedgerUnderTest(store)
-    it.create(groups_per_step=1, max_staleness=3)
-    it.submit("a", "b")
-    whole, unfinished = it.lease(2)
-    put = complete(whole)
-    samples = tuple(with_columns(sample, 1_000 + i) for i, sample in enumerate(put.samples))
-    it.do(it.ledger.put(it.now, [replace(put, samples=samples)]))
-    partial = with_columns(sample(unfinished, 0, 0), 50)
-    it.do(it.ledger.release(it.now, [Release(unfinished.lease.lease_id, (partial,), "stop")]))
-    held = it.ledger.stream("train").stored_bytes
-    it.store = reopen(store)
-    it.restart()
-    groups = it.ledger.stream("train").groups
-    assert [record.column_bytes for record in groups[whole.group_id].samples] == [1_000, 1_001]
-    assert [record.column_bytes for record in groups[unfinished.group_id].partials] == [50]
-    assert it.ledger.stream("train").stored_bytes == held > 2_051
-    it.store.close()
-
-
-def with_columns(sample: NewSample, num_bytes: int) -> NewSample:
-    return replace(sample, record=replace(sample.record, column_bytes=num_bytes))
-
-
-def test_failed_groups_are_tried_again_once_for_each_request_and_keep_their_story(store: Store, reopen: Reopen) -> None:
-    it = LedgerUnderTest(store)
-    it.create(max_staleness=None, max_attempts=2)
-    it.submit("a", "b", "c")
-    for _ in range(2):
-        it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.FAILED, "DOWN") for group in it.lease(2)]))
-    first, second, third = it.states()
-    assert it.do(it.ledger.retry(it.now, "train", "mended", [first])) == Retried(1, 1)
-    it.store = reopen(store)
-    it.restart()
-    assert it.do(it.ledger.retry(it.now, "train", "mended", [first])) == Retried(1, 1)
-    assert it.states() == {first: GroupState.QUEUED, second: GroupState.FAILED, third: GroupState.QUEUED}
-    with pytest.raises(FailedPrecondition, match="train/2 is QUEUED, only FAILED ones are tried again"):
-        it.ledger.retry(it.now, "train", "other", [second, third])
-    assert it.do(it.ledger.retry(it.now, "train", "all", [])) == Retried(1, 0)
-    leased = it.lease()
-    assert [(group.group_id, group.attempts, group.failure) for group in leased[:2]] == [
-        (first, 1, None),
-        (second, 1, None),
-    ]
-    assert {result.state for result in it.put(leased)} == {GroupState.READY}
-    told = [event.detail for event in it.store.read_events(1, 100) if event.kind == "retried"]
-    assert told == ["DOWN: for the test"] * 2
-    it.store.close()
-
-
-def test_dropped_groups_and_dissolved_batches_are_so_after_a_restart(store: Store, reopen: Reopen) -> None:
-    it = busy_ledger(store)
-    first, second = it.batch(2, 1).groups
-    dropped = it.do(it.ledger.drop(it.now, "train", "poison", [first.group_id, "train/11"], "poison"))
-    assert dropped == Dropped(2, 1)
-    before = contents(it.ledger)
-    it.store = reopen(store)
-    it.restart()
-    assert contents(it.ledger) == before
-    assert it.do(it.ledger.drop(it.now, "train", "poison", [first.group_id, "train/11"], "poison")) == dropped
-    assert it.batch(2, 1).groups[0].group_id == second.group_id
-    with pytest.raises(NotFound):
-        it.store.read_payloads(first.samples)
-    it.store.close()
-
-
-def test_a_retry_keeps_the_limits_of_the_queue(store: Store) -> None:
-    it = LedgerUnderTest(store)
-    it.create(max_staleness=None, max_attempts=1, max_queued_groups=2)
-    it.submit("a", "b")
-    it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.FAILED) for group in it.lease()]))
-    it.submit("c")
-    with pytest.raises(ResourceExhausted, match="max_queued_groups 2"):
-        it.ledger.retry(it.now, "train", "all", [])
-    store.close()
-
-
-def test_shares_and_sources_of_a_mix_are_kept(store: Store, reopen: Reopen) -> None:
-    it = Mixed(store, rows={"chat": 2})
-    it.create_mixed()
-    epoch = it.rewind()
-    for step in range(3):
-        it.train_step(epoch, step)
-    it.submit("outside")
-    before = contents(it.ledger)
-    assert it.ledger.stream("train").state.taken == (16, 6, 2)
-    it.store = reopen(store)
-    it.restart()
-    assert contents(it.ledger) == before
-    assert {group.source for group in it.ledger.stream("train").groups.values()} == {0, 1, 2, None}
-    it.store.close()
-
-
-def test_a_store_that_is_open_loads_what_was_committed_since(store: Store) -> None:
-    it = busy_ledger(store)
-    before = contents(it.ledger)
-    it.restart()
-    assert contents(it.ledger) == before
-
-
 def test_the_history_is_kept_in_order_and_read_from_any_position(store: Store, reopen: Reopen) -> None:
     it = busy_ledger(store)
     events = reopen(store).read_events(0, 1000)
@@ -186,12 +83,6 @@ def test_the_history_is_kept_in_order_and_read_from_any_position(store: Store, r
     assert events[0].kind == "stream_created"
     assert {e.kind for e in events} >= {"submitted", "leased", "put", "dropped", "released", "batched", "committed"}
     assert next(e for e in events if e.kind == "dropped").state is GroupState.DROPPED
-
-
-def test_a_page_of_history_starts_where_it_was_asked(store: Store) -> None:
-    busy_ledger(store)
-    assert [e.position for e in store.read_events(5, 3)] == [5, 6, 7]
-    assert store.read_events(10_000, 3) == []
 
 
 def test_old_events_are_deleted_and_the_ledger_goes_on_after_a_restart(store: Store, reopen: Reopen) -> None:

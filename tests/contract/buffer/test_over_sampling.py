@@ -63,36 +63,6 @@ async def test_a_waiting_producer_hears_that_the_step_has_its_batch(buffer: Buff
     assert {(lease.policy_version, lease.attempt) for lease in again} == {(1, 1)}  # a release costs no attempt
 
 
-async def test_who_knows_it_already_waits_and_who_does_not_ask_does_too(buffer: Buffer) -> None:
-    epoch = (await buffer.rewind("train", 0)).epoch
-    await buffer.put_groups([complete_put(lease) for lease in await leased(buffer)])
-    assert (await buffer.try_lease_batch("train", epoch, 0, wait_seconds=5.0)).ready
-    known: list[int | None] = [1, None]
-    waiting = [
-        asyncio.create_task(buffer.lease_groups("train", "p", 8, wait_seconds=600.0, oldest_version=one))
-        for one in known
-    ]
-    at_once = await buffer.lease_groups("train", "q", 8, wait_seconds=600.0, oldest_version=0)
-    assert (list(at_once.leases), at_once.oldest_version) == ([], 1)
-    assert not any(task.done() for task in waiting)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def test_without_admission_control_no_lease_is_useless() -> None:
-    async with served_buffer(MemoryStore()) as (_, server):
-        buffer = open_buffer(server.address)
-        await buffer.create_stream(pb.StreamConfig(name="eval", n_samples_per_prompt=2, groups_per_step=1))
-        await buffer.submit_prompts("eval", text_prompts("a", "b"))
-        epoch = (await buffer.rewind("eval", 0)).epoch
-        first, _ = (await buffer.lease_groups("eval", "p", 2)).leases
-        await buffer.put_groups([complete_put(first)])
-        assert (await buffer.try_lease_batch("eval", epoch, 0)).ready
-        assert (await buffer.lease_groups("eval", "p", 1)).oldest_version == 0
-        await buffer.close()
-
-
 def test_of_shards_the_one_that_is_furthest_behind_says_what_is_useless() -> None:
     ahead, behind = pb.LeaseGroupsResponse(oldest_version=5), pb.LeaseGroupsResponse(oldest_version=4)
     assert merged_leases([ahead, behind], 2).oldest_version == 4

@@ -15,29 +15,15 @@ from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import ConfigError, DataLoss, NotFound
-from headrace.job.schema.services import BufferSection
 from services.buffer.ledger.group import SampleRecord
 from services.buffer.store.base import Damage, checked_payload
-from services.buffer.store.kinds import open_store
 from services.buffer.store.salvage import transaction
 from services.buffer.store.sqlite import PositionMark, SqliteStore, connect
 from tests.contract.buffer.test_buffer_stores import busy_ledger
 from tests.support.faults.durable_points import image
-from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete
 from tests.support.processes.buffer_server import served_buffer
-
-
-def test_a_folder_of_the_segment_store_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "segments").mkdir()
-    with pytest.raises(ConfigError, match="buffer_store segments, which this headrace does not read: finish the run"):
-        open_store(BufferSection(), tmp_path, "run")
-
-
-def test_the_segment_store_is_refused_by_a_sentence_that_names_sqlite() -> None:
-    with pytest.raises(ValueError, match="set buffer_store to sqlite"):
-        BufferSection.model_validate({"buffer_store": "segments"})
-    assert BufferSection().buffer_store == "sqlite"
 
 
 def damage(folder: Path, statement: str) -> None:
@@ -74,7 +60,7 @@ def test_promise_9_a_batch_that_lost_a_group_is_data_loss_and_not_a_smaller_batc
         it.batch(2, 1)
 
 
-@pytest.mark.parametrize("table", ["groups", "prompts", "samples"])
+@pytest.mark.parametrize("table", ["groups", "samples"])
 async def test_a_batch_that_lost_a_group_says_which_command_helps_and_it_does(table: str, tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
     lost, kept = it.batch(2, 1).groups
@@ -95,31 +81,6 @@ async def test_a_batch_that_lost_a_group_says_which_command_helps_and_it_does(ta
         assert (found.state, found.failure.reason) == (pb.GROUP_STATE_DROPPED, "OPERATOR")
         assert await client.try_lease_batch("train", 2, 1) == batch
         await client.consume("train", 2, 1, batch.digest)
-
-
-def test_a_damaged_page_of_the_history_keeps_no_command_from_being_durable(tmp_path: Path) -> None:
-    it = LedgerUnderTest(SqliteStore(tmp_path))
-    it.create(max_staleness=None)
-    epoch = it.rewind()
-    for version in range(1, 400):
-        it.serve(epoch, version)
-    it.store.close()
-    file = tmp_path / "ledger.sqlite"
-    data = bytearray(file.read_bytes())
-    of_history = [i for i in range(0, len(data), 4096) if data[i : i + 4096].count(b"policy_version") > 10]
-    data[of_history[1] : of_history[1] + 64] = b"\xff" * 64
-    file.write_bytes(data)
-    it.store, it.retain_events = SqliteStore(tmp_path), 16
-    it.restart()
-    for version in range(400, 420):
-        it.serve(epoch, version)
-    last = it.ledger.position
-    assert [event.position for event in it.store.read_events(last - 15, 16)] == list(range(last - 15, last + 1))
-    it.store.close()
-    it.store = SqliteStore(tmp_path)
-    it.restart()
-    assert (it.ledger.position, it.ledger.stream("train").state.policy_version) == (last, 419)
-    it.store.close()
 
 
 @pytest.mark.parametrize("harm", ["DELETE FROM events", "UPDATE events SET crc = crc + 1"])
@@ -319,25 +280,6 @@ def test_damaged_pages_of_payloads_cost_those_payloads_alone(tmp_path: Path) -> 
     it.store.close()
 
 
-def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path / "run", large_call_bytes=1))
-    it.submit("prepared")
-    groups = it.lease()
-    _, put = it.ledger.put(it.now, [complete(group) for group in groups])
-    it.store.prepare([put])
-    killed = SqliteStore(image(tmp_path / "run", tmp_path / "killed"))
-    snapshot = killed.load()
-    assert snapshot.torn_bytes > 0
-    records = [record for group_id in put.groups for record in put.groups[group_id].records]
-    held = {record.key for group in snapshot.groups for record in group.records}
-    assert not held & {record.key for record in records}
-    assert killed.damage() == []
-    killed.close()
-    it.store.commit([put])
-    assert [bytes(p) for p in it.store.read_payloads(records)] == [put.payloads[r.key] for r in records]
-    it.store.close()
-
-
 def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
     record = next(r for g in it.ledger.stream("train").groups.values() for r in g.records)
@@ -380,6 +322,19 @@ def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> Non
         assert not database.in_transaction
 
 
+async def test_a_group_whose_partial_samples_cannot_be_read_is_leased_without_them(tmp_path: Path) -> None:
+    async with served_buffer(SqliteStore(tmp_path)) as (buffer, server), BufferClient(server.address) as client:
+        await client.create_stream(pb.StreamConfig(name="s", n_samples_per_prompt=1, groups_per_step=2))
+        await client.submit_prompts("s", text_prompts("a", "b"))
+        for lease in (await client.lease_groups("s", "p", 2)).leases:
+            partial = completed_sample(lease, 0, 0).pack()
+            await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=[partial])])
+        (record,) = buffer.ledger.stream("s").groups["s/0"].partials
+        damage(tmp_path, f"UPDATE payloads SET body = zeroblob(length(body)) WHERE key = '{record.key}'")
+        again = (await client.lease_groups("s", "p", 2)).leases
+        assert {lease.group_id: len(lease.partial_samples) for lease in again} == {"s/0": 0, "s/1": 1}
+
+
 async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:
     async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
         payloads: dict[tuple[str, str], bytes] = {}
@@ -395,16 +350,6 @@ async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:
         for (stream, sample_id), payload in payloads.items():
             (sample,) = await client.fetch_samples(stream, [sample_id])
             assert (sample.payload, sample.envelope.group_id) == (payload, f"{stream}/0")
-
-
-async def test_damage_is_in_the_stats_and_the_rest_is_served(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    it.store.close()
-    damage(tmp_path, "UPDATE groups SET crc = crc + 1 WHERE group_id = 'train/5'")
-    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
-        (found,) = await client.damage()
-        assert (found.what, found.group_id) == ("the row groups/train/5 is damaged", "train/5")
-        assert sum((await client.stats("train")).groups.values()) == 11
 
 
 async def test_a_stream_whose_row_is_damaged_is_data_loss_alone(tmp_path: Path) -> None:

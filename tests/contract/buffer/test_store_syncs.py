@@ -101,7 +101,7 @@ def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
         "for i in range(20): it.submit(f'q{i}'); os.write(1, b'answered\\n')\n"
     )
     trace = tmp_path / "trace"
-    command = [
+    watched = [
         "strace",
         "-f",
         "-y",
@@ -113,7 +113,7 @@ def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
         "-c",
         program,
     ]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    subprocess.run(watched, check=True, capture_output=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
     told = [line for line in trace.read_text().splitlines() if "sync(" in line or '"answered' in line]
     answers = [i for i, line in enumerate(told) if '"answered' in line]
     assert len(answers) == 20
@@ -133,15 +133,6 @@ def test_sqlite_is_told_to_sync_every_commit(tmp_path: Path) -> None:
     assert writer.execute("PRAGMA synchronous").fetchone() == (2,)
     assert writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     store.close()
-
-
-def test_the_lock_is_held_until_the_store_is_closed(tmp_path: Path) -> None:
-    program = f"import fcntl; fcntl.flock(open({str(tmp_path / 'lock')!r}, 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    store = SqliteStore(tmp_path)
-    locked = [sys.executable, "-c", program]
-    assert subprocess.run(locked, check=False, capture_output=True).returncode != 0
-    store.close()
-    assert subprocess.run(locked, check=False, capture_output=True).returncode == 0
 
 
 def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,77 +37,84 @@ def filtered_put(lease: pb.GroupLease, rewards: list[float]) -> pb.GroupPut:
     return put
 
 
-async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: Path) -> None:
-    dropped_before_each_step = [2, 0, 6]
+Made = Callable[[pb.GroupLease], pb.GroupPut]
+
+
+def dropped(rewards: list[float], message: str = "") -> Made:
+    def made(lease: pb.GroupLease) -> pb.GroupPut:
+        put = filtered_put(lease, rewards)
+        put.failure.message = message
+        return put
+
+    return made
+
+
+def scored_by(name: str) -> Made:
+    """`SCORER VERSION`."""
+
+    def made(lease: pb.GroupLease) -> pb.GroupPut:
+        put = complete_put(lease)
+        for sample in put.samples:
+            sample.envelope.scorer, _, sample.envelope.scorer_version = name.partition(" ")
+        return put
+
+    return made
+
+
+async def trained(folder: Path, *steps: Sequence[Made]) -> tuple[RunReport, pb.StreamStats]:
+    """A run whose steps are made of these puts, in their order."""
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
-        ranks, report = Ranks(num_steps=3), RunReport(tmp_path)
-        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=3, groups_per_step=2)
+        ranks, report = Ranks(num_steps=len(steps)), RunReport(folder)
+        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=len(steps), groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:
-            for dropped in dropped_before_each_step:
-                for number in range(dropped + 2):
-                    (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
-                    await client.put_groups(
-                        [complete_put(lease) if number >= dropped else filtered_put(lease, [0.0] * 4)]
-                    )
+            for made in (made for step in steps for made in step):
+                (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
+                await client.put_groups([made(lease)])
 
         ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             tasks.create_task(produce())
             tasks.create_task(train(ledger, ranks, console, ranks))
+        return report, await client.stats("train")
+
+
+async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: Path) -> None:
+    whole = [complete_put] * 2
+    await trained(tmp_path, [dropped([0.0] * 4)] * 2 + whole, whole, [dropped([0.0] * 4)] * 6 + whole)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["reward/all/mean"], row["reward/all/count"]) for row in rows] == [(0.5, 16), (1.0, 8), (0.25, 32)]
 
 
 @pytest.mark.parametrize(
-    ("dropped", "told"),
+    ("skipped", "told"),
     [
         (
             [([1.0] * 4, "all rewards are 1.0"), ([0.0] * 4, "all rewards are 0.0"), ([1.0] * 4, "all rewards are 1")],
             "skipped 12 of 20 samples: 8 all right, 4 all wrong",
         ),
-        ([([-1.0] * 4, "all rewards are -1.0")] * 5, "skipped 20 of 28 samples: 20 all wrong"),
         (
             [([0.0] * 4, "too short"), ([0.0, 1.0, 0.0, 1.0], "filter.py:f dropped it")],
             'skipped 8 of 16 samples: 4 "filter.py:f dropped it", 4 "too short"',
         ),
-        ([], None),
     ],
 )
 async def test_what_a_filter_skipped_is_said_once_a_step_as_what_it_is(
-    tmp_path: Path, dropped: list[tuple[list[float], str]], told: str | None
+    tmp_path: Path, skipped: list[tuple[list[float], str]], told: str
 ) -> None:
     """Each dropped group has its rewards and what its filter said; before and after its step none is dropped."""
-    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
-        await client.create_stream(CONFIG)
-        await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
-        ranks, report = Ranks(num_steps=3), RunReport(tmp_path)
-        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=3, groups_per_step=2)
-        console.open(ranks, 1)
-
-        async def produce() -> None:
-            for some in ([], dropped, []):
-                for each in (*some, None, None):
-                    (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
-                    put = complete_put(lease) if each is None else filtered_put(lease, each[0])
-                    if each is not None:
-                        put.failure.message = each[1]
-                    await client.put_groups([put])
-
-        ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
-        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
-            tasks.create_task(produce())
-            tasks.create_task(train(ledger, ranks, console, ranks))
-        view = view_of(Job.model_validate({"model": {"hf_checkpoint": "/none"}}))
-        for row in report.rows():
-            view.on_progress(trainer_pb2.WatchProgressResponse(step=row.step, metrics=row.metrics))
-        view.on_stats(await client.stats("train"))
-    lines = [line for line in view.unread() if "dynamic sampling" in line or "FILTERED" in line]
-    assert len(lines) == (1 if told else 0), lines
-    assert told is None or (lines[0].startswith("step 2/") and told in lines[0])
+    whole = [complete_put] * 2
+    report, stats = await trained(tmp_path, whole, [*(dropped(*each) for each in skipped), *whole], whole)
+    view = view_of(Job.model_validate({"model": {"hf_checkpoint": "/none"}}))
+    for row in report.rows():
+        view.on_progress(trainer_pb2.WatchProgressResponse(step=row.step, metrics=row.metrics))
+    view.on_stats(stats)
+    (line,) = [line for line in view.unread() if "dynamic sampling" in line or "FILTERED" in line]
+    assert line.startswith("step 2/")
+    assert told in line
 
 
 @pytest.mark.parametrize(
@@ -120,28 +128,9 @@ async def test_what_a_filter_skipped_is_said_once_a_step_as_what_it_is(
 async def test_a_step_whose_samples_another_scorer_scored_is_marked(
     tmp_path: Path, scorers: list[str], told: list[object]
 ) -> None:
-    """Each step has two groups, each with `SCORER VERSION`."""
-    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
-        await client.create_stream(CONFIG)
-        await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
-        ranks, report = Ranks(num_steps=len(scorers)), RunReport(tmp_path)
-        console = TrainerConsole(report, EvalScheduler(), run="r", num_steps=len(scorers), groups_per_step=2)
-        console.open(ranks, 1)
-
-        async def produce() -> None:
-            for names in scorers:
-                first, _, second = names.partition("|")
-                for name in (first, second or first):
-                    (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
-                    put = complete_put(lease)
-                    for sample in put.samples:
-                        sample.envelope.scorer, _, sample.envelope.scorer_version = name.partition(" ")
-                    await client.put_groups([put])
-
-        ledger = StreamLedger(client, "train", console, FailureBudget(1.0, 32))
-        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
-            tasks.create_task(produce())
-            tasks.create_task(train(ledger, ranks, console, ranks))
+    """Each step has two groups, by one scorer or by two."""
+    pairs = [(names.split("|") * 2)[:2] for names in scorers]
+    await trained(tmp_path, *([scored_by(name) for name in pair] for pair in pairs))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [each for row in rows if "marks" in row for each in (row["step"], *row["marks"])] == told
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
-from headrace.hooks import section_args
-from headrace.job.schema.services import RewardSection
-from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward.server import RewardServer
+from tests.support.processes.reward_server import served_reward
 
 SOURCE = """
 async def trained(args, sample, **kwargs): return 0.25
@@ -32,26 +26,13 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path / "mine.py")
 
 
-@asynccontextmanager
-async def serving(of_evaluations: Sequence[str], **leaves: object) -> AsyncIterator[RewardClient]:
-    section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(
-        section, section_args(section), Listen("127.0.0.1:0"), of_evaluations=of_evaluations
-    )
-    try:
-        async with RewardClient(server.rpc.address) as client:
-            yield client
-    finally:
-        await server.stop(1)
-
-
 @pytest.mark.parametrize("training", ["custom", "regex"])
 async def test_a_data_sets_own_function_scores_its_items_and_no_others(training: str, source: str) -> None:
     leaves = {"rm_type": "regex"} if training == "regex" else {"custom_rm_path": f"{source}:trained"}
     own = f"{source}:evaluated"
     named = [{"rm_type": own}, {}, {"rm_type": f"{source}:secret"}]
     items = [ScoreItem(str(number), "3 + 4 =", "a7b", "7", metadata) for number, metadata in enumerate(named)]
-    async with serving([own], **leaves) as client:
+    async with served_reward([own], **leaves) as client:
         evaluated, trained, foreign = await client.score(items, deadline_seconds=120)
     assert isinstance(evaluated, Score)
     assert isinstance(trained, Score)
@@ -69,5 +50,5 @@ async def test_a_data_sets_own_function_scores_its_items_and_no_others(training:
 @pytest.mark.parametrize(("name", "said"), [("Model", "a class made with a model's folder"), ("nobody", "nobody")])
 async def test_a_function_that_cannot_be_called_ends_the_start(source: str, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        async with serving([f"{source}:{name}"], rm_type="math"):
+        async with served_reward([f"{source}:{name}"], rm_type="math"):
             pass

@@ -10,22 +10,18 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from headrace.hooks import section_args
-from headrace.job.schema.services import RewardSection
+from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from headrace.rpc import interceptor
 from headrace.rpc.client import call
 from headrace.rpc.net import free_port
-from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward import registry, scoring
-from services.reward.server import RewardServer
+from tests.support.processes.reward_server import served_reward
 from tests.support.refusals import refused
 
 HOOKS = '''
@@ -87,17 +83,6 @@ def hooks(tmp_path: Path) -> str:
     return str(file)
 
 
-@asynccontextmanager
-async def serving(address: str = "127.0.0.1:0", **leaves: object) -> AsyncIterator[RewardClient]:
-    section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), Listen(address))
-    try:
-        async with RewardClient(server.rpc.address) as client:
-            yield client
-    finally:
-        await server.stop(1)
-
-
 def items(*responses: str, label: str | None = "7", **metadata: object) -> list[ScoreItem]:
     return [ScoreItem(str(i), "3 + 4 =", r, label=label, metadata=metadata) for i, r in enumerate(responses)]
 
@@ -107,7 +92,7 @@ def values(judgements: list[Score | ScoreError]) -> list[float | str]:
 
 
 async def test_mathematics_is_judged_and_says_by_whom() -> None:
-    async with serving(rm_type="math") as client:
+    async with served_reward(rm_type="math") as client:
         right, wrong = await client.score(items(r"\boxed{7}", "8"), deadline_seconds=120)
         assert right == Score(1.0, "math", "math-verify 0.9.0")
         assert wrong.value == 0.0
@@ -119,7 +104,7 @@ async def test_mathematics_is_judged_and_says_by_whom() -> None:
 async def test_each_item_may_choose_its_scorer() -> None:
     asked = items("yes", label="yes", rm_type="exact_match") + items("17", label=None, rm_type="nonsense")
     asked = [ScoreItem(str(i), a.prompt, a.response, a.label, a.metadata) for i, a in enumerate(asked + items("a7b"))]
-    async with serving(rm_type="regex") as client:
+    async with served_reward(rm_type="regex") as client:
         exact, unknown, default = await client.score(asked, deadline_seconds=120)
     assert (exact.scorer, default.scorer) == ("exact_match", "regex")
     assert unknown.reason == "SCORER_UNKNOWN"
@@ -127,7 +112,7 @@ async def test_each_item_may_choose_its_scorer() -> None:
 
 
 async def test_no_scorer_is_an_error_not_a_zero() -> None:
-    async with serving() as client:
+    async with served_reward() as client:
         assert values(await client.score(items("7"), deadline_seconds=120)) == ["SCORER_UNKNOWN"]
         assert values(await client.score(items("7"), "exact_match", deadline_seconds=120)) == [1.0]
         with refused(NotFound, "exact_macth", "exact_match", reason="SCORER_UNKNOWN"):
@@ -136,7 +121,7 @@ async def test_no_scorer_is_an_error_not_a_zero() -> None:
 
 async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
     asked = items("7", "loop", "8", "crash", "x", "raise", "none", "nan", "text", "exit", "7")
-    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=2.0) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=2.0) as client:
         judged = await client.score(asked, deadline_seconds=120)
         again = await client.score(items("7"), deadline_seconds=120)
     expected = [1.0, "SCORER_TIMEOUT", 0.3, "SCORER_CRASHED", 0.0, "SCORER_RAISED"]
@@ -148,7 +133,7 @@ async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
 
 
 async def test_a_hook_says_its_files_digest(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward") as client:
         (score,) = await client.score(items("7"), deadline_seconds=120)
         (custom,) = [s for s in await client.list_scorers() if s.is_default]
     assert score.scorer_version == custom.version
@@ -156,25 +141,10 @@ async def test_a_hook_says_its_files_digest(hooks: str) -> None:
     assert custom.description == "A bare integer is worth 0.3, the right one 0.7 more."
 
 
-async def test_a_dict_reward_may_hold_texts_and_lists_beside_its_numbers(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:verdict", reward_key="acc") as client:
-        judged = await client.score(items("7", "8"), deadline_seconds=120)
-    assert values(judged) == [1.0, 1.0]
-    assert [j.parts for j in judged if isinstance(j, Score)] == [{"score": 1.0, "acc": 1.0}] * 2
-
-
-@pytest.mark.parametrize(("function", "key"), [("verdict", "span"), ("words_only", "format")])
-async def test_a_part_that_is_no_number_is_never_the_reward(hooks: str, function: str, key: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:{function}", reward_key=key) as client:
-        (error,) = await client.score(items("7"), deadline_seconds=120)
-    assert isinstance(error, ScoreError)
-    assert error.reason in ("SCORER_NOT_FINITE", "SCORER_RAISED")
-
-
 async def scored_by(path: str, asked: list[ScoreItem]) -> list[Score | ScoreError]:
     """The results; a function that the service does not take at all is an error of every item."""
     try:
-        async with serving(custom_rm_path=path) as client:
+        async with served_reward(custom_rm_path=path) as client:
             return await client.score(asked, deadline_seconds=120)
     except ConfigError as error:
         return [ScoreError("REFUSED", error.message)] * len(asked)
@@ -201,30 +171,30 @@ async def test_trls_form_may_take_completions_alone_and_names_a_column_that_no_r
 
 
 async def test_a_dict_needs_its_key(hooks: str) -> None:
-    async with serving(custom_rm_path=f"{hooks}:parts", reward_key="length") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:parts", reward_key="length") as client:
         (score,) = await client.score(items("abc"), deadline_seconds=120)
         assert (score.value, score.parts) == (3.0, {"correct": 1.0, "length": 3.0})
-    async with serving(custom_rm_path=f"{hooks}:parts") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:parts") as client:
         (error,) = await client.score(items("abc"), deadline_seconds=120)
         assert error.message.endswith("gave the parts ['correct', 'length']: set --reward-key")
 
 
 async def test_a_group_scorer_sees_each_group_whole(hooks: str) -> None:
     asked = [ScoreItem(str(i), "", "", group_id=g) for i, g in enumerate("aabba")]
-    async with serving(custom_rm_path=f"{hooks}:group", group_rm=True) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:group", group_rm=True) as client:
         assert values(await client.score(asked, deadline_seconds=120)) == [3.0, 3.0, 2.0, 2.0, 3.0]
 
 
 async def test_a_class_is_made_with_its_model(hooks: str, tmp_path: Path) -> None:
-    async with serving(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
         assert values(await client.score(items("a", "bcd"), deadline_seconds=120)) == [1.0, 3.0]
     with refused(ConfigError, "--reward-model-path"):
-        async with serving(custom_rm_path=f"{hooks}:Model"):
+        async with served_reward(custom_rm_path=f"{hooks}:Model"):
             pass
 
 
 async def test_bad_requests_are_refused() -> None:
-    async with serving(rm_type="math") as client:
+    async with served_reward(rm_type="math") as client:
         with pytest.raises(InvalidArgument, match="unique"):
             await client.score([*items("7"), *items("7")], deadline_seconds=10)
         with refused(InvalidArgument, 4096):
@@ -233,7 +203,7 @@ async def test_bad_requests_are_refused() -> None:
 
 async def test_a_full_queue_says_when_to_come_back(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "MAX_SCORE_ITEMS", 2)
-    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
         slow = asyncio.create_task(client.score(items("wait"), deadline_seconds=120))
         refused: ResourceExhausted | None = None
         while refused is None:
@@ -306,48 +276,18 @@ async def test_a_service_is_replaced_at_its_address_while_a_client_scores(hooks:
         assert [seven.value, eight.value] == rewards[seven.scorer]
 
 
-async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
-    address, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    async with process("--address", address, "--metrics-address", metrics, "--rm-type", "math") as service:
-        async with RewardClient(address) as client:
-            assert values(await client.score(items("7"), deadline_seconds=120)) == [1.0]
-        page = await asyncio.to_thread(lambda: urlopen(f"http://{metrics}/metrics").read().decode())
-        assert 'headrace_reward_items_total{outcome="SCORED",scorer="math"} 1.0' in page
-        service.send_signal(signal.SIGTERM)
-        assert await service.wait() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rm-type", "mth"], "headrace reward: rm_type is 'mth': did you mean 'math'?"),
-        (["--custom-rm-path", "nowhere/x.py:f"], "headrace reward: hook nowhere/x.py:f: no file"),
-        (["--address", "0.0.0.0:0", "--rm-type", "math"], "can be reached from other machines"),
-    ],
-)
-def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:
-    ended = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=180)
+def test_a_start_that_cannot_be_ends_with_one_line() -> None:
+    ended = subprocess.run(command("--rm-type", "mth"), env=environment(), capture_output=True, text=True, timeout=180)
     assert ended.returncode == 2
-    assert message in ended.stderr
+    assert "headrace reward: rm_type is 'mth': did you mean 'math'?" in ended.stderr
     assert ended.stderr.count("\n") == 1
-
-
-def test_a_taken_port_is_named() -> None:
-    async def take() -> None:
-        section = RewardSection(reward_workers=1, rm_type="exact_match")
-        first = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
-        with pytest.raises(Unavailable, match="in use"):
-            await RewardServer.start(section, section_args(section), Listen(first.rpc.address))
-        await first.stop(0)
-
-    asyncio.run(take())
 
 
 async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers_own_deadline(
     hooks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interceptor, "MAX_CALL_SECONDS", 3.0)
-    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+    async with served_reward(custom_rm_path=f"{hooks}:reward") as client:
         (score,) = await client.score([ScoreItem("1", "", "slow once", label="7")], deadline_seconds=300)
     assert isinstance(score, Score)
     assert Path(f"{hooks}.slow").exists()

@@ -113,9 +113,10 @@ BAD_COLUMNS: list[tuple[dict[str, np.ndarray], str]] = [
     ({"tokens": TOKENS.astype(np.int64)}, "int64"),
     ({"tokens": -TOKENS}, "tokens"),
     ({"loss_mask": MASK * 2}, "loss_mask"),
-    ({"loss_mask": np.ones(2, np.uint8)}, "loss_mask"),
+    ({"loss_mask": np.ones(2, np.uint8)}, "must have 2"),
+    ({"loss_mask": MASK[:0], "rollout_log_probs": LOG_PROBS[:0]}, "response_tokens is 1"),
     ({"rollout_log_probs": LOG_PROBS + 1}, "rollout_log_probs"),
-    ({"tokens": np.zeros(0, np.int32)}, "response_tokens is 1"),
+    ({"tokens": np.zeros(0, np.int32)}, "more than the 0 tokens"),
     ({"another": MASK}, "tokens, loss_mask, rollout_log_probs"),
 ]
 

@@ -9,8 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,14 +22,11 @@ _LAST_LINES = "60"
 
 
 class Stack:
-    def __init__(
-        self, engine: Engine, variables: Mapping[str, str], volumes: Mapping[str, Path] = MappingProxyType({})
-    ) -> None:
-        """`variables` are added to each service's own; `volumes` replace what compose.yaml mounts at their paths."""
+    def __init__(self, engine: Engine, variables: Mapping[str, str]) -> None:
+        """`variables` are added to each service's own."""
         self._engine = engine
         self._name = f"headrace-{uuid.uuid4().hex[:8]}"
         self._variables = dict(variables)
-        self._volumes = {path: str(source) for path, source in volumes.items()}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Stack]:
@@ -66,13 +61,6 @@ class Stack:
         name = ["--rm", "--network", self._name, "--user", "0:0", "--volume", f"{self._of('authority')}:/authority:ro"]
         tls = ["--env", "HEADRACE_TLS_DIR=/authority/clients/operator", "--entrypoint", "headrace"]
         return await self._engine.said("run", *self._engine.run_flags, *name, *tls, "headrace-rollout", *words)
-
-    async def client(self, image: str, program: Path, tls: Path, *words: str) -> str:
-        """What a Python program prints in one more container of the network, with a client's certificate."""
-        name = ["--rm", "--network", self._name, "--entrypoint", "python", "--env", "HEADRACE_TLS_DIR=/tls"]
-        mounts = ["--volume", f"{tls}:/tls:ro", "--volume", f"{program}:/program.py:ro"]
-        command = [f"headrace-{image}", "/program.py", *words]
-        return await self._engine.said("run", *self._engine.run_flags, *name, *mounts, *command)
 
     async def in_volume_of(self, service: str, *words: str) -> str:
         """What `headrace WORDS` prints in one more container with what the service's own mounts."""
@@ -155,7 +143,7 @@ class Stack:
     def _mount(self, volume: str) -> str:
         source, path, *mode = volume.split(":")
         here = str((DEPLOY / source).resolve()) if source.startswith(".") else self._of(source)
-        return ":".join([self._volumes.get(path, here), path, *mode])
+        return ":".join([here, path, *mode])
 
     def _of(self, service: str) -> str:
         return f"{self._name}-{service}"

@@ -9,9 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 
 class OutOfMemory(RuntimeError):
@@ -69,6 +72,26 @@ class SharedDevice:
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+@contextmanager
+def watch(folder: Path, rank: int) -> Iterator[None]:
+    """In the block this rank reports what it says of its memory in its log; OutOfMemory where engines hold memory."""
+    device = SharedDevice(folder)
+
+    def account(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if event["event"] == "memory_taken":
+            device.take("trainer", f"rank-{rank}", event.get("num_bytes", 1))
+        if event["event"] == "memory_released":
+            device.give(f"rank-{rank}")
+        return event
+
+    before = structlog.get_config()["processors"]
+    structlog.configure(processors=[account, *before])
+    try:
+        yield
+    finally:
+        structlog.configure(processors=before)
 
 
 def _lives(pid: int) -> bool:

@@ -22,10 +22,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.client.open import open_buffer
 from headrace.errors import HeadraceError
-from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory
@@ -34,7 +32,7 @@ from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
 from services.rollout.server import RolloutServicer, engine_to_proto
 from services.rollout.service import RolloutParts
-from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.fake_fleet import RememberedRouting, served_rollout
 from tests.support.fakes.gloo_engine import GlooEngine
 
 VOCAB_SIZE = 300
@@ -104,15 +102,10 @@ async def certain_rollout(
     if turn is None:
         await starting
     parts = _Parts(fleet, receiver, turn, RolloutMetrics(CollectorRegistry()))
-    servicer = _Servicer(cast(RolloutParts, parts))
-    name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server = RpcServer("rollout", address, [Service(servicer, add, name)])
-    await server.start()
     try:
-        yield CertainRollout(server.address, fleet, starting)
+        async with served_rollout(_Servicer(cast(RolloutParts, parts)), address) as served_at:
+            yield CertainRollout(served_at, fleet, starting)
     finally:
-        await server.stop(0.0)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await parts.receiver.close()

@@ -18,7 +18,6 @@ from typing import Any, Literal
 from aiohttp import web
 from safetensors.numpy import load_file
 
-from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
 from services.rollout.production.generator import Texts
 from tests.support.fake_weights import fake_checksum
@@ -39,7 +38,6 @@ class FakeEngine:
         wire: Mapping[str, str] | None = None,
         *,
         token_seconds: float = 0.0,
-        starts: bool = True,
         port: int | None = None,
     ) -> None:
         self._port = port or free_port()
@@ -61,7 +59,6 @@ class FakeEngine:
         """Of its tokenizer: without one it knows no stop strings."""
         self._wire = wire or {}
         self.token_seconds = token_seconds
-        self._starts = starts
         self._version = "0"
         self._in_session = False
         self._num_aborts = 0
@@ -76,10 +73,7 @@ class FakeEngine:
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self, *, seconds: float) -> None:
-        """Listens. Raises Unavailable when it was told not to start."""
-        if not self._starts:
-            self._exit.set_result(1)
-            raise Unavailable("the engine ended: told to", reason="ENGINE_START_FAILED")
+        """Listens."""
         app = web.Application()
         app.add_routes([web.route("*", "/{path:.*}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.rpc.server import RpcServer, Service
+from services.rollout import fleet_build
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from tests.support.fakes.fake_engine import FakeEngine
 
@@ -26,6 +30,43 @@ class RememberedRouting:
     async def remove(self, engine_url: str) -> None:
         await self.answers.wait()
         self.urls.discard(engine_url)
+
+
+class _NoRouter(RememberedRouting):
+    """Stands where sglang-router does, before one engine: those who ask it ask the engine."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    async def start(self) -> None: ...
+
+    async def supervise(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None: ...
+
+
+@contextlib.contextmanager
+def without_router(engine: FakeEngine) -> Iterator[None]:
+    """Services that are built in the block start no router: all requests go to the engine."""
+    with mock.patch.object(fleet_build, "Router", return_value=_NoRouter(engine.url)):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served_rollout(
+    servicer: rollout_pb2_grpc.RolloutServiceServicer, address: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
+    """Its address."""
+    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server = RpcServer("rollout", address, [Service(servicer, add, name)])
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0.1)
 
 
 @dataclass

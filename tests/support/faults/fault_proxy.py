@@ -1,8 +1,8 @@
 """A network between a client and a server that can be made to misbehave: it relays HTTP/2 frame by frame.
 
 calm → (`arm`) → armed → (a call's HEADERS or DATA frame comes by in the armed direction) → the fault → (`heal`) → calm.
-Reset and half-close happen once, the others last until healed. A healed proxy closes the connections that had a fault:
-bytes are missing in them.
+Reset and half-close happen once, a black hole lasts until healed. A healed proxy closes the connections that had
+a fault: bytes are missing in them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from headrace.rpc.net import Address
 _PREFACE_BYTES = 24
 _FRAME_HEADER_BYTES = 9
 _DATA, _HEADERS = 0, 1
-_LATENCY_SECONDS = 0.05
-_SLOW_BYTES, _SLOW_SECONDS = 64, 0.005
 
 
 class Fault(StrEnum):
-    LATENCY = "latency"
     RESET = "reset"
     HALF_CLOSE = "half_close"
-    SLOW = "slow"
     BLACK_HOLE = "black_hole"
 
 
@@ -87,11 +83,10 @@ class FaultProxy:
             while True:
                 header = await reader.readexactly(_FRAME_HEADER_BYTES)
                 frame = header + await reader.readexactly(int.from_bytes(header[:3], "big"))
-                is_met = self._fault and direction is self._direction and header[3] in (_DATA, _HEADERS)
-                if not is_met:
-                    writer.write(frame)
-                elif not await self._hurt(frame, reader, writer, ends):
+                if self._fault and direction is self._direction and header[3] in (_DATA, _HEADERS):
+                    await self._hurt(frame, reader, writer, ends)
                     return
+                writer.write(frame)
                 await writer.drain()
         with contextlib.suppress(ConnectionError, OSError):
             writer.write_eof()
@@ -102,21 +97,11 @@ class FaultProxy:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         ends: tuple[asyncio.StreamWriter, asyncio.StreamWriter],
-    ) -> bool:
-        """False when nothing more goes this way."""
-        fault = self._fault
+    ) -> None:
+        """Nothing more goes this way."""
         self.times_met += 1
         self._tainted.update(ends)
-        match fault:
-            case Fault.LATENCY:
-                await asyncio.sleep(_LATENCY_SECONDS)
-                writer.write(frame)
-                return True
-            case Fault.SLOW:
-                for start in range(0, len(frame), _SLOW_BYTES):
-                    writer.write(frame[start : start + _SLOW_BYTES])
-                    await asyncio.sleep(_SLOW_SECONDS)
-                return True
+        match self._fault:
             case Fault.RESET:
                 self._fault = None
                 writer.write(frame[: len(frame) // 2])
@@ -128,7 +113,6 @@ class FaultProxy:
             case Fault.BLACK_HOLE:
                 while await reader.read(65_536):
                     pass
-        return False
 
 
 @asynccontextmanager

@@ -97,22 +97,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Hosts by name, and the switch between them."""
+    """Hosts by name, with a switch between them."""
 
     hosts: Mapping[str, Host]
-    switch: Switch
-
-    def cut(self, one: str, other: str) -> None:
-        """Pulls the cable between two hosts."""
-        self.switch.cut(self.hosts[one].number, self.hosts[other].number)
-
-    def mute(self, sender: str, receiver: str) -> None:
-        """Nothing passes from one host to the other."""
-        self.switch.mute(self.hosts[sender].number, self.hosts[receiver].number)
-
-    def num_bytes(self, sender: str, receiver: str) -> int:
-        """What has passed from one to the other so far."""
-        return self.switch.num_bytes(self.hosts[sender].number, self.hosts[receiver].number)
 
 
 @contextmanager
@@ -129,7 +116,7 @@ def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Net
             _name_hosts(host, hosts.values())
             _plug_in(host, switch, f"hr{run}{host.number}")
         switch.start()
-        yield Network(hosts, switch)
+        yield Network(hosts)
     finally:
         switch.close()
         for host in made:

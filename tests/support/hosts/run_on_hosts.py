@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.authority import issue_client, issue_service
-from headrace.process.linux import descendants
 from headrace.rpc.access import add_token
 from headrace.rpc.net import free_port
 from headrace.rpc.roles import Role
@@ -25,11 +22,9 @@ from headrace.rpc.tls import OPERATOR
 from headrace.run_folder import RunFolder
 from tests.support.hosts import reward
 from tests.support.hosts.hosts import NAMES, Host, Network
-from tests.support.processes.training_run import ROOT, SUMS
+from tests.support.processes.training_run import SUMS
 
 _PORTS = {"buffer": 7001, "rollout": 7002, "reward": 7003, "trainer": 7004}
-_SECONDS_OF_A_TOKEN = 0.05  # so that a cable can be pulled while groups are leased
-_HELD = ROOT / "tests" / "support" / "faults" / "held"
 _HEADRACE = (sys.executable, "-m", "headrace.cli.main")
 
 
@@ -51,8 +46,6 @@ class RunOnHosts:
         self._trainers = trainers
         self._engine_port = free_port()
         self._tls, self.tokens = folder / "tls", folder / "tokens.json"
-        self._orders = folder / "orders"
-        self._orders.mkdir()
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
         self._flags = (
@@ -83,7 +76,7 @@ class RunOnHosts:
         issue_client(self._tls, OPERATOR, Role.ADMIN, 1)
         self.guest_token = add_token(self.tokens, "guest", Role.VIEWER)
         async with self._stack:
-            engine = ("-m", "tests.support.fakes.gloo_engine", str(self._engine_port), "", str(_SECONDS_OF_A_TOKEN))
+            engine = ("-m", "tests.support.fakes.gloo_engine", str(self._engine_port))
             rollout = self._host("rollout")
             listens = {"GLOO_SOCKET_IFNAME": "eth0"}  # as docs/placement.md says of engines on machines of their own
             engine_log = self._folder / "engine.log"
@@ -95,7 +88,7 @@ class RunOnHosts:
             yield self
 
     async def start(self, name: str) -> None:
-        """Starts what runs on the host, again if it has ended."""
+        """Starts what runs on the host."""
         service, meeting = name, list[str]()
         if name in self._trainers:
             service, meeting = "trainer", [*self._meeting]
@@ -104,40 +97,12 @@ class RunOnHosts:
         listens = ("--listen-host", "::" if ":" in self._host(name).address else "0.0.0.0") if name == "buffer" else ()  # noqa: S104
         words = (*_HEADRACE, "up", service, *self._flags, *meeting, *listens, "--run-dir", str(self._folder / service))
         log = self._folder / f"up-{name}.log"
-        held = {"HELD_ORDERS": str(self._orders), "PYTHONPATH": f"{_HELD}:{ROOT}"}
-        started = self._host(name).running(log, *words, environment=held)
+        started = self._host(name).running(log, *words)
         self._processes[name] = await self._stack.enter_async_context(started)
-
-    async def kill(self, name: str) -> None:
-        """Ends all that runs on the host, as the loss of its power does."""
-        process = self._processes.pop(name)
-        for pid in (*descendants(process.pid), process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await process.wait()
-
-    @asynccontextmanager
-    async def held(self, point: str) -> AsyncIterator[None]:
-        """Waits until some service is at the point (tests/support/faults/held); lets it go when the block is left."""
-        order, held = self._orders / point, self._orders / f"{point}.held"
-        order.touch()
-        while not held.exists():
-            self._require_running()
-            await asyncio.sleep(0.002)
-        try:
-            yield
-        finally:
-            held.unlink()
 
     def folder_of(self, name: str) -> RunFolder:
         """The run's folder on that host."""
         return RunFolder(self._folder / name / "run")
-
-    async def until_step(self, step: int) -> None:
-        """Waits until a step is reported. Raises AssertionError when a service ends before it."""
-        while self.last_step() < step:
-            self._require_running()
-            await asyncio.sleep(0.05)
 
     async def finished(self) -> None:
         """Waits for the trainer's end. Raises AssertionError with the logs' last lines unless it is a good one."""
@@ -152,10 +117,6 @@ class RunOnHosts:
         shown = {"HEADRACE_TLS_DIR": str(self._tls / "clients" / "guests")}
         return await self._host("reward").said(*words, environment=shown)
 
-    def last_step(self) -> int:
-        """0 before the first."""
-        return max((row["step"] for row in self.metrics()), default=0)
-
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl so far."""
         path = self.folder_of("trainer").metrics
@@ -166,10 +127,6 @@ class RunOnHosts:
         """The end of every log, for a failed assertion."""
         logs = [*sorted(self._folder.glob("*.log")), *sorted(self._folder.glob("*/run/logs/*.log"))]
         return "\n".join(f"── {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
-
-    def _require_running(self) -> None:
-        ended = [name for name, process in self._processes.items() if process.returncode is not None]
-        assert not ended, f"{ended} ended\n{self.last_words()}"
 
     def _host(self, name: str) -> Host:
         return self._network.hosts[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +57,8 @@ def cispo(answer: Answer, advantage: Tensor) -> Tensor:
 
 def advantages_of(name: str, answers: list[Answer]) -> list[Tensor]:
     """SPEC.md §5, one tensor a sample; old log-probs are the engine's."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for a in answers:
-        assert a.sample.reward is not None
-        groups[a.sample.group_id].append(a.sample.reward)
-    rewards = [_against_group(name, a.sample.reward or 0.0, groups[a.sample.group_id]) for a in answers]
+    samples = [a.sample for a in answers]
+    rewards = [against_group(name, sample, samples) for sample in samples]
     token: Callable[[Answer, float], Tensor] = {
         "reinforce_plus_plus": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA),
         "reinforce_plus_plus_baseline": lambda a, r: r - KL_COEF * (a.old - a.reference),
@@ -77,7 +73,10 @@ def advantages_of(name: str, answers: list[Answer]) -> list[Tensor]:
     return found
 
 
-def _against_group(name: str, reward: float, group: list[float]) -> float:
+def against_group(name: str, sample: Sample, samples: list[Sample]) -> float:
+    """A sample's reward as the estimator compares it with the others of its group."""
+    reward = float(sample.reward or 0.0)
+    group = [float(s.reward or 0.0) for s in samples if s.group_id == sample.group_id]
     if name in ("reinforce_plus_plus", "ppo"):
         return reward
     rewards = torch.tensor(group, dtype=torch.float64)

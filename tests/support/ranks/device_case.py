@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace.job.schema.job import Job
 from headrace.trajectory import PolicyRange, Sample, Status
+from tests.support.ranks.rank_cases import train_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,7 +103,7 @@ def main(folder: Path) -> None:
         "device": layout.device.type,
         "parameters": sum(math.prod(spec.shape) for spec in policy.hf_tensor_specs()),
         "log_probs": [row.tolist() for row in policy.log_probs(case.samples(0)[: case.num_compared])],
-        "metrics": [_train(policy, case, step) for step in range(case.num_steps)],
+        "metrics": [train_once(policy, step, case.samples(step)) for step in range(case.num_steps)],
     }
     if layout.device.type == "cuda":
         torch.cuda.synchronize()
@@ -143,19 +144,6 @@ def _give_and_take(policy: Any, case: DeviceCase, device: str) -> dict[str, floa
         "to_device_seconds": back - there,
         "largest_difference": float((after - before).abs().max()),
     }
-
-
-def _train(policy: Any, case: DeviceCase, step: int) -> dict[str, float]:
-    from services.trainer.plan.batch import SampleFacts
-
-    by_id = {sample.sample_id: sample for sample in case.samples(step)}
-    facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
-
-    def fetch(ids: Sequence[str]) -> list[Sample]:
-        return [by_id[sample_id] for sample_id in ids]
-
-    found: dict[str, float] = policy.train(step, facts, fetch)
-    return found
 
 
 if __name__ == "__main__":

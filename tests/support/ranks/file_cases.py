@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import CheckpointSection
-from tests.support.ranks.ranks import entries
 
 if TYPE_CHECKING:
     from services.trainer.control.senders import WeightWriter
@@ -38,9 +36,12 @@ class FilesCase:
     async_save: bool
     megatron: dict[str, Any]
 
+    def run(self) -> None:
+        """In both ranks at once."""
+        _run(self)
 
-def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in order
-    """In both ranks at once."""
+
+def _run(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in order
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
@@ -124,21 +125,3 @@ def full_disk(is_full: bool) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def main(script: Path) -> None:
-    """The cases of a script, one after the other."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    for entry in entries(script):
-        try:
-            run_case(FilesCase(**entry))
-        finally:
-            parallel_state.destroy_model_parallel()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

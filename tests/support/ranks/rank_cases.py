@@ -8,12 +8,9 @@ initial, trained, twice_trained, resumed: exported models; `resumed` was restore
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,55 +18,134 @@ from numpy.typing import NDArray
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
-from tests.support.ranks.ranks import entries
+from tests.support.ranks.ranks import RankCase, Sections, laid_over
 
 VOCAB_SIZE = 320
 Tokens = NDArray[np.int64]
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    f"{sizes}-{packing}": chosen | {"packing": packing}
+    for sizes, chosen in {
+        "static": {"micro_batch_size": 3},
+        "dynamic": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48, "micro_batch_size": 1},
+    }.items()
+    for packing in ("padded", "packed", "shared_prompts")
+}
+"""To cut a batch and to lay it into rows."""
+
+
+def ways_of(megatron: Mapping[str, Any]) -> list[str]:
+    """Those that a layout can train in: context parallelism divides packed rows only."""
+    is_whole = megatron.get("context_parallel_size", 1) == 1
+    return [way for way, chosen in WAYS.items() if is_whole or chosen["packing"] != "padded"]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(RankCase):
     """One layout of one model."""
 
-    name: str
-    folder: str
-    hf_checkpoint: str
-    megatron: Mapping[str, Any]
-    train: Mapping[str, Any] = field(default_factory=dict)
-    ref_load: str | None = None
-    ranks: int | None = None
-    """Only the first ranks take part, and they only train a step, or restore `load`, and save."""
-    load: str | None = None
-    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further sections of the job."""
-    lag: int = 0
+    work: str = "resume"
+    """resume: train, save, train on and restore; save: train a step, or restore `load`, and save; ways: train a step in
+    every way, each in a folder below; refuse: end with an error before training, whose message error.txt has."""
+    staleness: int = 0
     """So many steps behind the policy is that a step's samples come from."""
-    refused: bool = False
-    """It is expected to end with an error before it trains; error.txt has the message."""
-
-    @property
-    def out(self) -> Path:
-        """Where its results are."""
-        return Path(self.folder) / self.name
+    # Adam divides by |g|: with a tiny epsilon the rounding noise of a zero gradient would be a full step.
+    plain: ClassVar[Sections] = {
+        "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
+        "train": {
+            "micro_batch_size": 2,
+            "num_steps_per_rollout": 2,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "entropy_coef": 0.01,
+            "use_tis": True,
+            "eps_clip_high": 0.28,
+        },
+        "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
+    }
 
     def job(self) -> Job:
-        """The job it stands for."""
-        megatron = {
-            "lr": 1e-2,
-            # Adam divides by |g|: with a tiny epsilon the rounding noise of a zero gradient would be a full step.
-            "adam_eps": 1e-3,
-        }
-        train = {"micro_batch_size": 2, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1}
-        return Job.model_validate(
-            {
-                "model": {"hf_checkpoint": self.hf_checkpoint, "ref_load": self.ref_load},
-                "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
-                "train": train | {"entropy_coef": 0.01, "use_tis": True, "eps_clip_high": 0.28} | dict(self.train),
-                "megatron": megatron | dict(self.megatron),
-                "checkpoint": {"save": str(self.out / "checkpoints"), "load": self.load},
-                **self.sections,
-            }
-        )
+        """It saves to its folder."""
+        saved = {"checkpoint": {"save": str(self.out / "checkpoints")}}
+        return laid_over(self.plain, {"model": {"hf_checkpoint": self.hf_checkpoint}}, saved, self.sections)
+
+    def run(self) -> None:
+        {"resume": self._resume, "save": self._save, "ways": self._ways, "refuse": self._refuse}[self.work]()
+
+    def _resume(self) -> None:
+        import torch.distributed as dist
+
+        from services.trainer.checkpoint.checkpoint import Checkpoints
+        from services.trainer.model.build import policy_of
+
+        policy, layout = self.policy()
+        policy.export(self.out / "initial")
+        log_probs = policy.log_probs(samples(0))
+        if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+            (self.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
+        checkpoints = Checkpoints(self.job().checkpoint, self.out, layout)
+        metrics = [self._train(policy, 0)]
+        policy.export(self.out / "trained")
+        checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
+        metrics.append(self._train(policy, 1))
+        policy.export(self.out / "twice_trained")
+        resumed = policy_of(self.job(), layout)
+        assert checkpoints.restore_latest(resumed.saved) == 1
+        metrics.append(self._train(resumed, 1))
+        resumed.export(self.out / "resumed")
+        if layout.rank == 0:
+            (self.out / "metrics.json").write_text(json.dumps(metrics))
+        dist.barrier()
+
+    def _save(self) -> None:
+        import torch.distributed as dist
+
+        from services.trainer.checkpoint.checkpoint import Checkpoints
+
+        policy, layout = self.policy()
+        checkpoints = Checkpoints(self.job().checkpoint, self.out, layout)
+        if self.job().checkpoint.load is None:
+            self._train(policy, 0)
+        else:
+            assert checkpoints.restore_latest(policy.saved) == 1
+        checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
+        dist.barrier()
+
+    def _ways(self) -> None:
+        """The process groups are made once."""
+        import torch.distributed as dist
+
+        from services.trainer.model.build import join_ranks, policy_of
+
+        layout = join_ranks(self.job())
+        for name in ways_of(self.sections["megatron"]):
+            way = replace(self, name=f"{self.name}/{name}", sections={**self.sections, "train": WAYS[name]})
+            policy = policy_of(way.job(), layout)
+            metrics = self._train(policy, 0)
+            way.out.mkdir(parents=True, exist_ok=True)
+            policy.export(way.out / "weights")
+            if layout.rank == 0:
+                (way.out / "metrics.json").write_text(json.dumps([metrics]))
+        dist.barrier()
+
+    def _refuse(self) -> None:
+        try:
+            self.policy()
+        except ConfigError as error:
+            (self.out / "error.txt").write_text(error.message)
+
+    def _train(self, policy: Any, step: int) -> dict[str, float]:
+        version = max(0, step - self.staleness)
+        return train_once(policy, step, [_of_version(sample, version) for sample in samples(step)])
+
+
+def train_once(policy: Any, step: int, batch: Sequence[Sample]) -> dict[str, float]:
+    """One rollout step on the samples."""
+    from services.trainer.plan.batch import SampleFacts
+
+    by_id = {sample.sample_id: sample for sample in batch}
+    facts = [SampleFacts.of(sample.pack().envelope) for sample in batch]
+    found: dict[str, float] = policy.train(step, facts, lambda ids: [by_id[i] for i in ids])
+    return found
 
 
 def samples(seed: int) -> list[Sample]:
@@ -107,102 +183,3 @@ def _sample(
 
 def _of_version(sample: Sample, version: int) -> Sample:
     return replace(sample, policy_ranges=(PolicyRange(version, 0, sample.response_length),))
-
-
-def run_case(case: Case) -> None:
-    """In every rank at once."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    if case.ranks is not None:
-        os.environ["WORLD_SIZE"] = str(case.ranks)
-        if int(os.environ["RANK"]) >= case.ranks:
-            return
-    case.out.mkdir(parents=True, exist_ok=True)
-    try:
-        if case.refused:
-            _expect_refusal(case)
-        elif case.ranks is not None:
-            _save(case)
-        else:
-            _train_and_resume(case)
-    finally:
-        parallel_state.destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _expect_refusal(case: Case) -> None:
-    from services.trainer.model.build import join_ranks, policy_of
-
-    try:
-        policy_of(case.job(), join_ranks(case.job()))
-    except ConfigError as error:
-        (case.out / "error.txt").write_text(error.message)
-
-
-def _save(case: Case) -> None:
-    import torch.distributed as dist
-
-    from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.model.build import join_ranks, policy_of
-
-    job = case.job()
-    layout = join_ranks(job)
-    policy = policy_of(job, layout)
-    checkpoints = Checkpoints(job.checkpoint, case.out, layout)
-    if case.load is None:
-        train_once(policy, 0, case.lag)
-    else:
-        assert checkpoints.restore_latest(policy.saved) == 1
-    checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
-    dist.barrier()
-
-
-def _train_and_resume(case: Case) -> None:
-    import torch.distributed as dist
-
-    from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.model.build import join_ranks, policy_of
-
-    job = case.job()
-    layout = join_ranks(job)
-    policy = policy_of(job, layout)
-    policy.export(case.out / "initial")
-    log_probs = policy.log_probs(samples(0))
-    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
-        (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
-    checkpoints = Checkpoints(job.checkpoint, case.out, layout)
-    metrics = [train_once(policy, 0, case.lag)]
-    policy.export(case.out / "trained")
-    checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
-    metrics.append(train_once(policy, 1, case.lag))
-    policy.export(case.out / "twice_trained")
-    resumed = policy_of(job, layout)
-    assert checkpoints.restore_latest(resumed.saved) == 1
-    metrics.append(train_once(resumed, 1, case.lag))
-    resumed.export(case.out / "resumed")
-    if layout.rank == 0:
-        (case.out / "metrics.json").write_text(json.dumps(metrics))
-    dist.barrier()
-
-
-def train_once(policy: Any, step: int, lag: int = 0) -> dict[str, float]:
-    """One rollout step on the samples of that seed, which come from the policy of `lag` steps before."""
-    from services.trainer.plan.batch import SampleFacts
-
-    version = max(0, step - lag)
-    by_id = {sample.sample_id: _of_version(sample, version) for sample in samples(step)}
-    facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
-    found: dict[str, float] = policy.train(step, facts, lambda ids: [by_id[i] for i in ids])
-    return found
-
-
-def main(script: Path) -> None:
-    """The cases of a script, one after the other."""
-    for entry in entries(script):
-        run_case(Case(**entry))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -36,12 +35,11 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks that run `python -m module script`, each with its log.
+    """Ranks that run the cases of a script, each with its log.
 
     They are killed after `seconds`, and soon after one of them has failed: then there is the file `failed`.
     """
 
-    module: str
     script: str
     logs: Mapping[str, str]
     failed: str
@@ -150,7 +148,7 @@ def _forked(launch: Launch, rank: str, log: str) -> int:
     try:
         die_with_parent(starter, signal.SIGKILL)
         _become(launch, rank, log)
-        runpy.run_module(launch.module, run_name="__main__", alter_sys=True)
+        _run_cases(Path(launch.script))
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -168,7 +166,27 @@ def _become(launch: Launch, rank: str, log: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(launch.environment, RANK=rank, LOCAL_RANK=rank)
-    sys.argv = [launch.module, launch.script]
+
+
+def _run_cases(script: Path) -> None:
+    """Each case has a meeting place of its own, and leaves no process group."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from services.trainer.megatron.rendezvous import RENDEZVOUS
+
+    started = int(os.environ["WORLD_SIZE"])
+    for number, (module, kind, fields) in enumerate(json.loads(script.read_text())):
+        case = getattr(importlib.import_module(module), kind)(**fields)
+        ranks = fields.get("ranks") or started
+        os.environ |= {"WORLD_SIZE": str(ranks), RENDEZVOUS: str(script.with_name(f"{script.stem}-meets-{number}"))}
+        if int(os.environ["RANK"]) < ranks:
+            try:
+                case.run()
+            finally:
+                parallel_state.destroy_model_parallel()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.models.float64_reference import log_probs_of
 from tests.support.ranks.rank_cases import samples
 
-TEMPERATURE = 0.8
 REPORTED = ("loss/policy", "loss/kl", "entropy", "grad_norm", "ratio/mean", "tokens", "log_prob_diff/mean")
 
 
@@ -46,10 +46,8 @@ def assert_log_probs_of_transformers(case: Path, model: Path) -> None:
     """Every response token's, within 1e-4."""
     found, table = json.loads((case / "log_probs.json").read_text()), network(model)
     for row, sample in zip(found, samples(0), strict=True):
-        tokens, start = torch.from_numpy(sample.tokens).long(), sample.prompt_length
         with torch.no_grad():
-            logits = table(tokens[None]).logits[0, start - 1 : -1]
-        expected = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
+            expected = log_probs_of(table, sample)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=1e-4)
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tests.support.ranks.ranks import entries
 
 TOKENS = [7, 300, 12, 5, 99, 41, 41, 260, 3, 18, 77, 150]
 DENSE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 32}
@@ -36,13 +33,12 @@ class TorchDistCase:
     option: str = "initial_megatron_checkpoint"
     """The job's name for Megatron's folder."""
 
-
-def run_case(case: TorchDistCase) -> None:
-    """In every rank at once."""
-    folder = Path(case.folder)
-    _in_layout(case.plain, lambda: _save(case, folder))
-    _started(case, folder)
-    _in_layout(case.plain, lambda: _load(case, folder))
+    def run(self) -> None:
+        """In every rank at once."""
+        folder = Path(self.folder)
+        _in_layout(self.plain, lambda: _save(self, folder))
+        _started(self, folder)
+        _in_layout(self.plain, lambda: _load(self, folder))
 
 
 def _job(case: TorchDistCase, folder: Path) -> Any:
@@ -117,10 +113,11 @@ def _in_layout(sizes: Mapping[str, int], work: Callable[[], None]) -> None:
     from megatron.core import parallel_state
 
     from services.trainer.megatron import cpu_adapter
+    from services.trainer.megatron.rendezvous import RENDEZVOUS
 
     cpu_adapter.install()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = os.environ["HEADRACE_TEST_MEETING"]
+    meeting = f"{os.environ[RENDEZVOUS]}-plain"
     number = len(list(Path(meeting).parent.glob(f"{Path(meeting).name}-left-{rank}-*")))
     dist.init_process_group("gloo", init_method=f"file://{meeting}-{number}", rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(**sizes)
@@ -193,14 +190,3 @@ def _write_logits(model: Any, path: Path) -> None:
         logits = model.eval()(tokens, torch.arange(size)[None], mask)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(logits[0].tolist()))
-
-
-def main(script: Path) -> None:
-    """The cases of a script, one after the other."""
-    for number, entry in enumerate(entries(script)):
-        os.environ["HEADRACE_TEST_MEETING"] = str(script.with_name(f"plain-meets-{number}"))
-        run_case(TorchDistCase(**entry))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
@@ -21,54 +21,53 @@ from headrace.job.schema.run import PublishSection
 from headrace.run_folder import RunFolder
 from services.buffer.store.base import Store
 from services.rollout.engine.process import EngineFactory
-from tests.support.devices.shared_device import SharedDevice
-from tests.support.devices.watch_ranks import watch
+from tests.support.devices.shared_device import SharedDevice, watch
 from tests.support.devices.weights_engine import WeightsEngine
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine
-from tests.support.ranks.algorithm_cases import Sections, laid_over
-from tests.support.ranks.ranks import entries
+from tests.support.ranks.ranks import RankCase, Sections, laid_over
 
 NUM_STEPS = 2
 LOG_PROB_BOUND = 1e-4
 """By which trainer and engine may differ on the probe, in the mean."""
 _SIZES = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
-_PLAIN: Sections = {
-    "rollout": {"num_rollout": NUM_STEPS, "rollout_temperature": 0.8, **_SIZES},
-    "train": {"micro_batch_size": 3, "num_steps_per_rollout": 1},
-    "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
-    "publish": {"update_weight_probe_tolerance": LOG_PROB_BOUND, "update_weight_buffer_size": 100_000},
-}
 
 
 @dataclass(frozen=True)
-class TrainerCase:
-    """Sections are laid over those of a plain job."""
+class TrainerCase(RankCase):
+    """A whole trainer; `services` are the addresses of its buffer and its rollout services."""
 
-    name: str
-    folder: str
-    hf_checkpoint: str
-    sections: Sections
-    services: Mapping[str, str]
+    services: Mapping[str, str] = field(default_factory=dict)
     devices: Sequence[str] = ()
     """The folders of the fake devices that its ranks share with engines, one a machine; none: they have their own.
 
     Of several machines each has one rank.
     """
-
-    @property
-    def out(self) -> Path:
-        """Where its results are."""
-        return Path(self.folder) / self.name
+    plain: ClassVar[Sections] = {
+        "rollout": {"num_rollout": NUM_STEPS, "rollout_temperature": 0.8, **_SIZES},
+        "train": {"micro_batch_size": 3, "num_steps_per_rollout": 1},
+        "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
+        "publish": {"update_weight_probe_tolerance": LOG_PROB_BOUND, "update_weight_buffer_size": 100_000},
+    }
 
     def job(self) -> Job:
-        """The job it stands for."""
+        """It exports to its folder."""
         own: Sections = {
             "model": {"hf_checkpoint": self.hf_checkpoint},
             "checkpoint": {"save_hf": str(self.out / "export")},
             "services": self.services,
         }
-        return laid_over(_PLAIN | own, self.sections)
+        return laid_over(self.plain, own, self.sections)
+
+    def run(self) -> None:
+        from headrace.rpc.server import Listen
+        from services.trainer.__main__ import run_rank
+        from services.trainer.control.build import TrainerBuild
+
+        rank = int(os.environ["RANK"])
+        device = Path(self.devices[rank % len(self.devices)]) if self.devices else None
+        with watch(device, rank) if device else nullcontext():
+            asyncio.run(run_rank(TrainerBuild(self.job(), Path(self.out)), Listen("127.0.0.1:0")))
 
 
 @asynccontextmanager
@@ -112,36 +111,6 @@ async def served(
         services = {"buffer_address": server.address, "rollout_address": addresses}
         try:
             folders = [str(device.folder) for device in devices]
-            yield TrainerCase(name, str(folder), str(checkpoint), sections, services, folders), rollouts
+            yield TrainerCase(name, str(folder), str(checkpoint), sections, None, services, folders), rollouts
         finally:
             producing.cancel()
-
-
-def run_case(case: TrainerCase) -> None:
-    """In every rank at once."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from headrace.rpc.server import Listen
-    from services.trainer.__main__ import run_rank
-    from services.trainer.control.build import TrainerBuild
-
-    rank = int(os.environ["RANK"])
-    device = Path(case.devices[rank % len(case.devices)]) if case.devices else None
-    try:
-        with watch(device, rank) if device else nullcontext():
-            asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), Listen("127.0.0.1:0")))
-    finally:
-        parallel_state.destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def main(script: Path) -> None:
-    """The cases of a script, one after the other."""
-    for entry in entries(script):
-        run_case(TrainerCase(**entry))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

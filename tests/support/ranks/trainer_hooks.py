@@ -73,7 +73,6 @@ def reducer(
     total_lengths: list[int], response_lengths: list[int], loss_masks: list[torch.Tensor], per_token: bool
 ) -> Any:
     """Dr.GRPO's: a sum over a fixed length."""
-    _note("reducer", [total_lengths, response_lengths, per_token])
     return lambda flat: (flat * torch.cat(loss_masks)).sum() / 16.0
 
 
@@ -86,7 +85,6 @@ def before_train_step(
 
 def sample_filter(args: Any, samples: list[list[Any]]) -> None:
     """Leaves the first of each group out of the loss, and the last token of the others."""
-    _note("sample_filter", [[sample.group_index for sample in group] for group in samples])
     for group in samples:
         group[0].remove_sample = True
         for sample in group[1:]:
@@ -95,7 +93,6 @@ def sample_filter(args: Any, samples: list[list[Any]]) -> None:
 
 def train_data(args: Any, samples: list[Any]) -> dict[str, list[Any]]:
     """What slime's conversion gives, with rewards, masks and log-probs of its own."""
-    _note("train_data", [sample.train_metadata for sample in samples])
     return {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],

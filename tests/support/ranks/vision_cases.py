@@ -1,26 +1,22 @@
 """What a spawned rank does in the tests of models with a vision tower: trains one rollout step on samples with images.
 
-log_probs.json   of every sample, before training
-metrics.json     of the step
-initial, trained exported models
+log_probs.json, log_probs_after.json  of every sample, before and after training
+metrics.json                          of the step
+initial, trained                      exported models
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
-from headrace.job.schema.job import Job
 from headrace.trajectory import PolicyRange, Sample, Status
-from tests.support.ranks.ranks import entries
+from tests.support.ranks.rank_cases import train_once
+from tests.support.ranks.ranks import RankCase, Sections
 
 TEXT_TOKENS = 300
 """Ids below are text."""
@@ -30,35 +26,32 @@ _GROUPS = (([(4, 6)], 3), ([(4, 4), (8, 4)], 2), ([], 2))
 
 
 @dataclass(frozen=True)
-class VisionCase:
-    """One layout of one model."""
+class VisionCase(RankCase):
+    """GRPO in one optimizer step; the engine's log-probs are the old policy's."""
 
-    name: str
-    folder: str
-    hf_checkpoint: str
-    ranks: int
-    """Only the first of the ranks take part."""
-    megatron: Mapping[str, Any]
-    train: Mapping[str, Any] = field(default_factory=dict)
-    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plain: ClassVar[Sections] = {
+        "rollout": {"num_rollout": 4},
+        "train": {"micro_batch_size": 4, "num_steps_per_rollout": 1, "use_rollout_logprobs": True},
+        "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
+    }
 
-    @property
-    def out(self) -> Path:
-        """Where its results are."""
-        return Path(self.folder) / self.name
+    def run(self) -> None:
+        import torch.distributed as dist
 
-    def job(self) -> Job:
-        """GRPO in one optimizer step; the engine's log-probs are the old policy's."""
-        return Job.model_validate(
-            {
-                "model": {"hf_checkpoint": self.hf_checkpoint},
-                "rollout": {"num_rollout": 4},
-                "train": {"micro_batch_size": 4, "num_steps_per_rollout": 1, "use_rollout_logprobs": True}
-                | dict(self.train),
-                "megatron": {"lr": 1e-2, "adam_eps": 1e-3} | dict(self.megatron),
-                **self.sections,
-            }
-        )
+        policy, layout = self.policy()
+        policy.export(self.out / "initial")
+        self._write_log_probs(policy, layout, "log_probs.json")
+        found = train_once(policy, 0, samples())
+        policy.export(self.out / "trained")
+        self._write_log_probs(policy, layout, "log_probs_after.json")
+        if layout.rank == 0:
+            (self.out / "metrics.json").write_text(json.dumps([found]))
+        dist.barrier()
+
+    def _write_log_probs(self, policy: Any, layout: Any, name: str) -> None:
+        found = policy.log_probs(samples())
+        if layout.is_last_stage and layout.is_reporting_rank:
+            (self.out / name).write_text(json.dumps([row.tolist() for row in found]))
 
 
 def samples() -> list[Sample]:
@@ -94,48 +87,3 @@ def samples() -> list[Sample]:
                 )
             )
     return found
-
-
-def run_case(case: VisionCase) -> None:
-    """In every rank at once."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from services.trainer.model.build import join_ranks, policy_of
-    from services.trainer.plan.batch import SampleFacts
-
-    os.environ["WORLD_SIZE"] = str(case.ranks)
-    if int(os.environ["RANK"]) >= case.ranks:
-        return
-    case.out.mkdir(parents=True, exist_ok=True)
-    try:
-        layout = join_ranks(case.job())
-        policy = policy_of(case.job(), layout)
-        policy.export(case.out / "initial")
-        by_id = {sample.sample_id: sample for sample in samples()}
-        log_probs = policy.log_probs(list(by_id.values()))
-        if layout.is_last_stage and layout.is_reporting_rank:
-            (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
-        facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
-        found = policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
-        policy.export(case.out / "trained")
-        after = policy.log_probs(list(by_id.values()))
-        if layout.is_last_stage and layout.is_reporting_rank:
-            (case.out / "log_probs_after.json").write_text(json.dumps([row.tolist() for row in after]))
-        if layout.rank == 0:
-            (case.out / "metrics.json").write_text(json.dumps(found))
-        dist.barrier()
-    finally:
-        parallel_state.destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def main(script: Path) -> None:
-    """The cases of a script, one after the other."""
-    for entry in entries(script):
-        run_case(VisionCase(**entry))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

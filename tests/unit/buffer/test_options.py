@@ -279,3 +279,8 @@ def test_weights_that_are_published_too_seldom_are_refused(
     changes = {"publish": {"update_weights_interval": interval}, "buffer": {"max_staleness": staleness}}
     with pytest.raises(ConfigError, match=f"interval {interval} .* {staleness}:") if is_refused else nullcontext():
         assert train_stream(job_of(folder, changes)).max_staleness == staleness
+
+
+def test_a_shard_that_is_not_told_which_it_is_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="one of 3 shards and was not told which: pass --buffer-shard"):
+        train_stream(job_of(folder, {"services": {"buffer_address": "a:1,b:1,c:1"}}))

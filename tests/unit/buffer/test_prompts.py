@@ -17,7 +17,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
 from services.buffer.ledger.group import Prompt
-from services.buffer.ledger.stream import Cursor, FileSource
+from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.reader import PromptMix
 from services.buffer.runtime.prompt_sources import open_files
 
@@ -73,7 +73,7 @@ def ten(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_every_prompt_comes_exactly_once_in_every_epoch(
     ten: Path, shuffle: bool, chunk: int, streaming: bool
@@ -98,13 +98,6 @@ async def test_the_order_is_drawn_from_seed_and_epoch(ten: Path) -> None:
 
 
 ORDER_OF_SEED_42 = [8, 9, 3, 6, 1, 7, 4, 5, 10, 2]
-
-
-async def test_without_num_epochs_the_walk_has_no_end(ten: Path) -> None:
-    async with opened(source(ten)) as mix:
-        reading = await mix.read(mix.start(), [25])
-    assert (len(reading.prompts[0]), reading.ended) == (25, (False,))
-    assert reading.cursors == (Cursor(epoch=2, row=5, prompts_read=25),)
 
 
 async def test_text_label_metadata_and_tools_travel(tmp_path: Path) -> None:
@@ -135,14 +128,11 @@ async def test_chat_prompts_keep_their_turns_and_what_else_they_carry(tmp_path: 
     ("line", "complaint"),
     [
         ("{oops", "Expecting property name"),
-        ("[1]", "must be a JSON object"),
         ('{"text": "x"}', "lacks 'prompt', has ['text']"),
         ('{"prompt": 7}', "must be text or an array of chat messages"),
-        ('{"prompt": []}', "must be text or an array of chat messages"),
         ('{"prompt": [{"content": "x"}]}', "an object with a role"),
         ('{"prompt": "x", "metadata": "y"}', "'metadata' must be an object"),
         ('{"prompt": "x", "metadata": {"a": NaN}}', "cannot be written as JSON"),
-        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
         ("[" * 100_000, "recursion"),
     ],
 )
@@ -163,15 +153,6 @@ async def test_bad_lines_are_counted_and_passed_over_when_asked(tmp_path: Path, 
         f"p.jsonl:{line}@{epoch}" for epoch in (0, 1) for line in (1, 3)
     ]
     assert mix.bad_lines + reading.cursors[0].bad_lines == 2
-
-
-async def test_a_bad_line_of_a_streamed_file_is_refused_when_its_block_is_met(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{i}"} for i in range(2000)]
-    path = write(tmp_path / "p.jsonl", *rows, "{oops")
-    async with opened(source(path, streaming=True)) as mix:
-        reading = await mix.read(mix.start(), [1000])
-        with pytest.raises(InvalidArgument, match=r"p.jsonl, line 2001: not JSON: Expecting property name"):
-            await mix.read(reading.cursors, [1000])
 
 
 def test_a_missing_or_empty_file_says_so(tmp_path: Path) -> None:
@@ -249,12 +230,6 @@ def test_a_column_that_is_not_there_is_named(parquet: Path, streaming: bool) -> 
         open_files([FileSource(str(parquet), "question", streaming=streaming)], READERS)
 
 
-def test_a_file_that_is_not_parquet_says_so(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.parquet", {"prompt": "x"})
-    with pytest.raises(InvalidArgument, match=r"p.parquet is not parquet"):
-        open_files([source(path)], READERS)
-
-
 ROWS = [
     {"prompt": "2 + 2", "label": "4", "metadata": {"n": 1}},
     {"prompt": "say 'a, b'\nand \"c\"", "label": "ü", "metadata": {"n": 2}},
@@ -305,9 +280,7 @@ async def test_prompts_are_read_from_json_arrays_and_csv_and_behind_a_byte_order
     ("name", "text", "message"),
     [
         ("object.json", json.dumps({"data": ROWS}, indent=1), "write one JSON object a line"),
-        ("torn.json", json.dumps(ROWS, indent=1)[:-3], "write one JSON object a line"),
         ("wide.csv", "prompt,label\nwho,me,you\n", "more cells than the header"),
-        ("numbers.json", "[1, 2]", "line 1: must be a JSON object, is 1"),
     ],
 )
 async def test_a_file_in_another_form_is_told_the_form_that_is_read(
@@ -319,21 +292,7 @@ async def test_a_file_in_another_form_is_told_the_form_that_is_read(
     assert message in said
 
 
-async def test_a_table_that_is_to_be_streamed_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps(ROWS, indent=1))
-    said = await prompts_or_refusal(tmp_path / "p.json", streaming=True)
-    assert isinstance(said, str)
-    assert "cannot be streamed" in said
-
-
-async def test_a_first_line_that_is_an_array_makes_no_table_of_json_lines(tmp_path: Path) -> None:
-    write(tmp_path / "p.jsonl", [1, 2], {"prompt": "a", "label": "b"})
-    assert await prompts_or_refusal(tmp_path / "p.jsonl", skip_bad_lines=True) == [("a", "b", "")]
-
-
-@pytest.mark.parametrize(
-    ("key", "label"), [("reward.truth", "7"), ("reward.all", '["7","seven"]'), ("a.b", "flat"), ("reward.x.y", "deep")]
-)
+@pytest.mark.parametrize(("key", "label"), [("reward.truth", "7"), ("a.b", "flat"), ("reward.x.y", "deep")])
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 async def test_a_key_with_dots_is_one_of_an_inner_object(
@@ -351,16 +310,3 @@ async def test_a_key_with_dots_is_one_of_an_inner_object(
     except InvalidArgument as error:
         found = error.message
     assert found == label
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_an_inner_key_that_is_not_there_is_told_what_is(tmp_path: Path, ending: str) -> None:
-    row, path = {"prompt": "q", "reward": {"truth": "7", "style": "rule"}}, tmp_path / f"p.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    else:
-        write(path, row)
-    with pytest.raises(InvalidArgument) as refused:
-        open_files([source(path, label_key="reward.answer")], READERS)
-    assert "'reward.answer'" in refused.value.message
-    assert "truth" in refused.value.message

@@ -105,19 +105,6 @@ def test_a_damaged_row_of_0_1_0_is_named_and_the_rest_is_converted(tmp_path: Pat
     store.close()
 
 
-def test_a_damaged_table_that_0_1_0_left_in_the_file_stays_named_and_keeps_the_payload_files(tmp_path: Path) -> None:
-    write_0_1(busy_ledger(MemoryStore()), tmp_path)
-    other = tmp_path / "payloads" / f"{'ab' * 16}.payloads"
-    other.write_bytes(b"what a lost row may have named")
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database, database:
-        database.execute("CREATE TABLE damaged_9_payloads (body BLOB)")
-    for _ in range(2):
-        store = SqliteStore(tmp_path)
-        assert [found.what for found in store.damage() if "damaged-1.sqlite" in found.what]
-        store.close()
-    assert other.exists()
-
-
 def test_a_ledger_of_0_1_0_with_a_damaged_page_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     write_0_1(busy_ledger(MemoryStore()), tmp_path)
     path = tmp_path / "ledger.sqlite"

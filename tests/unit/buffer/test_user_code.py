@@ -18,9 +18,8 @@ from services.buffer.conversion import wire
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import GroupPut, PutOutcome
-from services.buffer.ledger.stream import Cursor, Selection, StreamConfig
+from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.ledger.train import StepBatch
-from services.buffer.prompts.data_source import DataSourceReader
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
@@ -46,15 +45,6 @@ def endless(args, buffer, num_samples):
 
 def too_many(args, buffer, num_samples):
     return buffer
-
-def killed(args, buffer, num_samples):
-    import os
-    from headrace.process import scratch
-    owner = scratch.Path(os.path.dirname(__file__))
-    (there,) = scratch.Path(scratch.tempfile.gettempdir()).glob(scratch._prefix(owner) + "filter-*")
-    assert os.listdir(there) == ["groups"]
-    (owner / "was").symlink_to(there)
-    return buffer[:num_samples]
 
 def needs_more(args, buffer, num_samples, another, and_another):
     return []
@@ -125,19 +115,6 @@ async def test_a_users_function_chooses_the_batch_and_the_choice_is_durable(fold
         assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["dddd", "ccc"]
         await buffer.commit(Ledger.consume, "train", epoch, 0, batch.digest)
         assert labels((await buffer.lease_batch("train", epoch, 1, 0.0))[0]) == ["a", "bb"]
-
-
-async def test_what_a_kill_in_a_choice_leaves_has_a_name_and_goes_with_the_next_start(folder: Path) -> None:
-    async with opened(MemoryStore(), folder, "killed") as buffer:
-        await ready(buffer, "a", "b")
-        epoch, _ = await buffer.rewind("train", 0, "one", 0)
-        assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["a", "b"]
-    there = (folder / "was").readlink()
-    assert not there.exists()
-    there.mkdir()  # as a SIGKILL in the choice leaves it
-    (there / "groups").write_text("of the one that was killed")
-    async with opened(MemoryStore(), folder, "pop_first"):
-        assert not there.exists()
 
 
 @pytest.mark.parametrize(
@@ -227,29 +204,3 @@ async def test_a_class_that_is_no_data_source_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"has no get_samples\(n\)"):
         async with opened(MemoryStore(), tmp_path, data_source=f"{tmp_path}/sources.py:Silent"):
             pass
-
-
-SLOW = """
-import time
-from headrace.hooks import Sample
-
-class Slow:
-    def __init__(self, args):
-        self.next = 0
-
-    def get_samples(self, n):
-        time.sleep(0.02 * n)
-        self.next += n
-        return [[Sample(prompt=f"q{i}")] for i in range(self.next - n, self.next)]
-"""
-
-
-async def test_a_slow_data_source_without_state_is_wound_forward_over_as_many_calls_as_it_takes(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    reader = DataSourceReader(f"{tmp_path}/slow.py:Slow", HookArgs({}), seconds=1.5)
-    try:
-        reading = await reader.read(Cursor(prompts_read=200, row=200), 2)  # 4 s of asking, in calls of 1.5 s at most
-    finally:
-        await reader.close()
-    texts = [sample_pb2.Prompt.FromString(step.prompt.body).text for step in reading.entries]
-    assert texts == ["q200", "q201"]

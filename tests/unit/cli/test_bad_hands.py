@@ -94,17 +94,12 @@ def test_a_service_that_takes_connections_and_never_answers(
     "words",
     [
         ("samples", "-n", "-1"),
-        ("samples", "-n", "9" * 5000),
         ("samples", "--stream", "\ud800"),
         ("generate", "\ud800"),
-        ("generate", "x", "--max-new-tokens", "-1"),
         ("generate", "x", "--temperature", "nan"),
         ("nothing",),
-        ("x" * 100_000,),
-        ("\ud800",),
         ("up", "nothing"),
         ("up", "buffer", "--config"),
-        ("check", "hook", "\ud800"),
         ("check", "hook", "/nowhere.py:f"),
     ],
 )
@@ -123,16 +118,6 @@ def test_a_run_folder_that_cannot_be_made(load_with, tmp_path: Path, place: str)
     job = load_with("--run-name", "file")
     job = job.model_copy(update={"run": job.run.model_copy(update={"run_dir": folder})})  # since it was checked
     with pytest.raises(FailedPrecondition, match=r"run folder .* cannot be used: .*choose another --run-dir"):
-        asyncio_run(Launcher(job, ["buffer"], print))
-
-
-def test_a_full_disk_says_where_and_what_helps(load_with, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: RunFolder, job: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.job_file))
-
-    monkeypatch.setattr(RunFolder, "create", full)
-    job = load_with("--run-dir", str(tmp_path / "runs"))
-    with pytest.raises(FailedPrecondition, match=r"job\.json: No space left on device: free some space there"):
         asyncio_run(Launcher(job, ["buffer"], print))
 
 

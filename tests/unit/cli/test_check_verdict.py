@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.main import main
+from headrace.errors import ConfigError
+from headrace.job.rules.warnings import warnings
 from headrace.models.registry import find
 
 SERVICES = [f"--{name}-address=127.0.0.1:70{at}" for at, name in enumerate(("buffer", "reward", "rollout"), 10)]
@@ -23,10 +26,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--bf16"], "it has --bf16, and this machine has no GPU"),
         (["--elsewhere"], "--elsewhere"),
-        (["--rollout-num-gpus", "4096"], "it has --rollout-num-gpus 4096 on"),
         (["--sglang-mem-fraction-static", "0.7"], "it has --sglang-mem-fraction-static"),
-        (["--moe-permute-fusion"], "it has --moe-permute-fusion"),
-        (["--placement", "slurm"], "it has --placement slurm"),
     ],
 )
 def test_the_first_line_says_that_a_job_is_checked_for_another_machine(
@@ -52,8 +52,6 @@ def test_a_job_for_this_machine_has_no_such_line(job_file: Path, capsys: pytest.
     "script",
     [
         "echo 'Traceback (most recent call last):' >&2; echo 'KeyError: 7' >&2; exit 1",
-        "kill -SEGV $$",
-        "echo 'No module named services' >&2; exit 64",
     ],
 )
 @pytest.mark.parametrize("service", ["reward", "buffer"])
@@ -68,50 +66,33 @@ def test_a_check_that_breaks_is_no_check_that_found_nothing(
     assert "nothing prevents a start" not in said(capsys)
 
 
+SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+
+
 @pytest.mark.parametrize(
     ("flags", "warned"),
     [
-        (["--lr", "0"], "lr 0: the policy never changes"),
-        (["--max-lr", "0.0", "--lr-decay-style", "cosine"], "lr 0: the policy never changes"),
-        (["--lr", "0", "--loss-type", "sft_loss", "--loss-mask-type", "qwen3"], "lr 0: the policy never changes"),
-        (["--advantage-estimator", "ppo", "--critic-lr", "0"], "critic_lr 0: the critic never changes"),
+        ("--lr 0", "lr 0: the policy never changes"),
+        ("--advantage-estimator ppo --critic-lr 0", "critic_lr 0: the critic never changes"),
+        ("--bf16", "bf16 on this machine is slower than float32"),
+        (SLIMES, "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer: without effect"),
+        ("--no-check-for-nan-in-loss-and-grad", None),
     ],
 )
-def test_a_learning_rate_of_0_is_warned_of(
-    job_file: Path, capsys: pytest.CaptureFixture[str], flags: list[str], warned: str
+def test_what_changes_nothing_or_is_slow_on_a_cpu_is_warned_of(
+    load_with, monkeypatch: pytest.MonkeyPatch, flags: str, warned: str | None
 ) -> None:
-    one_sample = ["--n-samples-per-prompt", "1", "--num-steps-per-rollout", "1"] if "sft_loss" in flags else []
-    assert main(["check", str(job_file), *SERVICES, *flags, *one_sample]) == 0
-    assert warned in said(capsys)
-
-
-@pytest.mark.parametrize("cpu", ["fpu sse2 avx2", "fpu avx512f avx512_vnni amx_int8", "fpu"])
-def test_bfloat16_is_called_slow_on_a_cpu_without_its_instructions(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cpu: str
-) -> None:
-    read_text = Path.read_text
-
-    def with_this_cpu(path: Path, *args: object, **kwargs: object) -> str:
-        return f"flags : {cpu}" if str(path) == "/proc/cpuinfo" else read_text(path, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Path, "read_text", with_this_cpu)
-    monkeypatch.setattr("headrace.job.rules.warnings.num_gpus", lambda: 0, raising=False)
-    main(["check", str(job_file), *SERVICES, "--bf16"])
-    assert "bf16 on this machine is slower than float32" in said(capsys)
-    main(["check", str(job_file), *SERVICES])
-    assert "slower" not in said(capsys)
+    for module in ("training", "warnings"):
+        monkeypatch.setattr(f"headrace.job.rules.{module}.num_gpus", lambda: 0)
+    monkeypatch.setattr("headrace.job.rules.warnings.cpu_has_bfloat16", lambda: False)
+    found = warnings(load_with(*flags.split()))
+    assert [warned] == [sentence[: len(warned)] for sentence in found] if warned else found == []
 
 
 @pytest.mark.parametrize(
     ("model_name", "flags", "needed"),
     [
         ("llama3.3-70B", ["--elsewhere"], "1 trainer rank of about 1,129 GB"),
-        ("qwen3-235B-A22B", ["--bf16"], "1 trainer rank of about 4,2"),
-        (
-            "llama3.1-405B",
-            ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "8", "--elsewhere"],
-            "8 trainer ranks of about 6,4",
-        ),
         ("mistral-small-24B", ["--lora-rank", "8", "--elsewhere"], "1 trainer rank of about 94 GB"),
     ],
 )
@@ -134,45 +115,18 @@ def test_the_memory_of_a_job_is_compared_with_this_machines(
     assert "and this machine has" in lines
 
 
-SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (SLIMES, "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer: without effect"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "optimizer_offload_fraction: without effect"),
-        ("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload: without effect"),
-        ("--no-pin-cpu-grads --no-pin-cpu-params", "pin_cpu_grads, pin_cpu_params: without effect"),
-        ("--no-check-for-nan-in-loss-and-grad", ""),
-        ("--check-for-nan-in-loss-and-grad", ""),
-    ],
-)
-def test_slimes_flags_for_the_optimizers_states_are_taken_and_said_to_do_nothing_on_a_cpu(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, named: str
-) -> None:
-    for module in ("job.rules.training", "job.rules.warnings"):
-        monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 0, raising=False)
-    assert main(["check", str(job_file), *SERVICES, *flags.split()]) == 0
-    assert named in said(capsys)
-
-
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [
         (SLIMES, "--optimizer-cpu-offload, --use-precision-aware-optimizer"),
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "--use-precision-aware-optimizer"),
-        ("--overlap-cpu-optimizer-d2h-h2d --no-check-for-nan-in-loss-and-grad", None),
         ("--no-optimizer-cpu-offload", None),
     ],
 )
 def test_on_a_gpu_states_that_no_checkpoint_holds_are_refused(
-    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
+    load_with, monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
 ) -> None:
-    for module in ("job.rules.training", "job.rules.warnings"):
-        monkeypatch.setattr(f"headrace.{module}.num_gpus", lambda: 8, raising=False)
-    assert main(["check", str(job_file), *SERVICES, *flags.split()]) == (2 if refused else 0)
-    if refused:
-        told = " ".join(capsys.readouterr().err.split())
-        assert f"{refused}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot" in told
+    for module in ("training", "warnings"):
+        monkeypatch.setattr(f"headrace.job.rules.{module}.num_gpus", lambda: 8)
+    with pytest.raises(ConfigError, match=f"^{refused}: on a GPU") if refused else nullcontext():
+        load_with(*flags.split())

@@ -29,15 +29,6 @@ def test_services_that_evaluate_train_on_nothing_and_are_nobody_elses(tmp_path: 
     assert (alone.data.label_key, alone.reward.rm_type) == ("answer", "math")
 
 
-def test_a_folder_that_is_no_model_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
-    words = ["--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl"), "--rm-type", "math"]
-    assert main(["eval", "--hf-checkpoint", str(tmp_path / "none"), *words]) == 2
-    assert "none" in capsys.readouterr().err
-
-
 def test_a_folder_without_data_says_how_to_name_some(
     tmp_path: Path, load_with, capsys: pytest.CaptureFixture[str]
 ) -> None:

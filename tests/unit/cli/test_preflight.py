@@ -109,10 +109,12 @@ def test_check_and_train_refuse_the_same_before_anything_starts(
             "1 of 3 prompts (train.jsonl, line 3): metadata.rm_type is 'mth': did you mean 'math'?",
         ),
         (
-            [{"prompt": "x"}],
-            ("--skip-bad-lines", "--label-key", "label", "--rm-type", "exact_match"),
+            [{"question": "x"}],
+            ("--skip-bad-lines", "--rm-type", "exact_match"),
             "none of its rows is a prompt; the first: ",
         ),
+        ([*SUMS, {"question": "x"}], ("--rm-type", "random"), "train.jsonl, line 3: lacks 'prompt', has ['question']"),
+        (SUMS, ("--label-key", "answer", "--rm-type", "random"), "train.jsonl, line 1: lacks 'answer', has ['label'"),
     ],
 )
 def test_samples_that_could_never_be_rewarded_are_refused(
@@ -122,25 +124,11 @@ def test_samples_that_could_never_be_rewarded_are_refused(
     assert any(message in refusal for refusal in report.refusals), report
 
 
-def test_an_evaluations_row_that_could_never_be_rewarded_is_refused(load_with, tmp_path: Path) -> None:
-    """Rows of training were refused, and an evaluation failed when its turn came."""
-    path = tmp_path / "eval.jsonl"
-    path.write_text(
-        '{"prompt": "1 + 1", "label": "2"}\n{"prompt": "x", "label": "1", "metadata": {"rm_type": "mth"}}\n'
-    )
-    flags = ("--label-key", "label", "--rm-type", "exact_match", "--eval-prompt-data", "sums", str(path))
-    report = found(load_with, tmp_path, SUMS, *flags)
-    (refusal,) = report.refusals
-    assert refusal.startswith("1 of 2 prompts (eval.jsonl, line 2): metadata.rm_type is 'mth': did you mean 'math'?")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("def f(args, sample): raise KeyError('answer')\n", "the label as its own answer cannot be scored"),
         ("def f(args, sample): return 'good'\n", "a reward is a finite number or a dict of them"),
-        ("def f(args, sample): return {'a': 1.0}\n", "gave the parts .*set --reward-key"),
-        ("import nowhere_at_all\ndef f(args, sample): return 1.0\n", "nowhere_at_all"),
         ("class f:\n  def __init__(self, p): ...\n  def compute_reward(self, a, b): ...\n", "set --reward-model-path"),
     ],
 )
@@ -212,10 +200,7 @@ def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) 
     ("rows", "scorer"),
     [
         ([{"prompt": "6 * 7", "label": {"solution": 42, "checked": True}}], "math"),
-        ([{"prompt": "6 * 7", "label": '{"reward": "42", "kind": "number"}'}], "dapo"),
-        ([{"prompt": "6 * 7", "label": '{"value": 42}'}], "deepscaler"),
         ([{"prompt": "who", "label": {"text": "Ada", "lang": "en"}}], "exact_match"),
-        ([{"prompt": "who", "label": [{"text": "Ada"}, {"text": "Ada L."}]}], "f1"),
         (
             [{"prompt": "6 * 7", "label": "the sum } of"}, {"prompt": "1", "label": "see 3, 4 or 5; then } and {"}],
             "math",
@@ -238,7 +223,6 @@ def test_labels_that_no_answer_can_match_prevent_a_start_unless_the_job_says_oth
     ("row", "flags"),
     [
         ({"label": r"^\d+$"}, ("--rm-type", "regex")),
-        ({"label": "a good poem"}, ("--rm-type", "random")),
         ({"label": "assert f(1) == 2"}, ("--rm-type", "code")),
         ({"label": {"hint": "short"}}, ("--custom-rm-path", "{folder}/zero.py:zero")),
     ],
@@ -258,9 +242,6 @@ def test_a_label_that_is_no_answer_by_design_prevents_nothing(
         ({"ground_truth": "3/4", "style": "rule"}, "label", "math", "jsonl"),
         ({"ground_truth": {"target": ["Lyon", "Lugdunum"]}, "style": "rule"}, "label", "exact_match", "jsonl"),
         ({"truth": {"value": "3/4"}}, "label.truth.value", "math", "parquet"),
-        ({"answers": ["Lyon", "Lugdunum"], "id": 7}, "label.answers", "f1", "parquet"),
-        ("3 * 4 = <<3*4=12>>12 and 12 + 1,000 = 1,012.\n#### 1,012", "label", "deepscaler", "jsonl"),
-        ("It is 7 + 6.\n#### 13", "label", "dapo", "parquet"),
     ],
 )
 def test_labels_of_common_data_sets_are_matched_by_their_answers(
@@ -277,8 +258,7 @@ def test_labels_of_common_data_sets_are_matched_by_their_answers(
     assert buffer.refusals == []
     (row,) = buffer.prompts.rows
     text = row.prompt().label
-    answer = {"math": r"\boxed{\frac34}", "exact_match": "Lugdunum", "f1": "Lugdunum"}.get(scorer, "")
-    answer = answer or {"deepscaler": r"</think>\boxed{1012}", "dapo": "Answer: 13"}[scorer]
+    answer = {"math": r"\boxed{\frac34}", "exact_match": "Lugdunum"}[scorer]
     score = importlib.import_module(f"services.reward.scorers.{scorer}").score(ScoreItem("1", "?", answer, text, {}))
     assert (score["score"] if isinstance(score, dict) else score) == 1.0
     assert asyncio.run(check_reward(options, lambda: buffer.prompts)).refusals == []
@@ -349,9 +329,6 @@ async def loops(args, samples, evaluation=False):
 
 async def waits_for_a_server(args, sample, sampling_params):
     raise ConnectionRefusedError("search server 127.0.0.1:8000")
-
-async def plays(args, task, base_url):
-    raise LookupError(f"no browser for {task.label}")
 """
 
 
@@ -362,7 +339,6 @@ async def plays(args, task, base_url):
         ("--custom-generate-function-path", "unfinished", 2, "returned a sample that cannot be trained"),
         ("--custom-generate-function-path", "loops", 2, "args.max_turns is None: give the job --max-turns N"),
         ("--custom-generate-function-path", "waits_for_a_server", 0, "start what"),
-        ("--agent-function-path", "plays", 2, "raised LookupError: no browser for 4"),
     ],
 )
 def test_check_tries_functions_that_make_samples(
@@ -398,9 +374,7 @@ def test_slime_imports_reach_every_process_that_loads_hooks(
     ("prompt", "label", "expression"),
     [
         ([{"role": "user", "content": "7?"}], {"ground_truth": ["7"]}, "sample.label['ground_truth'][0]"),
-        ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], [["7", 1]], "sample.label[0][0]"),
         ("plain", {"a": {"b": "7"}}, "sample.label['a']['b']"),
-        ([{"role": "user", "content": "7?"}], "7", "sample.label"),
     ],
 )
 def test_the_trial_of_a_label_gives_a_function_what_the_run_gives_it(

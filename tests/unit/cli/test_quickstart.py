@@ -50,8 +50,3 @@ def test_another_begins_where_there_is_none_or_it_is_over_or_has_no_step(
     said = quickstart(tmp_path)
     assert "trains quickstart-20" in said
     assert f"trains {EARLIER}\n" not in said
-
-
-def test_another_begins_beside_one_that_is_live(tmp_path: Path) -> None:
-    earlier(tmp_path, "checkpoints")
-    assert f"trains {EARLIER}\n" not in quickstart(tmp_path, is_live=True)

@@ -44,8 +44,6 @@ def resumed(job_file: Path, tmp_path: Path, load_with: Callable[..., Job]) -> Ca
     ("before", "after", "named"),
     [
         ("--lora-rank 8", "--lora-rank 16", "lora_rank 8 there, 16 here"),
-        ("", "--lora-rank 4 --lora-alpha 32", "lora_rank unset there, 4 here; lora_alpha 8 there, 32 here"),
-        ("--bf16", "", "bf16 True there, unset here"),
         ("", "--advantage-estimator ppo --critic-lr 1e-5", "advantage_estimator grpo there, ppo here"),
     ],
 )

@@ -59,10 +59,7 @@ def test_a_run_that_has_ended_still_shows_its_samples(ended: RunFolder, capsys: 
         (["--best", "-n", "2"], ["g3/0", "g2/0"]),
         (["--worst", "-n", "1"], ["g3/1"]),
         (["--search", "PLUMS 1"], ["g1/1"]),
-        (["--step", "2", "--search", "pears"], ["g2/0"]),
         (["--failed"], ["g9/0"]),
-        (["--group", "g9"], ["g9/0"]),
-        (["--run", "one", "-n", "1"], ["g3/0"]),
         (["--step", "7"], []),
     ],
 )
@@ -79,7 +76,6 @@ def test_samples_by_step_group_reward_and_text(
         (["--eval", "sums"], ["e4/sums", "e0/sums"]),
         (["--eval", "--step", "0"], ["e0/sums"]),
         (["--eval", "sums", "--best", "-n", "1"], ["e4/sums"]),
-        (["--eval", "other"], []),
         ([], ["g3/0", "g3/1", "g2/0", "g2/1", "g1/0"]),
     ],
 )
@@ -107,8 +103,3 @@ def test_a_model_cannot_steer_the_terminal(ended: RunFolder, capsys: pytest.Capt
     assert "[bold]␛[2J" in printed
     assert "\x1b" not in printed
     assert "failed: SCORER_RAISED: 'x'" in printed
-
-
-def test_two_names_of_a_run_are_one_mistake(ended: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["samples", "one", "--run", "two"]) == 2
-    assert "two runs are named, two and one: name only one" in capsys.readouterr().err

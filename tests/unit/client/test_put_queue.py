@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.put_queue import PutQueue
 from headrace.errors import DataLoss, DeadlineExceeded, NotFound
@@ -67,18 +66,6 @@ async def test_puts_that_come_while_others_are_on_the_wire_share_a_call(client: 
     assert calls.num_groups == [1, 1, NUM_GROUPS - 2]
 
 
-async def test_large_puts_do_not_wait_for_an_answer(client: BufferClient) -> None:
-    calls = CountedCalls(client)
-    queue = PutQueue(calls)
-    large = pb.GroupPut(lease_id="l", group_id="train/0", failure=sample_pb2.Failure(message="x" * (1 << 20)))
-    waiting = [asyncio.create_task(queue.put([large], 30)) for _ in range(6)]
-    while len(calls.num_groups) < 6:
-        await asyncio.sleep(0)
-    await queue.close()
-    await asyncio.wait(waiting)
-    assert calls.num_groups == [1] * 6
-
-
 async def test_a_mistake_is_told_to_the_caller_who_made_it(client: BufferClient) -> None:
     puts = await leased_puts(client)
     puts[5].samples[0].envelope.digest = bytes(32)
@@ -93,27 +80,6 @@ async def test_a_mistake_is_told_to_the_caller_who_made_it(client: BufferClient)
     assert (await client.stats("train")).groups["READY"] == NUM_GROUPS - 2
 
 
-async def test_the_groups_of_one_call_are_kept_or_refused_together(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    puts[5].samples[0].envelope.digest = bytes(32)
-    pairs = [puts[i : i + 2] for i in range(0, NUM_GROUPS, 2)]
-    answers = await asyncio.gather(*(client.put_groups(pair) for pair in pairs), return_exceptions=True)
-    assert [i for i, answer in enumerate(answers) if isinstance(answer, BaseException)] == [2]
-    assert (await client.stats("train")).groups["READY"] == NUM_GROUPS - 2
-
-
-async def test_a_caller_who_leaves_takes_nobody_along(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    calls = CountedCalls(client)
-    waiting = await put_behind(calls, puts)
-    for i in (0, 7):
-        waiting[i].cancel()
-    calls.opened.set()
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [i for i, answer in enumerate(answers) if isinstance(answer, asyncio.CancelledError)] == [0, 7]
-    assert sum(isinstance(answer, list) for answer in answers) == NUM_GROUPS - 2
-
-
 async def test_a_short_deadline_is_nobody_elses(client: BufferClient) -> None:
     puts = await leased_puts(client)
     calls = CountedCalls(client)
@@ -125,13 +91,3 @@ async def test_a_short_deadline_is_nobody_elses(client: BufferClient) -> None:
     answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(answers[7], DeadlineExceeded)
     assert sum(isinstance(answer, list) for answer in answers) == NUM_GROUPS - 1
-
-
-async def test_nobody_waits_for_a_client_that_was_closed(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    queue = PutQueue(CountedCalls(client))
-    waiting = [asyncio.create_task(queue.put([put], 30)) for put in puts]
-    await asyncio.sleep(0)
-    await queue.close()
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(answer, asyncio.CancelledError) for answer in answers)

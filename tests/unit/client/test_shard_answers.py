@@ -34,14 +34,6 @@ def test_a_shard_that_starts_again_takes_nothing_back() -> None:
     assert (counts.num_samples, counts.num_scored) == (48 + 30 + 2 + 10, 48 + 24 + 2 + 9)
 
 
-def test_the_mean_of_all_rewards_is_right_over_a_restart() -> None:
-    merger, rewards = StatsMerger(), AllRewards()
-    rewards.since(merger.merged([shard(200, 0.9), shard(100, 0.1)]))
-    found = rewards.since(merger.merged([shard(280, 0.9), shard(20, 0.1)]))
-    assert found["reward/all/count"] == 100
-    assert abs(found["reward/all/mean"] - (80 * 0.9 + 20 * 0.1) / 100) < 1e-9
-
-
 def test_what_a_filter_skipped_is_counted_over_all_shards_and_a_restart() -> None:
     def skipping(num_samples: int, equal_reward: float, *, reason: str = "all rewards are equal") -> pb.StreamStats:
         filtered = [pb.FilteredCount(reason=reason, equal_reward=equal_reward, num_samples=num_samples)]
@@ -56,12 +48,3 @@ def test_what_a_filter_skipped_is_counted_over_all_shards_and_a_restart() -> Non
     again = rewards.since(merger.merged([skipping(40, 1.0), skipping(4, 0.0, reason="too long")]))
     assert (again["samples/filtered"], again["samples/filtered/all_right"]) == (12.0, 8.0)
     assert again["samples/filtered/reason/too long"] == 4.0
-
-
-def test_streams_are_counted_apart() -> None:
-    merger = StatsMerger()
-    merger.merged([shard(40, 0.5), shard(30, 0.5)])
-    other = [shard(1, 0.5), shard(2, 0.5)]
-    for part in other:
-        part.stream = "other"
-    assert merger.merged(other).production.num_samples == 3

@@ -6,8 +6,6 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +13,10 @@ from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import LOOKING_AT_ONCE, WAITING_AT_ONCE, BufferClient, SharedWaits
-from headrace.client.open import open_buffer
-from headrace.errors import DeadlineExceeded, NotFound
+from headrace.errors import DeadlineExceeded
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
-from tests.support.processes.buffer_server import BufferProcess, served_buffer
+from tests.support.processes.buffer_server import served_buffer
 
 NUM_WAITERS = 100
 _ENOUGH_SECONDS = 60.0
@@ -171,39 +168,6 @@ async def _random_waiters(draw: random.Random) -> None:
 # With buffers
 
 
-@pytest.fixture(params=[1, 2], ids=lambda count: f"{count} buffers")
-async def address(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """Of buffers with a stream and no prompts."""
-    async with served_buffer(MemoryStore()) as (_, first), served_buffer(MemoryStore()) as (_, second):
-        address = ",".join(server.address for server in (first, second)[: request.param])
-        async with open_buffer(address) as buffer:
-            await buffer.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=2))
-        yield address
-
-
-async def test_each_of_many_producers_gets_a_group_of_its_own(address: str) -> None:
-    async with open_buffer(address) as buffer:
-        waits = [buffer.lease_groups("train", f"p{i}", 1, wait_seconds=_ENOUGH_SECONDS) for i in range(NUM_WAITERS)]
-        waiting = asyncio.gather(*waits)
-        await buffer.submit_prompts("train", text_prompts(*(f"q{i}" for i in range(2 * NUM_WAITERS))))
-        leased = [lease.group_id for answer in await waiting for lease in answer.leases]
-    assert len(set(leased)) == len(leased) == NUM_WAITERS
-
-
-async def test_waits_that_end_say_why_there_is_nothing(address: str) -> None:
-    async with open_buffer(address) as buffer:
-        waits = [buffer.lease_groups("train", f"p{i}", 1, wait_seconds=0.05) for i in range(NUM_WAITERS)]
-        reasons = {answer.no_lease_reason for answer in await asyncio.gather(*waits)}
-    assert reasons == {pb.NO_LEASE_REASON_NO_PROMPTS}
-
-
-async def test_every_waiter_of_a_stream_that_is_not_there_is_told_so(address: str) -> None:
-    async with open_buffer(address) as buffer:
-        waits = [buffer.lease_groups("none", f"p{i}", 1, wait_seconds=_ENOUGH_SECONDS) for i in range(NUM_WAITERS)]
-        errors = await asyncio.gather(*waits, return_exceptions=True)
-    assert {type(error) for error in errors} == {NotFound}
-
-
 async def test_a_request_that_was_granted_is_answered_before_those_who_wait() -> None:
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as buffer:
         await buffer.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=2))
@@ -236,22 +200,3 @@ async def test_who_knows_an_old_version_does_not_stand_behind_those_who_do_not_c
         assert (list(answer.leases), answer.oldest_version) == ([], 1)
         assert not waiting.done()
         waiting.cancel()
-
-
-async def test_waiters_outlive_kills_of_the_buffer(tmp_path: Path) -> None:
-    process = BufferProcess(tmp_path, None)
-    await process.start()
-    try:
-        async with BufferClient(process.address) as buffer:
-            await buffer.create_stream(pb.StreamConfig(name="own", n_samples_per_prompt=1, groups_per_step=2))
-            waits = [buffer.lease_groups("own", f"p{i}", 1, wait_seconds=_ENOUGH_SECONDS) for i in range(NUM_WAITERS)]
-            waiting = asyncio.gather(*waits)
-            for kill in range(2):
-                await buffer.submit_prompts("own", text_prompts(*(f"{kill}/{i}" for i in range(NUM_WAITERS))))
-                await process.kill()
-                await process.start()
-            answers = await waiting
-        leased = [lease.group_id for answer in answers for lease in answer.leases]
-        assert len(set(leased)) == len(leased) == NUM_WAITERS
-    finally:
-        await process.kill()

@@ -60,10 +60,3 @@ def test_a_client_divides_a_stream_as_the_jobs_own_shards_do(groups: int) -> Non
     shares = [share_of(stream(1, 0), shard, NUM_SHARDS) for shard in range(NUM_SHARDS)]
     assert shares == [stream(NUM_SHARDS, shard) for shard in range(NUM_SHARDS)]
     assert [share.limiter.min_size_to_sample for share in shares] == [1, 1, 1]
-
-
-def test_a_default_stays_the_buffers_default() -> None:
-    shares = [share_of(pb.StreamConfig(name="train", groups_per_step=4), shard, 2) for shard in range(2)]
-    assert [(s.max_groups, s.max_leases, s.over_sampling_groups, s.HasField("limiter")) for s in shares] == [
-        (0, 0, 0, False)
-    ] * 2

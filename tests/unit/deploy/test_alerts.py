@@ -1,4 +1,4 @@
-"""Alerts are on metrics that services have, and the operator's pages say what to do about each."""
+"""Alerts are on metrics that services have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from services.rollout.metrics import RolloutMetrics
 from tests.support.deployments import DEPLOY
 
 RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
-OPERATIONS = (DEPLOY.parent / "docs" / "operations.md").read_text()
 _SERIES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -47,8 +46,3 @@ def test_an_alert_is_on_series_and_labels_that_exist(rule: dict[str, Any], label
     for grouped in re.findall(r"by \(([^)]*)\)", rule["expr"]):
         assert set(grouped.split(", ")) <= set.union(*(labels[name] for name, _ in series))
     assert rule["labels"]["severity"] in ("page", "ticket")
-
-
-def test_each_alert_has_its_paragraph_and_each_paragraph_its_alert() -> None:
-    explained = re.findall(r"^\*\*(Headrace\w+)\.\*\* \S", OPERATIONS, re.M)
-    assert sorted(explained) == sorted(rule["alert"] for rule in RULES)

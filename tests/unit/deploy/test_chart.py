@@ -9,7 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from helm_python import Chart, lint
+from helm_python import Chart
 from helm_python.errors import HelmError
 
 from headrace.launch.process import GRACE_SECONDS, LONGEST_GRACE_SECONDS
@@ -73,12 +73,6 @@ def test_kubernetes_takes_what_the_chart_makes(values: dict[str, Any], version: 
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
-def test_helm_has_no_complaint() -> None:
-    report = lint(CHART, FULL, strict=True)
-    assert report["errors"] == []
-    assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
-
-
 @pytest.mark.parametrize("values", [PLAIN, FULL])
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_pod_gets_a_job_that_can_be_loaded(service: str, values: dict[str, Any], job_file: Path) -> None:
@@ -97,25 +91,6 @@ def test_a_pod_gets_a_job_that_can_be_loaded(service: str, values: dict[str, Any
     assert mounted == {each["name"] for each in pod["spec"]["volumes"]} | claimed
 
 
-def test_a_release_without_certificates_says_so_to_every_service(job_file: Path) -> None:
-    for service, pod in pods(rendered({**PLAIN, "tls": {"secretName": ""}, "insecure": True})).items():
-        job = job_of(pod["spec"]["containers"][0]["args"], dict(variables(pod)), job_file)
-        assert job.services.insecure, service
-        assert job.services.tls_dir is None
-
-
-def test_addresses_are_names_of_the_charts_services_and_pods() -> None:
-    objects = rendered(FULL)
-    services, env = of_kind(objects, "Service"), dict(variables(pods(objects)["trainer"]))
-    for service in SERVICES:
-        for place in env[f"HEADRACE_{service.upper()}_ADDRESS"].split(","):
-            host, port = place.split(":")
-            assert host.split(".")[-1].removeprefix("headrace-") == service
-            assert int(port) == PORTS[service] == services[service]["spec"]["ports"][0]["port"]
-            assert services[service]["spec"]["selector"].items() <= pods(objects)[service]["metadata"]["labels"].items()
-    assert of_kind(objects, "StatefulSet")["rollout"]["spec"]["serviceName"] == "headrace-rollout"
-
-
 def test_pods_have_no_rights_and_no_variables_of_kubernetes() -> None:
     for pod in pods(rendered(PLAIN)).values():
         (container,) = pod["spec"]["containers"]
@@ -126,36 +101,6 @@ def test_pods_have_no_rights_and_no_variables_of_kubernetes() -> None:
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["spec"]["enableServiceLinks"] is False
         assert pod["spec"]["automountServiceAccountToken"] is False
-
-
-def test_weights_may_pass_between_trainer_and_rollout_at_any_port_and_nobody_else_may() -> None:
-    policies = of_kind(rendered(FULL), "NetworkPolicy")
-    for service in SERVICES:
-        wide = [rule for rule in policies[service]["spec"]["ingress"] if "endPort" in rule["ports"][0]]
-        from_whom = [
-            peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for rule in wide for peer in rule["from"]
-        ]
-        assert from_whom == {"rollout": ["trainer"], "trainer": ["rollout"]}.get(service, [])
-        assert policies[service]["spec"]["ingress"], service
-    assert of_kind(rendered({**PLAIN, "networkPolicy": {"enabled": False}}), "NetworkPolicy") == {}
-
-
-def test_prometheus_shows_a_certificate_and_asks_for_the_services_name() -> None:
-    (monitor,) = of_kind(rendered(FULL), "ServiceMonitor").values()
-    (endpoint,) = monitor["spec"]["endpoints"]
-    assert endpoint["port"] in [port["name"] for port in of_kind(rendered(FULL), "Service")["buffer"]["spec"]["ports"]]
-    assert endpoint["tlsConfig"]["serverName"] == "headrace"
-    assert endpoint["tlsConfig"]["keySecret"] == {"name": "headrace-tls", "key": "key.pem"}
-    assert of_kind(rendered(PLAIN), "ServiceMonitor") == {}
-
-
-def test_other_values_make_another_job_of_the_trainer_and_the_same_ones_do_not() -> None:
-    names = [list(of_kind(rendered(values), "Job")) for values in (PLAIN, PLAIN, FULL)]
-    assert names[0] == names[1] != names[2]
-    gpus = pods(rendered(FULL))["trainer"]["spec"]["containers"][0]["resources"]["limits"]
-    assert gpus["nvidia.com/gpu"] == 1
-    on_cpu = {**PLAIN, "trainer": {"gpus": 0}}
-    assert "nvidia.com/gpu" not in pods(rendered(on_cpu))["trainer"]["spec"]["containers"][0]["resources"]["limits"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""deploy/ray: a RayJob of fields that KubeRay has, pods that Kubernetes takes, and flags that headrace has."""
+"""deploy/ray: pods that Kubernetes takes, and flags that headrace has."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -19,16 +18,7 @@ from headrace.job.load.load import load
 from headrace.job.option import options
 from headrace.job.rules.scope import Scope
 from tests.support.deployments import DEPLOY, targets
-from tests.support.processes.training_run import ROOT
 
-FIELDS = {
-    "job": {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"},
-    "cluster": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"},
-    "head": {"rayStartParams", "template", "serviceType"},
-    "workers": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
-}
-"""Of ray.io/v1, as KubeRay's API reference has them; those that the file may use."""
-VERSION = re.search(r"^ray==(\S+)$", (ROOT / "requirements" / "ray.txt").read_text(), re.M)
 SUBMIT = DEPLOY / "ray" / "submit.sh"
 
 
@@ -40,19 +30,6 @@ def ray_job() -> dict[str, Any]:
 def groups() -> list[dict[str, Any]]:
     cluster = ray_job()["spec"]["rayClusterSpec"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-
-
-def test_its_fields_are_kuberays_and_its_ray_is_the_one_that_is_installed() -> None:
-    job = ray_job()
-    cluster = job["spec"]["rayClusterSpec"]
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert set(job["spec"]) <= FIELDS["job"]
-    assert set(cluster) <= FIELDS["cluster"]
-    assert set(cluster["headGroupSpec"]) <= FIELDS["head"]
-    assert all(set(group) <= FIELDS["workers"] for group in cluster["workerGroupSpecs"])
-    assert cluster["authOptions"] == {"mode": "token"}, "whoever reaches a Ray cluster runs programs on it"
-    assert VERSION
-    assert cluster["rayVersion"] == VERSION[1]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -74,6 +51,8 @@ def test_its_job_is_one_that_can_be_loaded_and_has_room(job_file: Path, monkeypa
     variables = {each["name"]: each.get("value", "10.0.0.7") for each in container["env"]}
     job = load(job_file, flags, variables, lambda job: Scope(["buffer", "reward", "rollout", "trainer"], "elsewhere"))
     assert str(job.run.run_dir) == "/runs"
+    auth = ray_job()["spec"]["rayClusterSpec"]["authOptions"]
+    assert auth == {"mode": "token"}, "whoever reaches a Ray cluster runs programs on it"
     room = sum(int(group["rayStartParams"]["num-cpus"]) * group.get("replicas", 1) for group in groups())
     assert job.placement.num_ranks + job.placement.num_engines <= room
     assert job.placement.actor_num_nodes == len(groups())

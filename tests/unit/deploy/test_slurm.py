@@ -1,11 +1,9 @@
-"""deploy/slurm/train.sbatch: options that exist, the command that it starts, and when its job is requeued."""
+"""deploy/slurm/train.sbatch: the command that it starts, and when its job is requeued."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +17,6 @@ from headrace.job.option import options
 from tests.support.deployments import DEPLOY
 
 SCRIPT = DEPLOY / "slurm" / "train.sbatch"
-OPTIONS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "signal", "requeue", "open-mode"),
-    *("output", "partition", "account", "qos"),
-}
-"""Of sbatch, as its manual has them; those that the script may use."""
 HEADRACE = """#!{python}
 import json, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(os.environ["CODE_WHEN_ASKED"])))
@@ -34,17 +27,6 @@ time.sleep(float(os.environ.get("SECONDS_OF_RUN", "0")))
 sys.exit(int(os.environ.get("CODE", "0")))
 """
 NODE = "NodeName=gpu1 Arch=x86_64\n   NodeAddr=10.0.0.7 NodeHostName=gpu1 Version=22.05.8"
-
-
-def used() -> list[str]:
-    return [word for line in re.findall(r"^#SBATCH (.*)$", SCRIPT.read_text(), re.M) for word in shlex.split(line)]
-
-
-def test_options_are_sbatchs() -> None:
-    names = {word.removeprefix("--").partition("=")[0] for word in used()}
-    assert names <= OPTIONS, names - OPTIONS
-    assert {"requeue", "open-mode", "signal"} <= names
-    assert "--signal=B:TERM@600" in used(), "to the script alone: its services are ended in their order"
 
 
 @pytest.fixture
@@ -86,21 +68,6 @@ def test_a_job_of_several_machines_starts_services_where_slurm_reaches_the_first
     }
     assert variables == {"HEADRACE_SERVICE_HOST": "10.0.0.7", "MASTER_ADDR": "10.0.0.7"}
     assert set(variables) - {"MASTER_ADDR"} <= {option.variable for option in options().values()}
-
-
-def test_what_a_person_says_counts(place: Path) -> None:
-    assert start(place, "--actor-num-gpus-per-node", "6", HEADRACE_SERVICE_HOST="10.1.0.7").wait(60) == 0
-    words, variables = told(place)
-    assert words[-2:] == ["--actor-num-gpus-per-node", "6"]
-    assert variables == {"HEADRACE_SERVICE_HOST": "10.1.0.7", "MASTER_ADDR": "10.1.0.7"}
-
-
-def test_one_machine_needs_no_address(place: Path) -> None:
-    assert start(place, "job.toml", SLURM_JOB_NUM_NODES="1", SLURM_NTASKS_PER_NODE="8(x2)", CODE="3").wait(60) == 3
-    words, variables = told(place)
-    assert words[words.index("--actor-num-gpus-per-node") + 1] == "8"
-    assert variables == {}
-    assert not (place / "asked").exists(), "a run that fails does not go back into the queue"
 
 
 @pytest.mark.parametrize(

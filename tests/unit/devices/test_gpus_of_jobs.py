@@ -45,20 +45,10 @@ def visible(job: Job, services: tuple[str, ...] = ALL, **given: str) -> dict[str
 def test_the_documents_four_and_four_are_disjoint(load_with) -> None:
     job = job_of(actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
     assert visible(job) == {"trainer": "0,1,2,3", "rollout": "4,5,6,7"}
+    assert visible(job, ("rollout",)) == {"rollout": "4,5,6,7"}, "also when it is started by itself"
     flags = ("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")
     assert ("GPUs", "trainer GPU 0-3; engine 0 GPU 4-5; engine 1 GPU 6-7") in plan(load_with(*flags))
     assert gpu_environments(job, ALL, {})["trainer"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_with_colocate_engines_are_on_the_trainers_gpus_and_as_many(load_with) -> None:
-    job = load_with("--colocate", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "4")
-    assert job.placement.rollout_num_gpus == 8
-    assert (job.placement.offload_train, job.placement.offload_rollout) == (True, True)
-    assert job.publish.update_weight_transport == "ipc"
-    assert visible(job) == {"trainer": "0,1,2,3,4,5,6,7", "rollout": "0,1,2,3,4,5,6,7"}
-    shares = "trainer and engines in turns GPU 0-7; engine 0 GPU 0-3; engine 1 GPU 4-7"
-    assert ("GPUs", shares) in plan(job)
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -71,23 +61,6 @@ def test_with_colocate_over_two_machines_each_services_engines_are_on_the_ranks_
     assert job.publish.update_weight_transport == "disk"
     assert visible(job, ("trainer",)) == {"trainer": "0,1,2,3"}
     assert visible(job, ("rollout",)) == {"rollout": "0,1,2,3"}
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_services_that_are_started_one_by_one_on_a_machine_get_what_they_would_get_together() -> None:
-    job = job_of(actor_num_gpus_per_node=4, rollout_num_gpus=4)
-    assert visible(job, ("trainer",)) == {"trainer": "0,1,2,3"}
-    assert visible(job, ("rollout",)) == {"rollout": "4,5,6,7"}
-    assert visible(job, ("buffer",)) == {}
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_engines_at_an_address_that_others_reach_have_their_machine_to_themselves() -> None:
-    job = job_of(actor_num_gpus_per_node=8, rollout_num_gpus=8)
-    far = job.model_copy(update={"services": job.services.model_copy(update={"rollout_address": "10.0.0.7:7003"})})
-    assert visible(far, ("rollout",)) == {"rollout": "0,1,2,3,4,5,6,7"}
-    with pytest.raises(ConfigError, match="start the rollout service on a machine of its own"):
-        visible(job)
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -114,22 +87,6 @@ def test_a_check_for_other_machines_plans_with_num_gpus_per_node() -> None:
     assert found is not None
     assert [share.visible for share in (*found.trainer, *found.engines)] == ["0,1,2,3", "4", "5", "6", "7"]
     assert device_plan(job_of(), Scope(ALL, "--elsewhere")) is None
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_external_engines_and_parts_of_a_run_take_no_gpus_from_it() -> None:
-    external = job_of(actor_num_gpus_per_node=8, rollout_external_engine_addrs=["127.0.0.1:3000"])
-    assert visible(external) == {"trainer": "0,1,2,3,4,5,6,7"}
-    alone = job_of(rollout_num_gpus=8)
-    generating = alone.model_copy(update={"debug": alone.debug.model_copy(update={"debug_rollout_only": True})})
-    assert visible(generating) == {"rollout": "0,1,2,3,4,5,6,7"}
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_processes_are_started_with_their_gpus(load_with, tmp_path: Path) -> None:
-    job = load_with("--run-dir", str(tmp_path / "runs"), "--rollout-num-gpus", "2")
-    found = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES") for each in Launcher(job, ALL, print)._specs}
-    assert found == {"buffer": None, "reward": None, "trainer": "0", "rollout": "1,2"}
 
 
 def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engines() -> None:

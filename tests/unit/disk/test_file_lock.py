@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.authority import issue_client, issue_service
 from headrace.disk import file_lock
 from headrace.errors import ConfigError
 from headrace.rpc.access import add_token, revoke_token, tokens_in
 from headrace.rpc.roles import Role
-from headrace.rpc.tls import TlsFolder
 
 NAMES = [f"client-{number}" for number in range(24)]
 
@@ -38,16 +36,6 @@ def test_every_token_that_was_added_is_there_and_none_that_was_revoked(tmp_path:
     assert set(tokens_in(file)) == set(NAMES)
 
 
-def test_a_folder_gets_one_authority_and_whole_pairs_of_certificate_and_key(tmp_path: Path) -> None:
-    at_once(lambda _: issue_service(tmp_path, [], 1), NAMES[:8])
-    TlsFolder(tmp_path).read()
-    at_once(lambda name: issue_client(tmp_path, name, Role.VIEWER, 1), ["eve", "eve", "eve", *NAMES[:4]])
-    authority = (tmp_path / "ca.pem").read_bytes()
-    for folder in (tmp_path / "clients").iterdir():
-        TlsFolder(folder).read()
-        assert (folder / "ca.pem").read_bytes() == authority
-
-
 def test_who_waits_too_long_is_told_and_a_command_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     if (pid := os.fork()) == 0:
@@ -58,8 +46,3 @@ def test_who_waits_too_long_is_told_and_a_command_that_was_killed_holds_up_nobod
     with file_lock(file), pytest.raises(ConfigError, match=said), file_lock(file, 0.1):
         pass
     add_token(file, "eve", Role.VIEWER)
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/tokens\.json cannot be changed: .*nowhere: No such file"):
-        add_token(tmp_path / "nowhere" / "tokens.json", "eve", Role.VIEWER)

@@ -106,8 +106,6 @@ def test_what_is_at_its_default_takes_no_place() -> None:
     ("change", "said"),
     [
         ({"session_id": 5}, r"sample s: .*`int` - at `\$\.session_id`"),
-        ({"group_index": "one"}, r"`str` - at `\$\.group_index`"),
-        ({"custom_rm_path": ["a"]}, r"at `\$\.custom_rm_path`"),
         ({"prompt": ["a"]}, r"at `\$\.messages"),
         ({"prompt": [{"role": "user", "content": "\ud800"}]}, "sample s: "),
     ],

@@ -1,4 +1,4 @@
-"""The kit for generate functions: trajectories, templates, limits and tool calls."""
+"""The kit for generate functions: conversations by their tokens, templates, limits and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, Sample
-from headrace.hooks.kit import Completion, build_loss_mask, extract_tool_call, generate_single
+from headrace.hooks.kit import Completion, Tools, build_loss_mask, chat, extract_tool_call, generate_single
 from headrace.hooks.kit.conversation import Call, attach_tokens, calling, renderer_of
 from headrace.hooks.kit.engine import ask_engine
 from headrace.rpc.net import free_port
@@ -25,14 +25,35 @@ PLAIN = ("qwen2.5", "llama3", "llama3.1", "kimi_k2", "smollm2")
 """Templates that show a conversation as it was, thoughts included."""
 
 
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
+CALLED = 'I add.\n<tool_call>\n{"name":  "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'  # by no template
+tools = Tools()
+
+
+@tools.register
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+async def scripted(folder: Path, *says: str) -> AsyncIterator[ScriptedEngine]:
     tokenizer = make_chat_tokenizer("qwen2.5")
-    tokenizer.save_pretrained(tmp_path)
-    running = ScriptedEngine(tokenizer, ["It is 7.", "Yes."])
+    tokenizer.save_pretrained(folder)
+    running = ScriptedEngine(tokenizer, list(says))
     await running.start(seconds=60)
     yield running
     await running.stop()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
+    async for running in scripted(tmp_path, "It is 7.", "Yes."):
+        yield running
+
+
+@pytest.fixture
+async def caller(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
+    async for running in scripted(tmp_path, CALLED, "It is 7.", "Yes."):
+        yield running
 
 
 def call_of(engine: ScriptedEngine, folder: Path, **args: Any) -> Call:
@@ -40,7 +61,7 @@ def call_of(engine: ScriptedEngine, folder: Path, **args: Any) -> Call:
     host, port = engine.url.removeprefix("http://").split(":")
     options = {"hf_checkpoint": str(folder), "generate_timeout_seconds": 60.0}
     options |= {"sglang_router_ip": host, "sglang_router_port": int(port), **args}
-    params = {"max_new_tokens": 50, "stop_token_ids": [engine.end_of_turn], "sampling_seed": 5}
+    params = {"max_new_tokens": 200, "stop_token_ids": [engine.end_of_turn], "sampling_seed": 5}
     return Call(HookArgs(options), [Sample()], params)
 
 
@@ -77,14 +98,6 @@ async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
     since = whole.response[len(engine.turns[0]) : -len(engine.turns[1])]
     assert renderer(tmp_path).decode(since, special=True) == since_then
     assert [*whole.loss_mask] == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
-
-
-async def test_a_text_that_does_not_go_on_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
-    with calling(call_of(engine, tmp_path)):
-        first = await generate_single("3 + 4 =<|im_start|>assistant\n")
-        again = await generate_single("3 + 4 =<|im_start|>assistant\n")
-    assert again.turn.parent is None
-    assert again.turn.context == first.turn.context
 
 
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
@@ -182,34 +195,6 @@ def test_what_was_said_since_a_response_is_rendered_by_every_template_without_th
         assert tokenizer.decode(wholes[0].tokens) == rendered
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": "4"}}\n</tool_call>',
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
-        '<arg_key>b</arg_key>\n<arg_value>"4"</arg_value>\n</tool_call>',
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 3, "b": "4"}<｜tool▁call▁end｜>',
-        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3, "b": "4"}\n```<｜tool▁call▁end｜>',
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": "4"}}]',
-        '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": "4"}}<|eom_id|>',
-        '{"name": "add", "arguments": "{\\"a\\": 3, \\"b\\": \\"4\\"}"}',
-    ],
-    ids=["hermes", "glm", "deepseek 3.1", "deepseek r1", "mistral", "llama", "llama, text"],
-)
-def test_a_tool_call_is_found_in_every_format(text: str) -> None:
-    call = extract_tool_call(text)
-    assert call is not None
-    assert (call.name, call.arguments) == ("add", {"a": 3, "b": "4"})
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["The answer is 7.", "", "<tool_call>{not json}</tool_call>", '{"a": 3}', "[TOOL_CALLS]", '<tool_call>"add"'],
-)
-def test_what_is_no_tool_call_is_none(text: str) -> None:
-    assert extract_tool_call(text) is None
-
-
 def test_tool_calls_are_found_in_special_tokens_that_the_text_leaves_out(tmp_path: Path) -> None:
     raw = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
     make_chat_tokenizer("qwen2.5").save_pretrained(tmp_path)
@@ -227,3 +212,77 @@ async def test_an_answer_without_log_probs_is_refused(
     monkeypatch.setattr("headrace.hooks.kit.conversation.ask_engine", without)
     with calling(call_of(engine, tmp_path)), pytest.raises(InvalidArgument, match="return_logprob"):
         await generate_single([USER])
+
+
+async def converse(sample: Sample, most: int = 5) -> list[dict[str, Any]]:
+    """Messages until the policy calls no more tool."""
+    messages: list[dict[str, Any]] = [USER]
+    sample.prompt = messages
+    for _ in range(most):
+        message = await chat(messages, tools=tools.schemas())
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        messages += await tools.messages(message)
+    return messages
+
+
+async def test_a_message_with_tool_calls_is_continued_by_its_tokens(caller: ScriptedEngine, tmp_path: Path) -> None:
+    call, sample = call_of(caller, tmp_path), Sample()
+    with calling(call):
+        messages = await converse(sample)
+    function = {"name": "add", "arguments": {"a": 3, "b": 4}}
+    assert messages == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "I add.\n",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+        },
+        {"role": "tool", "name": "add", "content": "7", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    made = attach_tokens(sample, call)
+    first, second = caller.turns[:2]
+    between = made.response_length - len(first) - len(second)
+    assert made.tokens[-made.response_length :][: len(first)] == first
+    assert made.tokens[-len(second) :] == second
+    assert made.loss_mask == [1] * len(first) + [0] * between + [1] * len(second)
+    assert "7" in renderer_of(call.args).decode(made.tokens[: -len(second)][-between:], special=True)
+    assert (made.status, made.response, len(made.rollout_log_probs or ())) == (
+        Sample.Status.COMPLETED,
+        "It is 7.",
+        made.response_length,
+    )
+    assert {type(message.get("content")) for message in made.prompt} == {str}
+
+
+async def test_a_conversation_that_ends_at_max_turns_in_a_call_is_truncated_and_shows_the_call(
+    caller: ScriptedEngine, tmp_path: Path
+) -> None:
+    call, sample = call_of(caller, tmp_path), Sample()
+    with calling(call):
+        await converse(sample, most=1)
+    made = attach_tokens(sample, call)
+    assert (made.status, made.response) == (Sample.Status.TRUNCATED, CALLED)
+    limited = call_of(caller, tmp_path, max_turns=1)
+    with calling(limited):
+        messages = await converse(sample)
+    assert (messages[-1], len(messages)) == ({"role": "assistant", "content": ""}, 4)
+    assert attach_tokens(sample, limited).status is Sample.Status.TRUNCATED
+
+
+async def test_a_message_whose_calls_were_edited_is_a_new_prompt(caller: ScriptedEngine, tmp_path: Path) -> None:
+    with calling(call_of(caller, tmp_path)):
+        first = await chat([USER], tools.schemas())
+        first["tool_calls"][0]["function"]["arguments"]["a"] = 5
+        second = await chat([USER, first, {"role": "tool", "content": "9"}], tools.schemas())
+    assert second.content.turn.parent is None
+    assert '"a": 5' in renderer_of(call_of(caller, tmp_path).args).decode(second.content.turn.context, special=False)
+
+
+async def test_without_tools_a_message_is_its_whole_text(caller: ScriptedEngine, tmp_path: Path) -> None:
+    with calling(call_of(caller, tmp_path)):
+        message = await chat([USER], sampling_params={"temperature": 0.5})
+    assert message == {"role": "assistant", "content": CALLED}
+    assert extract_tool_call(message.content) == {"name": "add", "arguments": {"a": 3, "b": 4}}

@@ -40,11 +40,9 @@ async def test_a_program_reads_computes_writes_and_ends(kind: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "while True: pass",
         "import time; time.sleep(60)",
         "while True: print('x' * 100_000)",  # its pipe is full when it ends
         "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]\nwhile True: pass",
-        "import os\nfor _ in range(5): os.fork()\nwhile True: pass",
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)",
     ],
 )
@@ -92,16 +90,11 @@ async def test_memory_files_and_output_are_bounded(kind: str) -> None:
     assert ran.output == "x" * 100 + "\n… cut: more than 100 characters"
 
 
-@pytest.mark.parametrize("has_cgroup", [True, False])
 @pytest.mark.parametrize(
     "code",
     [
         "import os, time\nfor _ in range(4):\n    if not os.fork():\n        held = bytearray(b'x') * (150 << 20)\n"
         "        print('held', flush=True)\n        time.sleep(5); os._exit(0)\ntime.sleep(4)",
-        "import mmap, os, time\nheld = []\nfor _ in range(6):\n    if not os.fork():\n"
-        "        part = mmap.mmap(-1, 120 << 20)\n"
-        "        for _ in range(120): part.write(b'x' * (1 << 20))\n        print('held', flush=True)\n"
-        "        time.sleep(5); os._exit(0)\ntime.sleep(4)",
         "import subprocess, sys, time\n"
         'lines = \'x = bytearray(b"x") * (140 << 20); print("held"); import time; time.sleep(5)\'\n'
         "for _ in range(4):\n"
@@ -109,22 +102,16 @@ async def test_memory_files_and_output_are_bounded(kind: str) -> None:
         "time.sleep(4)",
     ],
 )
-async def test_memory_of_all_processes_together_is_bounded(
-    kind: str, code: str, has_cgroup: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_cgroup:
-        monkeypatch.setattr(sandbox, "Cgroup", type("NoCgroup", (), {"create": lambda _: None}), raising=False)
+async def test_memory_of_all_processes_together_is_bounded(kind: str, code: str) -> None:
     ran = await run_python(code, memory_bytes=256 << 20, seconds=30)
     assert ran.output.count("held") < 4, ran
-    assert ran.exit_code != 0 or has_cgroup
+    assert ran.exit_code != 0
 
 
 @pytest.mark.parametrize(
     "code",
     [
         "for n in range(24):\n    open(f'{FOLDER}/{MARK}{n}', 'wb').write(b'x' * (15 << 20))",
-        "import os\nos.makedirs(f'{FOLDER}/{MARK}/a/b')\nfor n in range(40):\n"
-        "    open(f'{FOLDER}/{MARK}/a/b/{n}', 'wb').write(b'x' * (9 << 20))",
         "import os\nfiles = []\nfor n in range(24):\n    files.append(open(f'{FOLDER}/{MARK}{n}', 'wb', 0))\n"
         "    os.unlink(files[-1].name)\n    files[-1].write(b'x' * (15 << 20))",
     ],
@@ -157,15 +144,12 @@ def ancestors(pid="self"):
         "for pid in ancestors():\n    open(f'/proc/{pid}/mem', 'rb').seek(1); print('reached', pid)",
         "for pid in ancestors():\n    print('reached', open(f'/proc/{pid}/environ', 'rb').read()[:9])",
         "os.kill({test}, 0); print('reached')",
-        "print('reached', os.readlink('/proc/{test}/exe'))",
         "import ctypes\nlibc = ctypes.CDLL(None)\nif not libc.mount(b'none', b'/mnt', b'tmpfs', 0, None):\n"
         "    libc.umount(b'/mnt'); print('reached')",
         "import ctypes\nif not ctypes.CDLL(None).unshare(0x10000000): print('reached')",
         "os.setgroups([0]); print('reached')",
-        "os.seteuid(0); print('reached')",
         "import ctypes\nif ctypes.CDLL(None).ptrace(0x4206, {test}, 0, 0) == 0: print('reached')",
         "print('reached', os.memfd_create('x'))",
-        "os.nice(-5); print('reached')",
         "open('{folder}/reached', 'w'); print('reached')",
     ],
 )
@@ -176,21 +160,14 @@ async def test_a_program_reaches_no_other_process_and_no_rights(kind: str, deed:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root is left for another user")
-@pytest.mark.parametrize("line", ["Uid", "Gid", "Groups", "CapEff", "CapPrm", "CapAmb", "NoNewPrivs"])
-async def test_root_is_left_for_good_before_the_program_starts(kind: str, line: str) -> None:
-    ran = await run_python(
-        f"print([x for x in open('/proc/self/status') if x.startswith('{line}:')][0][{len(line) + 1}:])"
-    )
-    values = ran.output.split()
-    if line == "NoNewPrivs":
-        assert values == ["1"]
-    elif line == "Groups":
-        assert values == []
-    elif line.startswith("Cap"):
-        assert int(values[0], 16) == 0
-    else:
-        assert len(set(values)) == 1
-        assert "0" not in values
+async def test_root_is_left_for_good_before_the_program_starts(kind: str) -> None:
+    ran = await run_python("print(open('/proc/self/status').read())")
+    status = {name: values.split() for name, _, values in (line.partition(":") for line in ran.output.splitlines())}
+    for ids in (status["Uid"], status["Gid"]):
+        assert len(set(ids)) == 1
+        assert "0" not in ids
+    assert (status["Groups"], status["NoNewPrivs"]) == ([], ["1"])
+    assert [int(status[name][0], 16) for name in ("CapEff", "CapPrm", "CapAmb")] == [0, 0, 0]
 
 
 async def test_programs_are_refused_without_bubblewrap_and_the_way_out_is_named(
@@ -203,10 +180,9 @@ async def test_programs_are_refused_without_bubblewrap_and_the_way_out_is_named(
     async def python(code: str) -> str:
         return str(await run_python(code))
 
-    for code in ("print(6 * 7)", "import math; print(math.factorial(5) - 78)", "print(int('2a', 16))"):
-        with pytest.raises(FailedPrecondition, match="bubblewrap.*--insecure-sandbox"):
-            await run_python(code)
-        assert "refused" in await tools.call(ToolCall(name="python", arguments={"code": code}))
+    with pytest.raises(FailedPrecondition, match="bubblewrap.*--insecure-sandbox"):
+        await run_python("print(6 * 7)")
+    assert "refused" in await tools.call(ToolCall(name="python", arguments={"code": "print(6 * 7)"}))
     choose_sandbox("process", monkeypatch)
     assert await tools.call(ToolCall(name="python", arguments={"code": "print(6 * 7)"})) == "42\n"
 
@@ -218,13 +194,11 @@ _FORBIDDEN = "bwrap: No permissions to create new namespace"
     ("files", "switch"),
     [
         ({"sys/kernel/unprivileged_userns_clone": "0\n"}, "sysctl -w kernel.unprivileged_userns_clone=1"),
-        ({"sys/user/max_user_namespaces": "0"}, "sysctl -w user.max_user_namespaces="),
         (
             {"sys/user/max_user_namespaces": "9", "sys/kernel/apparmor_restrict_unprivileged_userns": "1\n"},
             "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
         ),
         ({"self/status": "Name:\tx\nSeccomp:\t2\n"}, "--security-opt seccomp=unconfined"),
-        ({"self/status": "Name:\tx\nSeccomp:\t0\n"}, "docs/security.md"),
     ],
 )
 async def test_where_namespaces_are_forbidden_the_switch_is_named(
@@ -244,30 +218,13 @@ async def test_where_namespaces_are_forbidden_the_switch_is_named(
     assert switch in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["conda/bin", "nix/profile/bin", "with space/bin"])
-async def test_bubblewrap_outside_of_the_systems_folders_is_run_by_its_full_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / name).mkdir(parents=True)
-    real = bwrap_path()
-    _executable(tmp_path / name / "bwrap", f"echo used >> '{tmp_path}/used'; exec '{real}' \"$@\"")
-    monkeypatch.setattr(sandbox, "_SYSTEMS_OWN", (), raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path / name}:/usr/bin:/bin")
-    choose_sandbox("bubblewrap", monkeypatch)
-    try:
-        ran = await run_python("print(3 + 4)")
-    except OSError as error:
-        pytest.fail(f"it was not found: {error}")
-    assert (ran.output, (tmp_path / "used").exists()) == ("7\n", True)
-
-
 async def test_the_machines_own_bubblewrap_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_sandbox("bubblewrap", monkeypatch)
-    for name in ("own", "path"):
+    for name in ("own", "with space"):
         (tmp_path / name).mkdir()
-        _executable(tmp_path / name / "bwrap", f'echo {name} >> {tmp_path}/used; exec {bwrap_path()} "$@"')
+        _executable(tmp_path / name / "bwrap", f'echo "{name}" >> {tmp_path}/used; exec {bwrap_path()} "$@"')
     monkeypatch.setattr(sandbox, "_SYSTEMS_OWN", (str(tmp_path / "own/bwrap"),), raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path}/path:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}/with space:/usr/bin:/bin")
     choose_sandbox("bubblewrap", monkeypatch)
     assert str(await run_python("print(7)")) == "7\n"
     assert set((tmp_path / "used").read_text().split()) == {"own"}

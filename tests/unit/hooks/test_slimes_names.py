@@ -8,36 +8,6 @@ import pytest
 
 from headrace.cli.main import main
 
-SEARCHES = """
-import asyncio
-
-from NAMES_STATE import GenerateState
-from NAMES_HTTP import post
-from NAMES_SAMPLE import Sample
-
-LIMIT = asyncio.Semaphore(8)
-
-async def generate(args, sample: Sample, sampling_params) -> Sample:
-    state = GenerateState(args)
-    assert state is GenerateState(args)
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    start = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    written, mask, log_probs, text = [], [], [], ""
-    for turn in range(2):
-        async with LIMIT:
-            made = await post(url, {
-                "text": sample.prompt + text, "sampling_params": sampling_params, "return_logprob": True})
-        for log_prob, token, _ in made["meta_info"]["output_token_logprobs"]:
-            written, mask, log_probs = [*written, token], [*mask, 1], [*log_probs, log_prob]
-        text += made["text"]
-        if turn == 0:
-            found = state.tokenizer("<information>seven</information>", add_special_tokens=False)["input_ids"]
-            written, mask, log_probs = written + found, mask + [0] * len(found), log_probs + [0.0] * len(found)
-    sample.tokens, sample.response_length, sample.response = start + written, len(written), text
-    sample.loss_mask, sample.rollout_log_probs = mask, log_probs
-    sample.status = Sample.Status.COMPLETED
-    return sample
-"""
 APPENDS = """
 from NAMES_STATE import GenerateState
 from NAMES_HTTP import post
@@ -103,9 +73,7 @@ def named(code: str, modules: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("code", "function", "words", "part"),
     [
-        (named(SEARCHES, SLIMES), "generate", (), "makes 2 samples of 2 prompts"),
-        (named(SEARCHES, NEWER), "generate", (), "makes 2 samples of 2 prompts"),
-        (named(APPENDS, SLIMES), "generate", (), "makes 2 samples of 2 prompts"),
+        (named(APPENDS, NEWER), "generate", (), "makes 2 samples of 2 prompts"),
         (named(APPENDS, OURS), "generate", (), "makes 2 samples of 2 prompts"),
         (named(FANS_OUT, SLIMES), "generate", (), "makes 3 samples of 2 prompts"),
         (FILTERS, "generous", ("--kind", "filter"), "kept, dropped (generous: all rewards are 1.0)"),
@@ -132,9 +100,7 @@ def test_a_function_that_is_written_for_slime_runs(
 @pytest.mark.parametrize(
     ("line", "way"),
     [
-        ("from slime.rollout.rm_hub import batched_async_rm", "headrace has no slime.rollout.rm_hub"),
         ("from slime.rollout.sglang_rollout import generate_and_rm_group", "leave the rewards to the job's scorer"),
-        ("from slime.utils.types import ParamInfo", "it has Sample"),
         ("import slime.backends.megatron_utils.loss", "of slime there are slime.data"),
     ],
 )

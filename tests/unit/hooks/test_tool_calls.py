@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.hooks.kit import Tools, extract_tool_calls
+from headrace.hooks.kit import extract_tool_calls
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -55,8 +55,6 @@ def read(text: str, tools: list[dict[str, Any]] | None = TOOLS) -> list[tuple[st
     [
         '{"name": "Grace", "born": 1906}',
         '{"name": "Grace", "arguments": {"for": "COBOL"}}',
-        '[{"name": "find"}, {"name": "Grace"}]',
-        '{"name": "find", "born": 1906}',
         f"{FIND} would find it.",
         tag('{"name": "erase", "arguments": {}}'),
         "<tool_call>erase\n<arg_key>text</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
@@ -67,12 +65,9 @@ def read(text: str, tools: list[dict[str, Any]] | None = TOOLS) -> list[tuple[st
         f"I could write {tag(FIND)}\n</think>\n\nNo need.",
         f"<think>\n{DEEPSEEK}find<｜tool▁sep｜>{{}}{DEEPSEEK_END}",
         f"[THINK]{tag(SAVE)}[/THINK]Done.",
-        f"<think>a</think>Well. <think>{tag(FIND)}</think> No.",
         "Write <tool_call>find and then what you look for.",
         "<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>x",
         tag('{"name": "find", "arguments": [1]}'),
-        tag('{"name": "find", "arguments": "x"}'),
-        tag('{"name": ["find"], "arguments": {}}'),
     ],
 )
 def test_what_is_no_call_of_an_offered_tool_is_not_invented(text: str) -> None:
@@ -87,25 +82,21 @@ def test_what_is_no_call_of_an_offered_tool_is_not_invented(text: str) -> None:
         (tag('{"name": "find", "arg') + tag(SAVE), [SAVED]),
         (tag("oh {") + tag(FIND), [FOUND]),
         (tag('{"name": "find", "arguments": null}'), [("find", {})]),
-        (tag('{"name": "find", "arguments": " "}'), [("find", {})]),
         (tag('{"name": "find", "parameters": {"text": "x"}, "arguments": null}'), [FOUND]),
         (tag('{"name": "find"}'), [("find", {})]),
         (tag(f"[{FIND}, {SAVE}]"), [FOUND, SAVED]),
         (tag(f"{FIND}\n{SAVE}"), [FOUND, SAVED]),
-        (tag(f"{FIND}, {SAVE}"), [FOUND, SAVED]),
         (tag('{"name": "find", "arguments": {"text": "}</tool_call>{"}}'), [("find", {"text": "}</tool_call>{"})]),
-        (tag('{"name": "find", "arguments": {"text": "</think>"}}'), [("find", {"text": "</think>"})]),
         (tag('{"name": "find", "arguments": {"text": "<think>"}}') + tag(SAVE), [("find", {"text": "<think>"}), SAVED]),
         (tag('{"name": "find", "arguments": {"text": "a\nb"}}'), [("find", {"text": "a\nb"})]),
         (f"<think>{tag(SAVE)}</think>{tag(FIND)}", [FOUND]),
-        (f"Perhaps {tag(SAVE)}</think>{tag(FIND)}", [FOUND]),
         (f"{FIND}; {SAVE}", [FOUND, SAVED]),
         (f"<|python_tag|>{FIND}\n{SAVE}<|eom_id|>", [FOUND, SAVED]),
         (f"<think>\nEasy.\n</think>\n\n{FIND}", [FOUND]),
         (f"{DEEPSEEK}find<｜tool▁sep｜>{{oh{DEEPSEEK_END}{DEEPSEEK}save<｜tool▁sep｜>{{}}", [("save", {})]),
         (f"{DEEPSEEK}function<｜tool▁sep｜>find\n```json\n{{}}\n```{DEEPSEEK_END}", [("find", {})]),
         (kimi("find", "{oh") + kimi("save", '{"text": "y"}'), [SAVED]),
-        (kimi("find", '{"text": "x"}').removesuffix(KIMI_END), [FOUND]),
+        (f"[TOOL_CALLS][{FIND}]", [FOUND]),
         ('[TOOL_CALLS]find[ARGS]{"text": "x"}[TOOL_CALLS]save[ARGS]{"text": "y"}', [FOUND, SAVED]),
         ("<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>x</arg_value>\n<|observation|>", [FOUND]),
         (
@@ -113,7 +104,6 @@ def test_what_is_no_call_of_an_offered_tool_is_not_invented(text: str) -> None:
             [("find", {"text": "</tool_call>"})],
         ),
         ("<tool_call>find\n</tool_call>", [("find", {})]),
-        ("<tool_call>find<|observation|>", [("find", {})]),
     ],
 )
 def test_no_call_is_lost(text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
@@ -141,15 +131,3 @@ def test_arguments_without_quotes_have_the_values_of_the_schema(name: str, text:
     call = f"<tool_call>find\n<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     ((_, arguments),) = read(call)
     assert repr(arguments[name]) == repr(value)
-
-
-async def test_a_tool_with_a_text_gets_the_text() -> None:
-    tools = Tools()
-
-    @tools.register
-    def post(to: str, note: str | None = None) -> str:
-        return f"{to!r} {note!r}"
-
-    for to in ("2611", "02611", "1.0", "false", "[x]", "12 Oude Delft"):
-        call = f"<tool_call>post\n<arg_key>to</arg_key>\n<arg_value>{to}</arg_value>\n</tool_call>"
-        assert (await tools.messages(call))[0]["content"] == f"{to!r} None"

@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace.errors import AlreadyExists, InvalidArgument
 from headrace.hooks.kit import ToolCall, Tools
@@ -73,14 +71,8 @@ def test_schemas_are_those_that_openai_has() -> None:
     assert parameters["$defs"]["Place"]["properties"]["country"] == {"type": "string", "default": "NL"}
 
 
-@given(a=st.integers(-(2**40), 2**40), b=st.integers(-(2**40), 2**40))
-def test_numbers_may_come_as_text(a: int, b: int) -> None:
-    """As templates without JSON have them."""
-    assert asyncio.run(answer("multiply", a=str(a), b=b)) == str(a * b)
-
-
 async def test_a_tool_answers_with_text_json_and_defaults() -> None:
-    assert await answer("multiply", a=3) == "6"
+    assert await answer("multiply", a="3") == "6"  # as templates without JSON have numbers
     assert await answer("weather", where={"city": "Delft"}) == '{"where": "Delft", "unit": "C", "days": 1}'
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.args import default_args
 from headrace.hooks.trainer import trainer_hook
-from headrace.hooks.trial.check import check_hook
-from headrace.job.hook_files import TRAINER_FORMS
+from headrace.hooks.trial.check import recognise
+from headrace.hooks.trial.dry_run import dry_run
 
 SOURCE = """
 def advantage(args, rollout_data): pass
@@ -52,15 +53,13 @@ def source(tmp_path: Path) -> str:
     ],
 )
 def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: str) -> None:
-    report = check_hook(f"{source}:{kind}")
-    assert report.ok, report.failed
-    assert report.kind == kind
+    assert recognise(f"{source}:{kind}", None)[0] == kind
 
 
 def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "hook", f"{source}:reward_post_process", "--kind", "reward_post_process"]) == 0
     assert "is a reward_post_process function" in capsys.readouterr().out
-    assert check_hook(f"{source}:reducer").kind == "reducer"
+    assert recognise(f"{source}:reducer", None)[0] == "reducer"
 
 
 @pytest.mark.parametrize(
@@ -73,22 +72,22 @@ def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.Ca
         ("megatron_init", "it is not called here"),
     ],
 )
-def test_check_shows_sample_answers_to_what_sees_a_whole_batch(source: str, kind: str, told: str) -> None:
-    report = check_hook(f"{source}:{kind}", kind)
-    assert report.ok, report.failed
-    assert told in report.passed[1]
+async def test_check_shows_sample_answers_to_what_sees_a_whole_batch(source: str, kind: str, told: str) -> None:
+    assert told in await dry_run(f"{source}:{kind}", kind, default_args())
 
 
-def test_a_model_provider_may_take_the_default_model(source: str) -> None:
+async def test_what_the_trainer_could_not_use_is_refused_and_a_model_provider_may_take_the_default_model(
+    source: str,
+) -> None:
     assert trainer_hook(f"{source}:changes_model", "model_provider")
-    assert "must return a dict with rewards" in check_hook(f"{source}:nothing", "train_data").failed[0]
+    with pytest.raises(InvalidArgument, match="must return a dict with rewards"):
+        await dry_run(f"{source}:nothing", "train_data", default_args())
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "accepted"),
     [
         ("advantage", "loss", "def f(args, batch, logits, sum_of_sample_mean) -> tuple[Tensor, dict[str, Tensor]]"),
-        ("loss", "advantage", "def f(args, rollout_data) -> None"),
         ("closed_tis", "tis", "def f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs)"),
         ("greedy_tis", "tis", "cannot be called"),
         ("advantage", "reducer", "def f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)"),
@@ -100,8 +99,3 @@ def test_a_hook_that_the_trainer_could_not_call_is_refused_with_the_right_form(
     with pytest.raises(ConfigError) as refused:
         trainer_hook(f"{source}:{name}", kind)
     assert accepted in refused.value.message
-    assert not check_hook(f"{source}:{name}", kind).ok
-
-
-def test_every_form_says_how_it_is_written() -> None:
-    assert all(form.accepted.startswith("def f(") for form in TRAINER_FORMS.values())

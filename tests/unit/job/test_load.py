@@ -8,8 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.load.load import load
-from headrace.job.option import options
-from headrace.job.schema.job import Job, to_toml
+from headrace.job.schema.job import to_toml
 
 
 def test_flags_override_variables_and_variables_override_the_file(load_with) -> None:
@@ -17,16 +16,6 @@ def test_flags_override_variables_and_variables_override_the_file(load_with) -> 
     assert load_with(HEADRACE_ROLLOUT_BATCH_SIZE="6").rollout.rollout_batch_size == 6
     job = load_with("--rollout-batch-size", "8", HEADRACE_ROLLOUT_BATCH_SIZE="6")
     assert job.rollout.rollout_batch_size == 8
-
-
-def test_every_option_is_a_flag_of_its_name() -> None:
-    names = {name for _, section in Job.model_fields.items() for name in _option_names(section.annotation)}
-    assert names <= options().keys()
-    assert len(names) > 60
-
-
-def _option_names(section: object) -> list[str]:
-    return list(getattr(section, "model_fields", {}))
 
 
 def test_switches_can_be_turned_on_and_off(load_with) -> None:
@@ -69,17 +58,6 @@ def test_the_chat_templates_variables_come_as_an_object(load_with, model: Path, 
         load_with("--apply-chat-template-kwargs", "enable_thinking=false")
 
 
-def test_slimes_names_are_views_of_ours(load_with) -> None:
-    job = load_with("--use-tis", "--tis-threshold", "3", "--async-buffer-size", "2")
-    assert job.train.tis_clip == 3
-    assert job.buffer.max_staleness == 2
-
-
-def test_megatrons_flags_go_by_their_own_names(load_with) -> None:
-    job = load_with("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2", "--bf16")
-    assert job.megatron == {"lr": 2e-5, "tensor_model_parallel_size": 2, "bf16": True}
-
-
 def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> None:
     job = load_with(
         "--recompute-modules", "core_attn", "mlp", "--moe-aux-loss-coeff", "[0.1, 0.2]", "--attention-backend", "local",
@@ -98,11 +76,6 @@ def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> No
     }
 
 
-def test_sglangs_flags_carry_a_prefix(load_with) -> None:
-    job = load_with("--sglang-mem-fraction-static", "0.5", "--sglang-disable-cuda-graph", "--sglang-log-level=error")
-    assert job.sglang == {"mem_fraction_static": 0.5, "disable_cuda_graph": True, "log_level": "error"}
-
-
 def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n')
     (tmp_path / "reward.py").write_text("async def judge(args, sample): return 1.0\n")
@@ -110,17 +83,6 @@ def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
     job = load_with("--prompt-data", "data.jsonl", "--custom-rm-path", "reward.py:judge")
     assert job.data.prompt_data == (str(tmp_path / "data.jsonl"),)
     assert job.reward.custom_rm_path == f"{tmp_path}/reward.py:judge"
-
-
-def test_several_weighted_files_and_slices(load_with, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "hello"}\n' * 3)
-    files = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}@[1:]"]
-    job = load_with("--prompt-data", *files, "--prompt-data-weights", "3", "1")
-    assert job.data.prompt_data == tuple(files)
-    assert job.data.prompt_data_weights == (3.0, 1.0)
-    with pytest.raises(ConfigError, match="has 1 numbers for 2 files"):
-        load_with("--prompt-data", *files, "--prompt-data-weights", "3")
 
 
 def test_the_resolved_job_reads_back_from_toml_and_from_json(load_with, tmp_path: Path) -> None:
@@ -148,9 +110,3 @@ def test_one_of_the_four_batch_sizes_is_derived(model: Path, left_out: str, deri
     job = load(None, ["--hf-checkpoint", str(model), *flags], {})
     found = job.rollout.model_dump() | job.train.model_dump()
     assert found[left_out] == derived
-
-
-def test_without_a_word_about_it_a_rollout_is_one_optimizer_step(model: Path) -> None:
-    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
-    job = load(None, flags, {})
-    assert (job.train.num_steps_per_rollout, job.train.global_batch_size) == (1, 32)

@@ -11,9 +11,7 @@ import pytest
 
 from headrace.job.megatron.arguments import ARCHITECTURAL, GPU_ONLY, RESERVED, MegatronArgs
 from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
-from headrace.job.option import options
-from headrace.job.schema.job import Job
-from tools.megatron_fields import Row, both, rows, taken_as
+from tools.megatron_fields import Row, both, rows
 
 COMMITTED = Path(__file__).parents[3] / "headrace" / "job" / "megatron" / "fields.json"
 
@@ -44,27 +42,6 @@ def test_the_table_takes_what_the_installed_version_takes(installed: dict[str, R
 def test_every_field_that_headrace_treats_by_name_is_one() -> None:
     assert ARCHITECTURAL | GPU_ONLY | RESERVED.keys() <= MegatronArgs.model_fields.keys()
     assert not ARCHITECTURAL & RESERVED.keys()
-
-
-def test_no_field_of_megatron_hides_an_option_of_the_job() -> None:
-    known = options()
-    for section in ("train", "rollout", "checkpoint", "publish", "placement"):
-        for name in Job.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
-            assert known[name].section == section
-
-
-@pytest.mark.parametrize(
-    ("annotation", "taken"),
-    [
-        ("Optional[int]", "int"),
-        ("Union[int, List[int]]", "int | tuple[int, ...]"),
-        ("Optional[Literal['full', 'selective']]", 'Literal["full", "selective"]'),
-        ("torch.dtype", 'Literal["float32", "bfloat16", "float16"]'),
-        ("Optional[Callable]", None),
-    ],
-)
-def test_annotations_become_types_that_a_flag_can_give(annotation: str, taken: str | None) -> None:
-    assert taken_as(annotation) == taken
 
 
 def _version() -> str:

@@ -35,12 +35,7 @@ def test_a_rank_has_as_many_as_the_job_says(eight_layers: Architecture, flags: d
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"virtual_pipeline_model_parallel_size": 3},
-            r"3 x pipeline_model_parallel_size 2 does not divide num_layers 8",
-        ),
         ({"num_layers_per_virtual_pipeline_stage": 3}, r"3 x .* does not divide num_layers 8: choose a divisor of 4"),
-        ({"virtual_pipeline_model_parallel_size": 8}, r"8 x .* does not divide num_layers 8: choose a divisor of 4"),
         (
             {"virtual_pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
             r"set the same thing: give only one",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-from headrace.launch import launcher as launcher_module
 from headrace.launch.process import grace_seconds
 from headrace.process.linux import parent_of, runs
 from tests.unit.launch.test_supervisor import HERE
@@ -35,8 +31,6 @@ def launched(folder: Path, *before: str) -> subprocess.Popen[str]:
     [
         ("nothing", [signal.SIGINT]),
         ("service", [signal.SIGINT, signal.SIGINT]),
-        ("child", [signal.SIGINT, signal.SIGINT]),
-        ("guard", [signal.SIGINT, signal.SIGINT]),
         ("guard", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]),
     ],
 )
@@ -78,16 +72,3 @@ def test_the_grace_follows_the_last_steps(tmp_path: Path, step_seconds: tuple[fl
     rows = [json.dumps({"step": step, "time/step_seconds": seconds}) for step, seconds in enumerate(step_seconds)]
     metrics.write_text("\n".join(['{"step": 0, "eval/sums": 0.5}', *rows, '{"step": 7, "time/step_sec']))
     assert grace_seconds(metrics) == grace
-
-
-def test_two_signals_at_once_are_one_as_timeout_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, num_kills, times = list[str](), list[None](), iter((5.0, 5.01, 5.09, 5.2, 5.2))
-    work = mock.create_autospec(asyncio.Task, instance=True)
-    monkeypatch.setattr(launcher_module, "time", SimpleNamespace(monotonic=times.__next__))
-    monkeypatch.setattr(launcher_module, "kill_descendants", lambda: num_kills.append(None))
-    stopping = launcher_module._Stopping(work, told.append, lambda: 20.0)
-    for _ in range(5):
-        stopping.signalled()
-    assert [line.split()[0] for line in told] == ["stopping", "ending", "ending"]
-    assert len(num_kills) == 2
-    work.cancel.assert_called_once()

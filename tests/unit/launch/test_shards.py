@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from headrace.launch.buffer_of_run import living_buffer
 from headrace.launch.launcher import Launcher
 from headrace.launch.previous_run import previous_run, resumption
 from headrace.launch.specs import SERVICES
-from headrace.rpc.net import free_port
-from headrace.run_folder import RunFolder, ServiceEntry, number_of, service_of
+from headrace.run_folder import RunFolder, ServiceEntry
 
 GONE = 2**22 + 1
 
@@ -52,17 +50,6 @@ def test_each_shard_has_its_own_process_port_data_folder_and_log(load_with, tmp_
     assert [each.log_file.name for each in launcher._specs[:2]] == ["buffer-0.log", "buffer-1.log"]
 
 
-def test_one_buffer_has_the_names_and_folders_that_it_always_had(load_with, tmp_path: Path) -> None:
-    launcher = Launcher(load_with("--run-dir", str(tmp_path)), ["buffer"], print)
-    (only,) = launcher._specs
-    assert (only.name, only.log_file.name) == ("buffer", "buffer.log")
-    assert after(list(only.command), "--data-dir") == str(launcher.folder.ledger)
-    assert "--shard" not in only.command
-    launcher.folder.create(launcher.job)
-    launcher._write_services({"buffer": 7})
-    assert list(json.loads(launcher.folder.services_file.read_text())) == ["buffer"]
-
-
 def test_a_shard_by_hand_is_one_process_at_its_own_address(load_with, tmp_path: Path) -> None:
     flags = (
         "--run-dir",
@@ -91,16 +78,6 @@ def test_the_runs_folder_has_all_addresses_and_those_of_each_shard(load_with, tm
     assert others.job.services.buffer_address == joined
 
 
-def test_shards_that_are_started_again_get_their_addresses_again(load_with, tmp_path: Path) -> None:
-    launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    launcher.folder.create(launcher.job)
-    ports = [free_port(), free_port()]
-    entries = {f"buffer-{k}": ServiceEntry(f"127.0.0.1:{port}", None, GONE) for k, port in enumerate(ports)}
-    launcher.folder.write_services(entries)
-    again = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    assert again.job.services.buffer_address == f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
-
-
 @pytest.mark.parametrize(
     ("there", "flags", "message"),
     [
@@ -124,36 +101,12 @@ def test_another_number_of_shards_than_the_ledger_has_is_refused(
     assert Launcher(job, ["reward"], print).job.services.reward_address is not None
 
 
-def test_a_start_that_never_had_a_ledger_binds_nobody(load_with, tmp_path: Path) -> None:
-    run = Launcher(two_shards(load_with, tmp_path), ["buffer"], print).folder
-    for shard in range(2):
-        run.ledger_of(shard).mkdir(parents=True)
-    run.create(two_shards(load_with, tmp_path))
-    earlier = previous_run(run)
-    assert earlier is not None
-    assert not earlier.has_ledger
-    assert processes_of(
-        Launcher(two_shards(load_with, tmp_path, "--buffer-shards", "1"), ["buffer"], print)
-    ).keys() == {"buffer"}
-
-
 def test_a_ledger_in_a_database_keeps_the_number_that_its_run_began_with(load_with, tmp_path: Path) -> None:
     database = ("--buffer-store", "postgres", "--buffer-postgres", "postgresql://u@h/d")
     job = two_shards(load_with, tmp_path, *database)
     Launcher(job, ["buffer"], print).folder.create(job)
     with pytest.raises(ConfigError, match="made with 2 shards, and buffer_shards is 1"):
         Launcher(two_shards(load_with, tmp_path, *database, "--buffer-shards", "1"), ["buffer"], print)
-
-
-def test_a_services_json_of_another_version_keeps_nobody_from_starting(load_with, tmp_path: Path) -> None:
-    launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
-    launcher.folder.create(launcher.job)
-    launcher.folder.write_services(
-        {"buffer-0": ServiceEntry("h:1", None, os.getpid()), "judge": ServiceEntry("h:2", None, os.getpid())}
-    )
-    assert launcher.folder.running_addresses() == {"judge": "h:2"}
-    launcher._write_services({})
-    assert list(launcher.folder.services())[-1] == "judge"
 
 
 def test_a_resumed_run_keeps_its_number_of_shards(load_with, tmp_path: Path) -> None:
@@ -181,22 +134,3 @@ def test_check_shows_the_shards_and_refuses_another_number(
     assert main([*words, "--buffer-shards", "3"]) == 2
     refused = " ".join(capsys.readouterr().out.split())
     assert "a ledger keeps its number of shards; pass --buffer-shards 2 to continue it" in refused
-
-
-@pytest.mark.parametrize(
-    ("process", "service", "shard"),
-    [
-        ("buffer", "buffer", None),
-        ("buffer-10", "buffer", 10),
-        ("trainer", "trainer", None),
-        ("buffer-x", "buffer-x", None),
-        ("buffer-99999", "buffer-99999", None),
-    ],
-)
-def test_a_process_is_named_after_its_service(process: str, service: str, shard: int | None) -> None:
-    assert (service_of(process), number_of(process)) == (service, shard)
-
-
-def test_a_backup_is_of_one_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer", "backup", "127.0.0.1:1,127.0.0.1:2", str(tmp_path / "copy")]) == 2
-    assert "a backup is of one of them: call it for each address" in capsys.readouterr().err

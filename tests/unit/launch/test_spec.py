@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from headrace.errors import ConfigError
 from headrace.job.rules.machines import check_metrics_port
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.launch.specs import spec
+from headrace.job.schema.services import ServicesSection
+from headrace.launch.specs import SERVICES, spec
 from headrace.run_folder import RunFolder
+from services.rollout.engine import arguments
+from services.rollout.fleet_build import engine_options
 
 ADDRESSES = {
     f"{name}_address": f"127.0.0.1:70{number}"
@@ -85,13 +89,35 @@ def test_a_service_runs_in_the_python_that_the_job_names(tmp_path: Path, service
     assert sys.executable in list(spec(job_of(tmp_path), service, RunFolder(tmp_path)).command)
 
 
-def test_a_python_that_is_not_there_is_refused_by_name(load_with) -> None:
-    with pytest.raises(ConfigError, match="rollout_python: /no/python is no program here"):
-        load_with("--rollout-python", "/no/python")
-    with pytest.raises(ConfigError, match="trainer_python: No closing quotation"):
-        load_with("--trainer-python", "python '")
+NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-def test_a_runs_folder_is_named_by_its_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
-    assert RunFolder.of(job).path == job.run.folder == job.run.run_dir / job.run.run_name
+@pytest.fixture(autouse=True)
+def nothing_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def job() -> Job:
+    services = ServicesSection(**{f"{name}_address": "127.0.0.1:7001" for name in SERVICES})
+    return Job.model_validate({"model": {"hf_checkpoint": Path("/m")}, "services": services})
+
+
+@pytest.mark.parametrize(
+    ("exported", "seen"),
+    [
+        ({}, [str(len(os.sched_getaffinity(0))), None, "1000"]),
+        ({"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "7"}, ["3", None, "7"]),
+        ({"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}, ["3", "ACTIVE", None]),
+    ],
+)
+def test_an_engine_has_the_cores_and_short_spins_unless_the_user_exports_others(
+    exported: dict[str, str], seen: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launcher, rollout service and engine each add to the environment that they were started with."""
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    for name, value in spec(job(), "rollout", RunFolder(tmp_path)).environment.items():
+        monkeypatch.setenv(name, value)
+    environment = {**os.environ, **arguments.environment(engine_options(job()), has_accelerator=False)}
+    assert [environment.get(name) for name in NAMES] == seen

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,13 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace.client.buffer import BufferClient
-from headrace.errors import HeadraceError, NothingToLearn
+from headrace.cli.commands.live import ORDER
+from headrace.cli.main import main
+from headrace.errors import NothingToLearn
+from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec
+from headrace.launch.specs import SERVICES, specs
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
-from headrace.process.exit_status import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
+from headrace.process.exit_status import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
+from headrace.process.linux import parent_of
 from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder, ServiceEntry
 
 HERE = Path(__file__).parent
 QUICK = RestartPolicy(max_restarts=2, first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
@@ -116,7 +118,7 @@ async def test_a_killed_service_comes_back_at_the_same_address_without_its_old_c
     assert "fake ended with signal 9 (killed: out of memory? It had " in stage.told[1]
 
 
-@pytest.mark.parametrize("death", ["kill -KILL $$", "kill -ABRT $$", "exit 1", f"exit {PEER_LOST}"])
+@pytest.mark.parametrize("death", ["kill -KILL $$", "exit 1"])
 async def test_a_trainer_with_fault_tolerance_that_dies_before_it_is_ready_is_started_again(
     stage: Stage, death: str
 ) -> None:
@@ -134,25 +136,11 @@ async def test_a_trainer_with_fault_tolerance_that_dies_before_it_is_ready_is_st
         await asyncio.gather(supervised, return_exceptions=True)
 
 
-async def test_a_trainer_that_dies_before_it_is_ready_again_and_again_ends_the_run(stage: Stage) -> None:
-    spec = replace(stage.spec("--broken", "out of memory", name="trainer"), max_restarts=1)
-    with pytest.raises(ServiceFailed, match=r"(?s)trainer ended 2 times in .*out of memory"):
-        await stage.supervisor(spec).run()
-
-
 async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage: Stage) -> None:
     with pytest.raises(ServiceFailed, match=r"fake ended 3 times in 600 s, last with exit code 7; the end of") as error:
         await stage.supervisor(stage.dying(7)).run()
     assert "serving" in error.value.message
     assert sum("restart" in line for line in stage.told) == 2
-
-
-async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_to_do(stage: Stage) -> None:
-    spec = replace(stage.dying(7), no_restart="--use-fault-tolerance would")
-    with pytest.raises(ServiceFailed, match="exit code 7: --use-fault-tolerance would; the end") as error:
-        await stage.supervisor(spec).run()
-    assert "serving" in error.value.message
-    assert not any("restart" in line for line in stage.told)
 
 
 async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Stage) -> None:
@@ -184,30 +172,11 @@ async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> N
     assert not alive(stage.pids["other"])
 
 
-async def test_a_mistake_in_the_job_is_not_tried_again(stage: Stage) -> None:
-    with pytest.raises(ServiceFailed, match="fake ended with exit code 2;"):
-        await stage.supervisor(stage.dying(2)).run()
-
-
 async def test_a_service_whose_peer_is_away_is_started_again_as_often_as_it_takes(stage: Stage) -> None:
     spec = replace(stage.dying(PEER_AWAY), no_restart="only for its own faults")
     async with running(stage.supervisor(spec)):
         await becomes(lambda: sum("a service that it needs did not answer" in line for line in stage.told) == 2 * 2 + 1)
     assert not any("restart" in line for line in stage.told)
-
-
-async def test_the_sentence_about_a_peer_that_is_away_names_it_and_its_address(stage: Stage) -> None:
-    """What a client of the buffer raises where nobody listens, as the trainer logs it."""
-    nobody = f"127.0.0.1:{free_port()}"
-    async with BufferClient(nobody, deadline_seconds=0.3) as client:
-        with pytest.raises(HeadraceError) as error:
-            await client.position()
-    logged = json.dumps({"event": "trainer_failed", "level": "error", "error": error.value.message})
-    spec = stage.dying(PEER_AWAY)
-    async with running(stage.supervisor(replace(spec, command=[*spec.command, "--last-words", logged]))):
-        await becomes(lambda: any("did not answer" in line for line in stage.told))
-    (line, *_) = [line for line in stage.told if "did not answer" in line]
-    assert f"did not answer (the buffer at {nobody} gave no answer within 0.3 s" in line
 
 
 async def test_a_peer_that_never_comes_back_ends_the_run(stage: Stage) -> None:
@@ -216,25 +185,10 @@ async def test_a_peer_that_never_comes_back_ends_the_run(stage: Stage) -> None:
         await Supervisor([stage.dying(PEER_AWAY)], None, stage.hear, policy, stage.pids.update).run()
 
 
-async def test_a_service_whose_peer_never_was_there_is_not_tried_again(stage: Stage) -> None:
-    spec = replace(stage.spec(), command=["/bin/sh", "-c", f"exit {PEER_AWAY}"])
-    with pytest.raises(ServiceFailed, match=r"fake ended with exit code 75 \(a service .*\) before it was ready"):
-        await stage.supervisor(spec).run()
-
-
 async def test_the_last_service_ends_the_run(stage: Stage) -> None:
     worker = stage.spec(name="worker")
     await stage.supervisor(worker, stage.dying(0, name="trainer"), until="trainer").run()
     assert not alive(stage.pids["worker"])
-
-
-async def test_a_taken_port_is_named(stage: Stage) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ServiceFailed, match=f"fake cannot be started: 127.0.0.1:{port} is taken"):
-            await stage.supervisor(stage.spec(port=port)).run()
 
 
 async def test_a_service_that_hangs_at_the_start_says_what_it_does_and_is_given_up(stage: Stage) -> None:
@@ -263,13 +217,10 @@ async def test_a_trainer_with_nothing_to_learn_from_ends_the_run_with_its_own_wo
     assert not any("restart" in line for line in stage.told)
 
 
-@pytest.mark.parametrize("starters_code", [1, PEER_LOST, 143])
-async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_code(
-    stage: Stage, starters_code: int
-) -> None:
+async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_code(stage: Stage) -> None:
     written, ending = stage.folder / "written", stage.folder / "ending"
     ExitStatus(NOTHING_TO_LEARN, "40 of the last 40 samples failed:\n  40 HOOK_RAISED: why").write(written)
-    dying = stage.dying(starters_code)
+    dying = stage.dying(143)
     script = f'"$@"; code=$?; cp {written} {ending}; exit $code'
     spec = replace(
         dying, command=["/bin/sh", "-c", script, "sh", *dying.command], exit_status=ending, keeps_exit_code=False
@@ -289,23 +240,73 @@ async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: S
     assert process.exit_code == 128 + signal.SIGKILL
 
 
-def test_a_guard_leaves_the_patience_to_its_living_parent(tmp_path: Path) -> None:
-    """Its own is over in a tenth of the time that the command takes to end."""
-    code = (
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), exit(7)))\n"
-        "print('up', flush=True)\n"
-        "time.sleep(600)"
-    )
-    with (tmp_path / "log").open("wb") as log:
-        guard = subprocess.Popen(
-            [sys.executable, "-m", "headrace.process.guard", str(os.getpid()), "0.1", sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        assert guard.stdout
-        guard.stdout.readline()
-        while "up" not in (tmp_path / "log").read_text():
-            assert guard.poll() is None
-        guard.send_signal(signal.SIGTERM)
-        assert guard.wait() == 7
+async def test_a_service_whose_guard_is_killed_ends_with_it_and_comes_back(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    spec = stage.spec("--slow-to-end")
+    supervisor = Supervisor([spec], None, stage.hear, QUICK, stage.pids.update, lambda: 0.0)
+    async with running(supervisor):
+        await becomes(lambda: any("ready" in line for line in stage.told))
+        first = stage.pids["fake"]
+        os.kill(parent_of(first), signal.SIGKILL)
+        await becomes(lambda: sum("ready" in line for line in stage.told) == 2)
+        assert not alive(first)
+        assert await is_serving(spec.address)
+    os.kill(stage.children()[0], signal.SIGKILL)  # what its service had started has no guard any more
+    assert "fake ended with signal 9" in stage.told[1]
+
+
+def times_ready(stage: Stage) -> int:
+    return sum("ready" in line for line in stage.told)
+
+
+async def test_a_restart_that_was_asked_for_is_one_at_once_and_counts_for_nothing(stage: Stage) -> None:
+    request = stage.folder / "again"
+    spec = replace(stage.spec(), restart_request=request, max_restarts=0, no_restart="not by itself")
+    async with running(stage.supervisor(spec, until="fake")):
+        for number in range(1, 3):
+            await becomes(lambda number=number: times_ready(stage) == number)  # type: ignore[misc]
+            pid = stage.pids["fake"]
+            request.touch()
+            await becomes(lambda pid=pid: stage.pids["fake"] != pid)  # type: ignore[misc]
+            assert not request.exists()
+        await becomes(lambda: times_ready(stage) == 3)
+        assert await is_serving(spec.address)
+    assert not any("ended with" in line for line in stage.told)
+
+
+async def test_a_service_whose_job_is_wrong_by_now_is_not_started_again_for_ever(stage: Stage) -> None:
+    request = stage.folder / "again"
+    stubborn = ["/bin/sh", "-c", f'trap "exit {NOT_WORTH_RESTARTING}" TERM; "$@" & wait', "sh"]
+    spec = stage.spec()
+    spec = replace(spec, command=[*stubborn, *spec.command], restart_request=request)
+    task = asyncio.create_task(stage.supervisor(spec).run())
+    await becomes(lambda: times_ready(stage) == 1)
+    request.touch()
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 2"):
+        await task
+
+
+def test_the_launcher_holds_the_port_of_openais_protocol_for_each_rollout_service(load_with, tmp_path: Path) -> None:
+    def held(*flags: str) -> list[str | None]:
+        addresses = ("--buffer-address", "b:1", "--reward-address", "r:1", "--rollout-address", "c:1,c:2")
+        job: Job = load_with("--run-dir", str(tmp_path), *addresses, *flags)
+        return [each.held and str(each.held) for each in specs(job, "rollout", RunFolder(tmp_path))]
+
+    assert held("--rollout-service", "1", "--openai-port", "8000") == ["127.0.0.1:8001"]
+    assert held("--rollout-service", "1") == [None]
+
+
+def test_services_that_are_called_come_before_those_that_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sorted(ORDER) == sorted(SERVICES)
+    assert ORDER.index("trainer") > ORDER.index("rollout") > max(ORDER.index("buffer"), ORDER.index("reward"))
+    run = RunFolder(tmp_path / "r")
+    run.path.mkdir()
+    run.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, None), "trainer": ServiceEntry("t:1", None, 2**22)})
+    assert main(["restart", "bufer", str(run.path)]) == 1
+    assert "has no process bufer: there are buffer, trainer, and all" in " ".join(capsys.readouterr().err.split())
+    assert main(["restart", "buffer", str(run.path)]) == 1
+    assert "keeps buffer alive: restart it where it was started" in " ".join(capsys.readouterr().err.split())
+    assert main(["restart", "all", str(run.path)]) == 1
+    assert "keeps a service alive" in " ".join(capsys.readouterr().err.split())

@@ -1,21 +1,21 @@
-"""The verdict over histories and records made by hand: what only some runs have."""
+"""The verdict over histories and records made by hand, and the lines of a record that a kill may have cut."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 
+import pytest
+
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.ledger_tools.audit import (
     COMMITTED,
     CONSUMED,
-    FAILED,
     LEASED,
     QUEUED,
     READY,
     AuditedLedger,
-    AuditVerdict,
     Record,
     Replay,
     State,
@@ -103,10 +103,6 @@ def two_steps() -> Shard:
     return shard
 
 
-def test_a_run_as_it_should_be_is_clean() -> None:
-    assert verdict_of([two_steps().ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))) == AuditVerdict([], [], [], [])
-
-
 def test_a_ledger_without_a_line_of_the_trainer_has_lost_all() -> None:
     verdict = verdict_of([two_steps().ledger()], Record())
     assert verdict.lost == ["a", "b", "c", "d"]
@@ -160,22 +156,6 @@ def test_a_group_taken_out_of_a_batch_explains_why_a_rerun_has_another() -> None
     assert verdict_of([shard.ledger()], record((0, ZERO, "ax"), (0, ONE, "cd"))).others[0].kind == "rerun"
 
 
-def test_leases_that_ran_out_attempts_that_failed_and_retries_are_part_of_a_good_history() -> None:
-    shard = two_steps()
-    shard.add("submitted", "g2", QUEUED)
-    for kind, state in (
-        ("leased", LEASED),
-        ("lease_expired", QUEUED),
-        ("leased", LEASED),
-        ("failed", FAILED),
-        ("retried", QUEUED),
-        ("leased", LEASED),
-        ("released", QUEUED),
-    ):
-        shard.add(kind, "g2", state)
-    assert verdict_of([shard.ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))).is_clean
-
-
 def test_lines_that_came_while_the_ledger_was_read_are_not_held_against_it() -> None:
     lines = ((0, ZERO, "ab"), (1, ONE, "cd"), (2, ZERO, "xy"), (3, ZERO, "zz"))
     assert verdict_of([two_steps().ledger()], record(*lines), num_lines_before=2).is_clean
@@ -200,3 +180,45 @@ def test_shards_are_judged_together_also_where_one_is_behind() -> None:
     verdict = verdict_of(shards(), record((0, whole, "acdx")))
     assert (verdict.lost, verdict.unaccounted) == (["b"], ["x"])
     assert verdict_of(shards(), record((0, whole, "abcd"), (1, whole, "d"))).doubled == ["d"]
+
+
+def line(step: int, *sample_ids: str) -> bytes:
+    return json.dumps({"step": step, "digest": "ab" * 32, "sample_ids": sample_ids}).encode() + b"\n"
+
+
+def test_the_last_whole_line_of_a_step_counts() -> None:
+    record = parse_record([line(0, "a"), line(1, "x"), line(2, "c"), line(1, "b"), line(2, "ü")[:-20] + b"\n"])
+    assert {step: list(each.sample_ids) for step, each in record.last_lines.items()} == {0: ["a"], 1: ["b"], 2: ["c"]}
+    assert not record.findings
+
+
+def test_wherever_a_kill_cuts_a_line_it_is_passed_over() -> None:
+    whole = line(12, 'a "quoted" one', "ünïcode/0")
+    for end in range(len(whole) - 1):
+        for rest in (b"", b"\n"):
+            record = parse_record([line(0, "a"), whole[:end] + rest])
+            assert not record.findings, whole[:end]
+            assert len(record.lines) == 1
+    assert not parse_record([line(0, "a"), b"\0" * 40]).findings
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"hello", "is not as the trainer writes it"),
+        (b'{"step": 1, xx "digest": "ab"}', "is not as the trainer writes it"),
+        (b'\xff\xfe{"step": 1', "is not as the trainer writes it"),
+        (b"[" * 100_000, "is not as the trainer writes it"),
+        (b'{"step": -1}', "$.step"),
+        (line(1, "a").replace(b"ab" * 32, b"ab" * 31), "$.digest"),
+        (line(1), "$.sample_ids"),
+    ],
+)
+def test_a_line_of_another_shape_is_named_by_its_number(text: bytes, why: str) -> None:
+    record = parse_record([line(0, "a"), text + b"\n", line(1, "b")])
+    (finding,) = record.findings
+    assert finding.kind == "record"
+    assert finding.what.startswith("line 2 is not as the trainer writes it")
+    assert why in finding.what
+    assert len(finding.what) < 200
+    assert [each.step for each in record.lines] == [0, 1]

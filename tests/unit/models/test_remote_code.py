@@ -47,20 +47,6 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("module", "model_type"), KINDS)
-def test_code_of_a_tokenizer_is_refused_by_name_with_the_flag_and_the_way_without(
-    tmp_path: Path, module: str, model_type: str
-) -> None:
-    ran = publish(tmp_path / "model", module=module, model_type=model_type)
-    with pytest.raises(ConfigError) as refused:
-        PromptEncoder(tmp_path / "model", apply_chat_template=False).load()
-    message = refused.value.message
-    assert f"({module}.py, words_{module.rpartition('_')[2]}.py)" in message
-    assert "--trust-remote-code" in message
-    assert "headrace.models.tokenizer.without_code" in message
-    assert not ran.exists()
-
-
-@pytest.mark.parametrize(("module", "model_type"), KINDS)
 async def test_trusted_code_of_a_tokenizer_runs_in_the_rollout_service_and_in_a_hooks_template(
     tmp_path: Path, module: str, model_type: str
 ) -> None:
@@ -131,13 +117,10 @@ def test_a_folder_without_code_has_the_same_tokens_and_weights(
     ("break_it", "message"),
     [
         (lambda folder: (folder / "tokenization_kimi.py").unlink(), "is not there, though auto_map names it"),
-        (lambda folder: (folder / "tokenization_kimi.py").write_text("def"), "is not Python"),
         (lambda folder: (folder / "tokenization_kimi.py").write_text("pat_str = f()"), "is not a constant"),
-        (lambda folder: (folder / "tokenization_kimi.py").write_text("x = 1"), "has no pat_str"),
         (lambda folder: (folder / "tokenization_kimi.py").write_bytes(b"#" * (2 << 20)), "is longer than"),
         (lambda folder: (folder / "tiktoken.model").write_text("IQ== 0\n"), "not numbered from 0 with every byte"),
         (lambda folder: (folder / "tiktoken.model").write_text("??? 0\n"), "line 1: not a token in base64"),
-        (lambda folder: (folder / "tiktoken.model").unlink(), "only such a folder can be written without code"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("["), "is not JSON"),
     ],
 )

@@ -27,7 +27,7 @@ from headrace.models.torch_dist import matched, rows_of
 from services.trainer.hugging_face.shards import merge
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_families import make_tiny, tiny_config
-from tests.support.models.torch_dist import make_torch_dist, random_weights
+from tests.support.models.torch_dist import make_torch_dist
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, written: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
     architecture = read(tiny_config(family))
     weights = make_torch_dist(tmp_path / "written", architecture)
@@ -60,31 +60,13 @@ def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str) -> Non
         assert all(torch.equal(got, want) for got, want in zip(source.parts(row), wanted, strict=True)), row
 
 
-def test_an_iteration_may_be_named_itself(folder: Path, dense: Architecture) -> None:
-    (folder / RELEASE).rename(folder / "iter_0000012")
-    (folder / TRACKER).write_text("12\n")
-    assert matched(folder, dense).folder == matched(folder / "iter_0000012", dense).folder
-
-
-def test_a_padded_vocabulary_is_cut(tmp_path: Path, dense: Architecture) -> None:
-    padded = replace(dense, vocab_size=384)
-    weights = make_torch_dist(tmp_path / "padded", padded)
-    source = TorchDistFolder(tmp_path / "padded", dense)
-    embedding = next(row for row, _ in rows_of(dense))
-    assert torch.equal(source.parts(embedding)[0], weights["model.embed_tokens.weight"][: dense.vocab_size])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers is 2 there and 3 here"),
         ({"num_attention_heads": 8, "kv_channels": 16}, "num_attention_heads is 4 there and 8 here"),
-        ({"rotary_base": 5e5}, "rotary_base is 10000.0 there and 500000.0 here"),
         ({"ffn_hidden_size": 128}, r"linear_fc1.weight has shape \[2, 192, 64\] there and \[2, 256, 64\] here"),
         ({"add_qkv_bias": True}, "lacks 2 tensors of this model: decoder.layers.0.self_attention.linear_qkv.bias"),
         ({"qk_layernorm": False}, "holds 2 tensors that this model does not have: .*k_layernorm.weight"),
-        ({"vocab_size": 321}, r"embedding.word_embeddings.weight has shape \[320, 64\] there and \[321, 64\] here"),
-        ({"untie_embeddings_and_output_weights": False}, "holds 1 tensors .*: output_layer.weight"),
     ],
 )
 def test_another_models_checkpoint_is_refused_by_name(
@@ -113,8 +95,6 @@ TORN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / TRACKER).write_text("../../etc"),
         "says '../../etc': it has to be the num",
     ),
-    "no such iteration": (lambda f: (f / TRACKER).write_text("7"), "iter_0000007 has no metadata.json, no .metadata"),
-    "no metadata": (lambda f: (f / RELEASE / ".metadata").unlink(), "release has no .metadata: Megatron writes them"),
     "no common": (lambda f: (f / RELEASE / "common.pt").unlink(), "release has no common.pt"),
     "no data": (lambda f: (f / RELEASE / "__0_0.distcp").unlink(), "__0_0.distcp, which holds .*, is not there"),
     "half the data": (_cut, "__0_0.distcp has [0-9]+ bytes, and .* ends at"),
@@ -122,7 +102,6 @@ TORN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / RELEASE / ".metadata").write_bytes(b"\x80\x04nothing"),
         "metadata is damaged",
     ),
-    "a list for metadata": (lambda f: (f / RELEASE / ".metadata").write_bytes(pickle.dumps([1])), "it is no Metadata"),
     "bytes for common": (lambda f: (f / RELEASE / "common.pt").write_bytes(b"PK"), "not a file of torch.save"),
     "nested json": (_no_json, "is no checkpoint's metadata.json"),
     "another format": (_other_format, "says sharded_backend 'zarr', and headrace reads torch_dist"),
@@ -147,33 +126,6 @@ class Evil:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.mark.parametrize("evil", [True, False])
-def test_a_program_in_the_metadata_is_named_and_not_run(folder: Path, dense: Architecture, evil: bool) -> None:
-    path, mark = folder / RELEASE / ".metadata", folder / "ran"
-    metadata = pickle.loads(path.read_bytes())
-    metadata.planner_data = Evil(mark) if evil else Namespace()
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match=rf"\.metadata asks for {'posix.mkdir' if evil else 'argparse.Namespace'}"):
-        matched(folder, dense)
-    assert not mark.exists()
-
-
-def test_a_program_among_the_arguments_is_named_and_not_run(folder: Path, dense: Architecture) -> None:
-    path, mark = folder / RELEASE / "common.pt", folder / "ran"
-    torch.save({"args": Namespace(seed=Evil(mark))}, path)
-    with pytest.raises(
-        ConfigError, match=r"common\.pt asks for posix.mkdir, which no checkpoint of Megatron-core holds"
-    ):
-        matched(folder, dense)
-    assert not mark.exists()
-
-
-def test_arguments_may_hold_objects_of_megatron_that_are_not_imported(folder: Path, dense: Architecture) -> None:
-    path = folder / RELEASE / "common.pt"
-    torch.save({"args": Namespace(num_layers=2, dtype=torch.float32, save=Path("/x"), kinds={"a", "b"})}, path)
-    assert matched(folder, dense).tensors
-
-
 def _with_chunk(folder: Path, content: bytes) -> None:
     """Puts other bytes where the embedding was."""
     path, data = folder / RELEASE / ".metadata", folder / RELEASE / "__0_0.distcp"
@@ -190,29 +142,31 @@ def _saved(value: Any, path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_a_program_among_the_weights_is_named_and_not_run(tmp_path: Path, folder: Path, dense: Architecture) -> None:
-    mark = folder / "ran"
+def test_a_program_in_any_file_is_named_and_not_run(tmp_path: Path, folder: Path, dense: Architecture) -> None:
+    path, mark, embedding = folder / RELEASE / ".metadata", folder / "ran", next(row for row, _ in rows_of(dense))
+    metadata = pickle.loads(path.read_bytes())
     _with_chunk(folder, _saved(Evil(mark), tmp_path / "evil"))
-    source = TorchDistFolder(folder, dense)
     with pytest.raises(ConfigError, match=r"__0_0\.distcp: embedding\.word_emb.* asks for posix\.mkdir"):
-        source.parts(next(row for row, _ in rows_of(dense)))
+        TorchDistFolder(folder, dense).parts(embedding)
+    for planned, named in ((Evil(mark), "posix.mkdir"), (Namespace(), "argparse.Namespace")):
+        metadata.planner_data = planned
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ConfigError, match=rf"\.metadata asks for {named}"):
+            matched(folder, dense)
+    torch.save({"args": Namespace(seed=Evil(mark))}, folder / RELEASE / "common.pt")
+    with pytest.raises(
+        ConfigError, match=r"common\.pt asks for posix.mkdir, which no checkpoint of Megatron-core holds"
+    ):
+        matched(folder, dense)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.zeros(320, 63), r"is not the float32 of shape \[320, 64\] that .metadata says"),
-        (torch.zeros(320, 64, dtype=torch.float64), "is not the float32 of shape"),
-        ({"a": 1}, "is not the float32 of shape"),
-        (b"nothing", "cannot be read: BadZipFile"),
-    ],
-)
+@pytest.mark.parametrize("value", [torch.zeros(320, 63), {"a": 1}, b"nothing"])
 def test_weights_that_are_not_what_the_metadata_says_are_refused(
-    tmp_path: Path, folder: Path, dense: Architecture, value: Any, message: str
+    tmp_path: Path, folder: Path, dense: Architecture, value: Any
 ) -> None:
     _with_chunk(folder, value if isinstance(value, bytes) else _saved(value, tmp_path / "value"))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"is not the float32 of shape \[320, 64\]|cannot be read"):
         TorchDistFolder(folder, dense).parts(next(row for row, _ in rows_of(dense)))
 
 
@@ -231,35 +185,15 @@ def test_chunks_that_overlap_are_refused(folder: Path, dense: Architecture) -> N
         source.parts(second)
 
 
-def test_the_state_of_an_optimizer_is_passed_over(tmp_path: Path, dense: Architecture, folder: Path) -> None:
-    path = folder / RELEASE / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    key = "embedding.word_embeddings.weight"
-    other = f"optimizer.state.exp_avg.{key}"
-    metadata.state_dict_metadata[other] = metadata.state_dict_metadata[key]
-    at = torch.Size((0, 0))
-    metadata.storage_data[MetadataIndex(other, at)] = metadata.storage_data[MetadataIndex(key, at)]
-    path.write_bytes(pickle.dumps(metadata))
-    assert matched(folder, dense).names.keys() == random_weights(dense).keys()
-
-
-@pytest.mark.parametrize("option", ["initial_megatron_checkpoint", "load", "ref_load", "critic_load"])
+@pytest.mark.parametrize("option", ["initial_megatron_checkpoint", "ref_load"])
 def test_a_job_is_refused_before_it_starts_with_another_models_folder(
     tmp_path: Path, folder: Path, option: str
 ) -> None:
-    section = {"ref_load": "model", "critic_load": "critic"}.get(option, "checkpoint")
+    section = "model" if option == "ref_load" else "checkpoint"
     job = Job.model_validate({"model": {"hf_checkpoint": str(make_tiny(tmp_path / "model", "qwen3"))}})
     job = job.model_copy(update={section: getattr(job, section).model_copy(update={option: folder})})
     check_files(job, Scope(["trainer"]))
     other = json.loads((tmp_path / "model" / "config.json").read_text()) | {"intermediate_size": 128}
     (tmp_path / "model" / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=rf"{option}: .*release is of another model: 2 tensors differ: "):
-        check_files(job, Scope(["trainer"]))
-
-
-def test_two_folders_to_start_from_are_refused(tmp_path: Path, folder: Path) -> None:
-    model = make_tiny(tmp_path / "model", "qwen3")
-    both = {"load": str(folder), "initial_megatron_checkpoint": str(folder)}
-    job = Job.model_validate({"model": {"hf_checkpoint": str(model)}, "checkpoint": both})
-    with pytest.raises(ConfigError, match="those to start with, and initial_megatron_checkpoint .*: give only one"):
         check_files(job, Scope(["trainer"]))

@@ -1,4 +1,4 @@
-"""A child: it ends with its starter, leaves nothing behind, and its log keeps what it said."""
+"""Processes that headrace starts: they end with their starter, leave nothing behind, and what they take is known."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.process.child import Child
+from headrace.process.child import Child, OneShot, run_once
 from headrace.process.linux import parent_of, runs
+from headrace.process.memory import free_bytes, of_tree
 from tests.support.faults.file_limit import files_end_at
 
 ELSEWHERE = (
@@ -89,42 +91,7 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
         os.killpg(process.pid, 0)
 
 
-async def test_a_stop_without_grace_ends_a_process_that_is_stopped(tmp_path: Path) -> None:
-    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
-    await process.start()
-    await until_said(process, "grandchild")
-    os.kill(process.pid, signal.SIGSTOP)
-    await process.stop(grace_seconds=0.0)
-    assert process.exit_code == 128 + signal.SIGKILL
-
-
-async def test_what_a_killed_process_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
-    process = Child([sys.executable, "-c", ELSEWHERE], tmp_path / "log", {})
-    await process.start()
-    grandchild = await grandchild_in(tmp_path / "log")
-    os.kill(process.pid, signal.SIGKILL)
-    assert await process.wait() == 128 + signal.SIGKILL
-    assert not runs(grandchild)
-
-
-async def test_a_log_keeps_why_the_start_before_ended(tmp_path: Path) -> None:
-    log = tmp_path / "engine-0.log"
-    for words in ("out of memory", "all is well"):
-        process = Child([sys.executable, "-c", f"print({words!r})"], log, {})
-        await process.start()
-        assert await process.wait() == 0
-        assert process.last_lines() == words
-    assert "out of memory" in log.read_text()
-    assert re.search(r"^---- started again at .* UTC ----$", log.read_text(), re.MULTILINE)
-
-
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-
-
-async def until_said(process: Child, word: str) -> None:
-    async with asyncio.timeout(60):
-        while word not in process.last_lines():  # another party's state
-            await asyncio.sleep(0.01)
 
 
 async def grandchild_in(log: Path) -> int:
@@ -147,3 +114,79 @@ async def test_a_process_starts_again_though_its_log_cannot_grow(tmp_path: Path)
     with files_end_at(log.stat().st_size):
         await process.start()
         assert await process.wait() == 7
+
+
+ENDLESS = "import os, sys, threading; print(os.getpid(), file=sys.stderr, flush=True); threading.Event().wait()"
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+async def test_it_returns_the_exit_code_the_answer_and_the_last_lines_of_stderr() -> None:
+    program = "import sys; print('yes'); [print(n, file=sys.stderr) for n in range(20)]; sys.exit(3)"
+    done = await run_once(python(program), os.environ)
+    assert (done.exit_code, done.out) == (3, b"yes\n")
+    assert done.last_lines == tuple(map(str, range(12, 20)))
+
+
+async def test_input_that_the_process_does_not_read_is_no_error_of_its_caller() -> None:
+    process = await OneShot.start(python("import sys; sys.stdin.close(); sys.exit('no')"), os.environ)
+    done = await process.result(b"x" * 4_000_000, seconds=60.0)
+    assert (done.exit_code, done.last_lines) == (1, ("no",))
+
+
+async def until_ended(pid: int) -> None:
+    async with asyncio.timeout(60):
+        while runs(pid):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_process_is_killed_at_its_deadline() -> None:
+    pids = list[str]()
+    process = await OneShot.start(python(ENDLESS), os.environ)
+    with pytest.raises(TimeoutError):
+        await process.result(seconds=2.0, takes=lambda line: bool(pids.append(line)))
+    await asyncio.gather(*(until_ended(int(pid)) for pid in pids))
+
+
+async def test_a_process_is_killed_when_nobody_waits_for_it_any_more() -> None:
+    started = asyncio.get_running_loop().create_future()
+    process = await OneShot.start(python(ENDLESS), os.environ)
+    waiting = asyncio.create_task(process.result(seconds=None, takes=lambda line: bool(started.set_result(int(line)))))
+    pid = await asyncio.wait_for(started, 60)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until_ended(pid)
+
+
+HOLDS_64_MIB = "import sys; held = bytearray(64 << 20); print('.', flush=True); sys.stdin.read()"
+
+
+async def test_a_process_takes_its_memory_and_that_of_those_below_it() -> None:
+    before = of_tree(os.getpid())
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS_64_MIB], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        await asyncio.to_thread(holder.stdout.readline)
+        assert 64 << 20 < of_tree(holder.pid) < 256 << 20
+        assert of_tree(os.getpid()) > before + (32 << 20)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert of_tree(holder.pid) == 0
+
+
+def test_what_is_free_is_the_machines_or_the_containers_where_that_is_less(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable:      50 kB\n")
+    assert free_bytes(tmp_path, tmp_path / "no cgroup") == 50 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(tmp_path, tmp_path) == 50 << 10
+    (tmp_path / "memory.current").write_text("30000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 5000\n")
+    (tmp_path / "memory.max").write_text("40000\n")
+    assert free_bytes(tmp_path, tmp_path) == 15_000
+    (tmp_path / "memory.max").write_text("20000\n")
+    assert free_bytes(tmp_path, tmp_path) == 0
+    assert free_bytes() > 0

@@ -54,13 +54,6 @@ def test_every_service_has_one_code_for_what_a_restart_cannot_mend_and_one_for_w
     assert ended_by(service, DataLoss("a damaged file"), tmp_path, monkeypatch) == 1
 
 
-@pytest.mark.parametrize("service", [buffer, rollout, trainer], ids=lambda service: service.__name__.split(".")[1])
-def test_a_job_that_is_none_is_a_mistake_in_the_job(
-    service: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ended_by(service, DataLoss("never raised"), tmp_path, monkeypatch, text="{}") == 2
-
-
 @pytest.mark.parametrize(
     ("service", "error", "code"),
     [

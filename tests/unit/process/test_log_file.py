@@ -47,12 +47,6 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path) -> None:
     assert "old" not in tail(log, start=start)
 
 
-def test_a_warning_that_something_failed_ended_nothing(tmp_path: Path) -> None:
-    log = tmp_path / "rollout.log"
-    log.write_text(event("lease_failed", level="warning", error="away") + "[1]\n{\n")
-    assert last_error(log, 0) is None
-
-
 def test_the_end_of_an_engines_log_is_shown_as_lines(tmp_path: Path) -> None:
     log = tmp_path / "rollout.log"
     why = "ended with exit code 1; the end of its log:\nTraceback (most recent call last):\nMemoryError"

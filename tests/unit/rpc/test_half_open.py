@@ -1,6 +1,6 @@
 """Connections whose other end has vanished: no FIN, no RST, nothing. Silence is noticed, in calls without an end, too.
 
-The times of `headrace.rpc.net` are a second here; tests/hosts has the real ones, between hosts.
+The times of `headrace.rpc.net` are a second here.
 """
 
 from __future__ import annotations

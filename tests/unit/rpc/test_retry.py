@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument, ResourceExhausted, Unavailable
-from headrace.rpc.retry import Backoff, retry_until
+from headrace.rpc.retry import retry_until
 
 AWAY = Unavailable("it restarts", retry_after_seconds=0.0)
 
@@ -52,22 +52,3 @@ async def test_it_ends_at_the_deadline_however_long_the_server_asks_it_to_wait()
     with pytest.raises(Unavailable, match="tomorrow"):
         await retry_until(time.monotonic() + 0.05, attempt)
     assert 1 <= len(given) <= 3
-
-
-def test_pauses_double_up_to_the_longest_and_have_a_random_part() -> None:
-    for _ in range(100):
-        backoff = Backoff(0.5, 4.0)
-        for longest in (0.5, 1.0, 2.0, 4.0, 4.0):
-            assert backoff.seconds == longest
-            assert longest / 2 <= backoff.next_seconds() <= longest
-
-
-def test_no_pause_goes_beyond_the_time_that_is_left() -> None:
-    tomorrow = Unavailable("tomorrow", retry_after_seconds=86_400)
-    assert Backoff().next_seconds(tomorrow, at_most=3.0) == 3.0
-    assert Backoff().next_seconds(tomorrow, at_most=-1.0) == 0.0
-
-
-def test_callers_that_were_told_the_same_do_not_come_back_together() -> None:
-    pauses = [Backoff().next_seconds(Unavailable("away", retry_after_seconds=4.0)) for _ in range(100)]
-    assert 4.0 <= min(pauses) < 4.2 < 4.8 < max(pauses) <= 5.0

@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.cli.authority import issue_client, issue_service
 from headrace.limits import syntax_tree
 from headrace.rpc.access import Tokens, add_token
-from headrace.rpc.client import VARIABLE as TOKEN
 from headrace.rpc.client import connect
 from headrace.rpc.roles import ALLOWED, Role, roles_of
 from headrace.rpc.tls import VARIABLE, TlsFolder
@@ -24,23 +23,6 @@ NOT_A_MESSAGE = b"\xff\xff\xff"
 
 def test_the_table_has_each_rpc_of_the_protocol_and_no_other() -> None:
     assert {(rpc.service, rpc.method) for rpc in RPCS} == {(name, each) for name, of in ALLOWED.items() for each in of}
-
-
-def test_no_rpc_streams_its_requests_which_the_interceptor_would_pass_on_unseen() -> None:
-    assert [rpc.path for rpc in RPCS if rpc.streams_requests] == []
-
-
-def test_each_rpc_is_an_admins_and_each_role_has_some() -> None:
-    for service, methods in ALLOWED.items():
-        for method, allowed in methods.items():
-            assert Role.ADMIN in allowed, (service, method)
-    assert set(Role) == set().union(*(allowed for of in ALLOWED.values() for allowed in of.values()))
-
-
-def test_the_document_shows_the_table_of_today() -> None:
-    page = roles.PAGE.read_text()
-    assert roles.with_table(page) == page
-    assert roles.with_table(page.replace("| yes |", "| |", 1)) == page
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +55,6 @@ async def test_each_cell_with_certificates(authority: Path, monkeypatch, role: R
     name = "headrace" if role is Role.SERVICE else f"a-{role}"
     async with serving_every_rpc(tls=TlsFolder(authority)) as (server, reached):
         await calls_are_as_the_table_says(server.address, role, name, reached)
-
-
-@pytest.mark.parametrize("role", Role)
-async def test_each_cell_with_tokens_on_loopback(tmp_path: Path, monkeypatch, role: Role) -> None:
-    monkeypatch.setenv(TOKEN, add_token(tmp_path / "tokens.json", "bob", role))
-    async with serving_every_rpc(tokens=Tokens(tmp_path / "tokens.json")) as (server, reached):
-        await calls_are_as_the_table_says(server.address, role, "bob", reached)
 
 
 async def test_without_certificates_and_tokens_everybody_may_call_everything() -> None:

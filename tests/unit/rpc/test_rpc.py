@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,7 +22,6 @@ from headrace.client.reward import RewardClient
 from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
 from headrace.errors import (
-    AlreadyExists,
     ConfigError,
     DeadlineExceeded,
     DiskFull,
@@ -31,10 +34,11 @@ from headrace.errors import (
     Unavailable,
     error_classes,
 )
+from headrace.rpc import interceptor
 from headrace.rpc.client import call, connect
+from headrace.rpc.log import configure_logging, cygrpc, log
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
-from headrace.rpc.status import from_rpc_error
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -87,11 +91,9 @@ async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls:
     assert type(caught.value) is cls
 
 
-@pytest.mark.parametrize("cls", [NotFound, ResourceExhausted, InvalidArgument, Internal])
+@pytest.mark.parametrize("cls", [NotFound, InvalidArgument])
 @pytest.mark.parametrize(
-    "text",
-    ["x" * 100_000, "é" * 100_000, "%\n" * 50_000, "\ud800" * 100_000, "𝄞" * 30_000],
-    ids=["ascii", "latin", "escapes", "surrogates", "music"],
+    "text", ["x" * 100_000, "\ud800" * 100_000, "𝄞" * 30_000], ids=["ascii", "surrogates", "music"]
 )
 async def test_a_long_message_arrives_cut_and_under_its_own_status(
     servicer, stub, cls: type[HeadraceError], text: str
@@ -137,33 +139,6 @@ async def test_a_client_comes_back_no_sooner_than_the_server_asked_for(servicer,
     assert all(later - earlier >= 0.8 for earlier, later in pairwise(servicer.called_at))
 
 
-async def test_a_client_comes_back_soon_where_nobody_could_ask_it_to_wait(servicer, stub) -> None:
-    """Its own backoff alone counts where a connection broke or a stranger sent no RetryInfo."""
-
-    class Broken(reward_pb2_grpc.RewardServiceServicer):
-        async def ListScorers(self, request, context):
-            servicer.called_at.append(time.monotonic())
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
-
-    server = grpc.aio.server()
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(Broken(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with connect(f"127.0.0.1:{port}") as channel:
-        broken = reward_pb2_grpc.RewardServiceStub(channel)
-        calling = asyncio.create_task(call(broken.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=120.0))
-        async with asyncio.timeout(60):
-            while len(servicer.called_at) < 3:
-                await asyncio.sleep(0.01)
-        calling.cancel()
-        with pytest.raises(grpc.aio.AioRpcError) as raw:
-            await broken.ListScorers(reward_pb2.ListScorersRequest(), timeout=60)
-    await server.stop(0)
-    error = from_rpc_error(raw.value)
-    assert isinstance(error, Unavailable)
-    assert error.retry_after_seconds == 0
-
-
 @pytest.mark.parametrize(
     ("open_client", "ask", "named"),
     [
@@ -187,14 +162,6 @@ async def test_a_bug_is_internal_and_the_server_lives(servicer, stub) -> None:
         await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=60)
     servicer.error = None
     await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=60)
-
-
-async def test_malformed_bytes_are_invalid_argument(server: RpcServer) -> None:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        raw = channel.unary_unary(f"/{NAME}/Score", None, None)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await raw(b"\xff\xff\xff\xff", timeout=60)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_deadline_ends_the_call_on_both_sides(servicer, stub) -> None:
@@ -245,7 +212,75 @@ async def test_so_does_a_routable_metrics_address(metrics_address: str) -> None:
     assert RpcServer("reward", "127.0.0.1:0", [], metrics_address=metrics_address, insecure=True)
 
 
-def test_every_class_has_a_reason_of_its_own() -> None:
-    reasons = [cls("").reason for cls in error_classes()]
-    assert len(set(reasons)) == len(reasons)
-    assert AlreadyExists("").reason == "ALREADY_EXISTS"
+def test_a_caller_that_leaves_while_its_answer_is_sent_writes_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging("test")
+    grpcs = logging.getLogger("grpc._cython.cygrpc")
+    monkeypatch.setattr(grpcs, "disabled", False)  # a library that another test has loaded may have silenced it
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    kept: list[logging.LogRecord] = []
+    collector = logging.Handler()
+    collector.emit = kept.append  # type: ignore[method-assign]
+    monkeypatch.setattr(grpcs, "handlers", [collector])
+    for error in (cygrpc.ExecuteBatchError("a caller left"), RuntimeError("of the server")):
+        try:
+            raise error
+        except Exception:  # noqa: BLE001  # what is logged may be anything
+            grpcs.exception("raised by servicer method")
+    (record,) = kept
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], RuntimeError)
+
+
+def test_a_log_on_a_full_disk_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        with pytest.raises(OSError, match="No space left"):
+            full.write("it is full\n")
+        monkeypatch.setattr(sys, "stderr", full)
+        configure_logging("test")
+        for number in range(10_000):
+            log.error("rpc_failed", number=number)
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+
+
+SLOW = f"/{NAME}/Score"
+
+
+class Scored(reward_pb2_grpc.RewardServiceServicer):
+    async def Score(self, request, context):
+        return reward_pb2.ScoreResponse()
+
+    async def ListScorers(self, request, context):
+        return reward_pb2.ListScorersResponse()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[RpcServer]:
+    servicer = Service(Scored(), reward_pb2_grpc.add_RewardServiceServicer_to_server, NAME)
+    server = RpcServer("test", "127.0.0.1:0", [servicer])
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.get_running_loop().create_future()
+    yield b""
+
+
+async def test_requests_that_never_arrive_hold_up_nobody_and_end(monkeypatch) -> None:
+    monkeypatch.setattr(interceptor, "MAX_RECEIVE_SECONDS", 1.0)
+    async with serving() as server, connect(server.address) as stranger, connect(server.address) as other:
+        slow = [asyncio.ensure_future(stranger.stream_unary(SLOW, None, None)(never())) for _ in range(20)]
+        while server.calls_in_progress < len(slow):  # another party's state
+            await asyncio.sleep(0.01)
+        stub = reward_pb2_grpc.RewardServiceStub(other)
+        await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=30)
+        ends = await asyncio.gather(*slow, return_exceptions=True)
+        assert {end.code() for end in ends} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert "did not arrive within 1 s" in ends[0].details()
+        assert server.calls_in_progress == 0
+        await reward_pb2_grpc.RewardServiceStub(stranger).ListScorers(reward_pb2.ListScorersRequest(), timeout=30)

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
@@ -88,13 +86,3 @@ async def test_a_run_with_debug_rollout_only_keeps_its_steps_and_another_trains_
     assert again.rollout() is None
     await run(again)
     assert trained(tmp_path / "second") == first
-
-
-@pytest.mark.parametrize("debug", [{}, {"save_debug_rollout_data": "{rollout_id}.samples"}])
-async def test_a_run_without_debug_rollout_only_trains(tmp_path: Path, debug: dict[str, str]) -> None:
-    build = TrainerBuild(job_of("127.0.0.1:9", **debug), tmp_path)
-    assert build.trains
-    buffer = build.buffer()
-    assert isinstance(buffer, BufferClient)
-    assert (build.recorder(buffer, "train") is None) == (not debug)
-    await buffer.close()

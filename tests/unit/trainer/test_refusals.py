@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import megatron
-from headrace.job.model import contradictions
 from headrace.models.registry import read_architecture
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.rank_cases import Case
 from tests.support.ranks.ranks import run_cases
 
+TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 REFUSED = {
     "lacks-a-tensor": r"lacks 1 tensors that its config.json asks for: \['model.layers.1.mlp.up_proj.weight'\]",
     "holds-a-stranger": r"holds 1 tensors that its config.json does not name: \['model.layers.2.stranger'\]",
@@ -32,6 +31,9 @@ REFUSED = {
     "odd-experts": r"expert_model_parallel_size 2 does not divide the 3 experts: choose a divisor of it",
     "no-experts": r"expert_model_parallel_size 2: this qwen3 model has no experts: leave it out",
     "too-many-stages": r"pipeline_model_parallel_size 2 does not divide num_layers 3: choose a divisor of it",
+    "wrong-layers": "Megatron-core refuses",
+    "no-such-parameter": "'lora' matches no parameter's name",
+    "nothing-to-train": "nothing is left to train",
 }
 
 
@@ -50,21 +52,28 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "experts", "qwen3_moe")
     make_tiny(folder / "three-experts", "qwen3_moe", num_experts=3)
     make_tiny(folder / "latents", "deepseek_v3")
-    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    of_case: dict[str, tuple[str, dict[str, object]]] = {
+        "lacks-a-tensor": ("lacks", {}),
+        "holds-a-stranger": ("extra", {}),
+        "other-shape": ("shape", {}),
+        "no-weights": ("empty", {}),
+        "contradiction": ("good", {"num_layers": 3}),
+        "too-few-ranks": ("good", TP2 | {"pipeline_model_parallel_size": 2}),
+        "odd-vocabulary": ("odd", TP2),
+        "experts-with-tensor-ranks": ("experts", TP2),
+        "latents": ("latents", TP2 | {"sequence_parallel": True}),
+        "divided-experts": ("experts", TP2 | EP2 | {"sequence_parallel": True}),
+        "odd-experts": ("three-experts", EP2),
+        "no-experts": ("good", EP2),
+        "too-many-stages": ("three-layers", {"pipeline_model_parallel_size": 2}),
+        "wrong-layers": ("good", {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}),
+    }
+    sections = {name: (model, {"megatron": megatron}) for name, (model, megatron) in of_case.items()}
+    sections["no-such-parameter"] = ("good", {"train": {"freeze_params_name_list": ["lora"]}})
+    sections["nothing-to-train"] = ("good", {"train": {"freeze_params_name_list": ["."]}})
     cases = [
-        _case(folder, "lacks-a-tensor", "lacks"),
-        _case(folder, "holds-a-stranger", "extra"),
-        _case(folder, "other-shape", "shape"),
-        _case(folder, "no-weights", "empty"),
-        _case(folder, "contradiction", "good", num_layers=3),
-        _case(folder, "too-few-ranks", "good", tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-        _case(folder, "odd-vocabulary", "odd", tensor_model_parallel_size=2),
-        _case(folder, "experts-with-tensor-ranks", "experts", tensor_model_parallel_size=2),
-        _case(folder, "latents", "latents", **sequence),
-        _case(folder, "divided-experts", "experts", **sequence, expert_model_parallel_size=2),
-        _case(folder, "odd-experts", "three-experts", expert_model_parallel_size=2),
-        _case(folder, "no-experts", "good", expert_model_parallel_size=2),
-        _case(folder, "too-many-stages", "three-layers", pipeline_model_parallel_size=2),
+        Case(name, str(folder), str(folder / model), of_model, work="refuse")
+        for name, (model, of_model) in sections.items()
     ]
     run_cases(folder, 2, cases)
     return folder
@@ -73,45 +82,12 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_before_training(refusals: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[name]):
-        raise ConfigError((refusals / name / "error.txt").read_text())
+    assert re.search(REFUSED[name], (refusals / name / "error.txt").read_text())
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config.json: name a Hugging Face model folder"):
         read_architecture(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"model_type": "mamba"},
-            r"model_type 'mamba' is not supported: headrace has no family for it.*Supported: llama, mistral, ",
-        ),
-        ({"hidden_act": "relu"}, r"hidden_act 'relu' is not supported"),
-        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling of type 'yarn' is not supported"),
-    ],
-)
-def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
-    config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
-    config |= {"intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": 320, "rms_norm_eps": 1e-6}
-    (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(ConfigError, match=message):
-        read_architecture(tmp_path)
-
-
-def test_flags_that_agree_with_the_checkpoint_are_taken(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", "qwen3", tied=False)
-    architecture = read_architecture(tmp_path / "model")
-    agreeing = megatron(
-        {"num_layers": 2, "hidden_size": 64, "num_query_groups": 2, "swiglu": True, "rotary_base": 10000}
-    )
-    assert contradictions(architecture, agreeing) == []
-
-
-def _case(folder: Path, name: str, model: str, **megatron: object) -> Case:
-    return Case(name, str(folder), str(folder / model), megatron, refused=True)
 
 
 def _damaged(good: Path, folder: Path, *, without: str = "", extra: dict[str, torch.Tensor] | None = None) -> None:

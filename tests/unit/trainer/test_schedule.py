@@ -14,7 +14,6 @@ from services.trainer.state import TrainState
     ("flags", "steps"),
     [
         ([], [0, 6]),
-        (["--eval-interval", "2"], [0, 2, 4, 6]),
         (["--eval-interval", "4"], [0, 4, 6]),
         (["--eval-interval", "4", "--skip-eval-before-train"], [4, 6]),
     ],
@@ -26,10 +25,6 @@ def test_evaluations_are_due_as_eval_interval_and_skip_eval_before_train_say(
     data = ["--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl"), "--num-rollout", "6"]
     schedule = schedule_of(load_with(*data, *flags))
     assert [step for step in range(7) if schedule.evaluates(step)] == steps
-
-
-def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
-    assert not schedule_of(load_with()).evaluates(0)
 
 
 @pytest.mark.parametrize(

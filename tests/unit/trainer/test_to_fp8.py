@@ -1,21 +1,24 @@
-"""Folders in block FP8: what is written, what is read of them, and what `headrace check` says."""
+"""Folders in block FP8 and in packed INT4: what is written, what is read of them, and what `headrace check` says."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from headrace.cli.main import main
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.models.folders import BlockFp8
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.rewrite import to_fp8 as program
+from services.trainer.hugging_face.rewrite import to_plain as program
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
+from services.trainer.hugging_face.rewrite.to_plain import to_plain
 
 SHAPES = {
     "model.embed_tokens.weight": (320, 128),
@@ -59,31 +62,12 @@ def test_projections_become_fp8_within_half_a_step_and_all_else_stays_bit_for_bi
             assert found.equal(weight)
 
 
-def test_a_folder_is_written_once_and_whole(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["to_fp8", str(plain), str(tmp_path / "fp8")])
-    assert program.main() == 0
-    assert "2 of 8 tensors in FP8" in capsys.readouterr().out
-    assert program.main() == 2
-    assert "exists already" in capsys.readouterr().err
-    with pytest.raises(AlreadyExists):
-        to_fp8(plain, tmp_path / "fp8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "plain"]
-
-
 @pytest.mark.parametrize(
     ("quantization", "said"),
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "fp8"}, "weight_block_size None"),
         ({"quant_method": "fp8", "weight_block_size": [1, 128]}, r"weight_block_size \[1, 128\]"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
-            "activation_scheme 'static'",
-        ),
     ],
 )
 def test_other_quantizations_are_refused_with_what_they_are(
@@ -95,7 +79,7 @@ def test_other_quantizations_are_refused_with_what_they_are(
         BlockFp8.of(plain)
 
 
-def test_check_says_how_many_tensors_travel_in_fp8_and_refuses_a_machine_whose_engines_cannot_compute_so(
+def test_check_refuses_a_machine_whose_engines_cannot_compute_in_fp8(
     job_file: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((model / "config.json").read_text())
@@ -110,3 +94,87 @@ def test_check_says_how_many_tensors_travel_in_fp8_and_refuses_a_machine_whose_e
     assert main(["check", str(job_file), "--fast", "--elsewhere", "--bf16"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "engines serve block FP8: 1 of 2 tensors, 1.3 MB a publication" in printed
+
+
+GROUP = 32
+EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"
+ODD = "model.layers.1.mlp.experts.0.up_proj.weight"
+NORM = "model.norm.weight"
+PACKED = {EXPERT: (128, 256), ODD: (3, 72)}
+WEIGHTS = {"num_bits": 4, "group_size": GROUP, "strategy": "group", "symmetric": True, "type": "int", "actorder": None}
+
+
+def quantization(**changed: object) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": WEIGHTS | changed, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Packed by compressed-tensors itself."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = {NORM: torch.randn(64)}
+    for name, (rows, columns) in PACKED.items():
+        tensors[f"{name}_packed"] = pack_to_int32(values_of(name), 4).contiguous()
+        tensors[f"{name}_scale"] = torch.randn(rows, -(-columns // GROUP)).bfloat16()
+        tensors[f"{name}_shape"] = torch.tensor([rows, columns])
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "quantization_config": quantization()}))
+    return folder
+
+
+def values_of(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randint(-8, 8, PACKED[name], generator=generator, dtype=torch.int8)
+
+
+def expected(packed: Path, name: str) -> torch.Tensor:
+    scale = load_file(packed / "model.safetensors")[f"{name}_scale"].float()
+    values = values_of(name).float()
+    return torch.stack([values[:, n] * scale[:, n // GROUP] for n in range(values.shape[1])], dim=1)
+
+
+def test_what_compressed_tensors_packs_is_read_exactly(packed: Path) -> None:
+    folder = HfFolder(packed)
+    assert folder.names == {NORM, EXPERT, ODD}
+    for name, shape in PACKED.items():
+        assert folder.shape(name) == shape
+        assert folder.tensor(name).equal(expected(packed, name))
+
+
+def test_it_is_written_in_bfloat16_or_in_fp8(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["to_plain", str(packed), str(tmp_path / "plain")])
+    assert program.main() == 0
+    assert "3 tensors in bfloat16" in capsys.readouterr().out
+    plain = HfFolder(tmp_path / "plain")
+    assert plain.tensor(EXPERT).equal(expected(packed, EXPERT).bfloat16())
+    assert plain.tensor(NORM).dtype == torch.float32
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert to_fp8(packed, tmp_path / "fp8").weights == {EXPERT}
+    exact = expected(packed, EXPERT)
+    assert ((HfFolder(tmp_path / "fp8").tensor(EXPERT) - exact).abs() <= exact.abs() / 16 + 0.01).all()
+    assert program.main() == 2
+    with pytest.raises(AlreadyExists, match="exists already"):
+        to_plain(packed, tmp_path / "plain")
+
+
+def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(packed: Path) -> None:
+    with pytest.raises(ConfigError, match=r"in INT4 .*to_plain MODEL FOLDER .bfloat16., or python -m .*to_fp8"):
+        BlockFp8.of(packed)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (quantization(num_bits=8), "has num_bits 8. headrace reads pack-quantized INT4"),
+        (quantization() | {"format": "marlin-24"}, "format 'marlin-24'"),
+        (quantization(group_size=64), r"factors of shape \[128, 8\]; groups of 64 need \[128, 32\] and \[128, 4\]"),
+    ],
+)
+def test_another_packing_is_refused(packed: Path, config: dict[str, Any], message: str) -> None:
+    (packed / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ConfigError, match=message):
+        HfFolder(packed).tensor(EXPERT)

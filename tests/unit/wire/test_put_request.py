@@ -64,15 +64,6 @@ def test_a_request_is_read_as_its_generated_class_reads_it(groups: list[pb.Group
     assert comparable(parse_puts(data)) == comparable([raw_put(group) for group in groups])
 
 
-@pytest.mark.parametrize("large_bytes", [0, 100, 128 << 10])
-@given(groups=st.lists(puts, max_size=3))
-def test_the_server_reads_what_the_client_wrote(groups: list[pb.GroupPut], large_bytes: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(put_request_module, "_LARGE_BYTES", large_bytes)
-        found = parse_puts(put_request(groups))
-    assert comparable(found) == comparable([raw_put(group) for group in groups])
-
-
 @given(st.lists(puts, min_size=1, max_size=2), st.data())
 @settings(max_examples=300)
 def test_bytes_that_are_no_request_are_refused_or_mean_the_same_to_both(
@@ -93,42 +84,3 @@ def test_bytes_that_are_no_request_are_refused_or_mean_the_same_to_both(
         assert bytes(sample.payload) == bytes(same.payload)
         envelope = sample_pb2.SampleEnvelope.FromString
         assert envelope(sample.envelope).SerializeToString() == envelope(same.envelope).SerializeToString()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        bytes.fromhex("4d 00 0a 00 12") + pb.PutGroupsRequest(groups=[pb.GroupPut(lease_id="a")]).SerializeToString(),
-        bytes.fromhex("0d ff ff ff ff"),
-        bytes.fromhex("0a 12 19 08 dd 84 e4 bb 89 c6 0e 21 12 04 3c e4 85 9e 18 03"),
-        bytes.fromhex("0a 0b 22 09 11 07 0a 05 e4 bd 97 de 9b"),
-        bytes.fromhex("0a 04 22 02 08 01"),
-    ],
-)
-def test_a_field_of_another_wire_type_is_an_unknown_one(data: bytes) -> None:
-    expected = [raw_put(group) for group in pb.PutGroupsRequest.FromString(data).groups]
-    assert comparable(parse_puts(data)) == comparable(expected)
-
-
-@pytest.mark.parametrize("data", [b"\x00\x00", b"\x07\x00", b"\x80\x80\x80\x80\x80\x01\x00", b"\x0a\x02\x00\x00"])
-def test_a_tag_that_none_is_is_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        pb.PutGroupsRequest.FromString(data)
-    with pytest.raises(DecodeError):
-        parse_puts(data)
-
-
-def test_a_field_that_comes_twice_is_merged_as_protobuf_merges_it() -> None:
-    first = sample_pb2.Sample(envelope=sample_pb2.SampleEnvelope(sample_id="a"), payload=b"x")
-    second = sample_pb2.Sample(envelope=sample_pb2.SampleEnvelope(group_id="g"), payload=b"y")
-    body = first.SerializeToString() + second.SerializeToString()
-    put = b"\x22" + bytes([len(body)]) + body
-    (found,) = parse_puts(b"\x0a" + bytes([len(put)]) + put)
-    envelope = sample_pb2.SampleEnvelope.FromString(found.samples[0].envelope)
-    assert (envelope.sample_id, envelope.group_id, found.samples[0].payload) == ("a", "g", b"y")
-
-
-@pytest.mark.parametrize("data", [b"\x0a\x05abc", b"\xff" * 20, b"\x0b"])
-def test_what_is_cut_off_is_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        parse_puts(data)

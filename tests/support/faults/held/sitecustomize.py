@@ -1,11 +1,10 @@
-"""Holds a process at a call of its own to another service, or at a checkpoint that it writes.
+"""Holds a process at a call of its own to another service.
 
 Python imports this at the start of every process that has its folder in PYTHONPATH. HELD_ORDERS names a folder. A file
 in it, named after a moment, is an order: the next process that comes there renames it to `MOMENT.held`, and waits until
 somebody deletes that. An order is carried out once, by one process. Moments:
     METHOD.leaves, METHOD.answered: before the call leaves, and when its answer has come; an empty answer of LeaseGroups
         is none
-    checkpoint.begins, checkpoint.complete: before its folder exists, and before the complete one gets its name
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import asyncio
 import importlib
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +53,6 @@ def hold_calls(orders: Path) -> None:
     base.__call__ = ordered
 
 
-def hold_checkpoints(orders: Path) -> None:
-    """Python's audit events tell of a draft's folder before it exists, and before it is renamed."""
-    moments = {"os.mkdir": "checkpoint.begins", "os.rename": "checkpoint.complete"}
-
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        moment = moments.get(event)
-        if moment is None or not Path(os.fsdecode(arguments[0])).name.startswith(".draft-"):
-            return
-        if held := taken(orders / moment):
-            while held.exists():
-                time.sleep(_LOOK_SECONDS)
-
-    sys.addaudithook(hear)
-
-
 def taken(order: Path) -> Path | None:
     """The file to wait for; None where there is no such order, or another process was faster."""
     held = order.with_name(f"{order.name}.held")
@@ -82,4 +65,3 @@ def taken(order: Path) -> Path | None:
 
 if "HELD_ORDERS" in os.environ and any(word.startswith("services") for word in sys.orig_argv):
     hold_calls(Path(os.environ["HELD_ORDERS"]))
-    hold_checkpoints(Path(os.environ["HELD_ORDERS"]))

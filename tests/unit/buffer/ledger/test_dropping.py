@@ -10,10 +10,8 @@ import pytest
 
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from services.buffer.ledger.group import Group, GroupState
-from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.operate import Dropped
 from services.buffer.ledger.produce import PutOutcome
-from services.buffer.ledger.stream import Selection
 from services.buffer.store.base import Snapshot
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, without_samples
@@ -60,18 +58,6 @@ def test_groups_of_every_unconsumed_state_are_dropped_with_the_reason_and_withou
     assert [group.group_id for group in it.lease()] == ["train/5", "train/6", "train/8", "train/9"]
 
 
-def test_a_dropped_groups_place_is_given_to_another() -> None:
-    it, epoch = busy(max_staleness=0)
-    leases = it.lease()
-    assert len(leases) == 2
-    it.put(leases)
-    assert it.lease() == []
-    drop(it, leases[0].group_id)
-    (other,) = it.lease()
-    it.put([other])
-    assert ids(it.consume(epoch, 0).groups) == [leases[1].group_id, other.group_id]
-
-
 def test_a_batch_that_is_not_consumed_is_dissolved_and_chosen_again_in_order() -> None:
     it, epoch = busy()
     it.put(it.lease())
@@ -92,15 +78,6 @@ def test_a_batch_that_is_not_consumed_is_dissolved_and_chosen_again_in_order() -
     assert ids(it.batch(epoch, 1).groups) == ahead
     told = [(event.kind, event.group_id, event.step) for event in it.store.read_events(1, 1_000)]
     assert told[told.index(("dropped", first[0], 0)) + 1] == ("unbatched", first[1], 0)
-
-
-def test_a_batch_that_a_rewind_brought_back_is_dissolved_too_and_the_others_are_the_same() -> None:
-    it, epoch = busy()
-    batches = [ids(it.train_step(epoch, step).groups) for step in range(3)]
-    epoch = it.rewind(1)
-    assert drop(it, batches[2][1]) == Dropped(1, 1)
-    assert ids(it.consume(epoch, 1).groups) == batches[1]
-    assert ids(it.consume(epoch, 2).groups) == [batches[2][0], "train/6"]
 
 
 def test_what_is_consumed_or_committed_is_refused_and_nothing_of_the_call_is_done() -> None:
@@ -133,25 +110,6 @@ def test_the_same_request_is_done_once_also_after_a_restart_and_what_is_dropped_
     assert drop(it, "train/3", request_id="another") == Dropped(0, 0)
     assert it.ledger.position == position
     assert it.states()["train/5"] is GroupState.QUEUED
-
-
-@pytest.mark.parametrize("selection", [Selection.FIFO, Selection.LIFO, Selection.PRIORITY, Selection.FRESHEST])
-def test_a_dissolved_batch_keeps_the_order_of_the_streams_selection(selection: Selection) -> None:
-    it, epoch = busy(selection=selection)
-    it.put(it.lease())
-    first = ids(it.batch(epoch, 0).groups)
-    drop(it, first[0])
-    assert ids(it.batch(epoch, 0).groups)[0] == first[1]
-
-
-def test_a_limiter_counts_what_was_given_back() -> None:
-    it, epoch = busy(max_staleness=None, limiter=Limiter(1, 1.0, 2.0))
-    it.put(it.lease())
-    first = ids(it.batch(epoch, 0).groups)
-    drop(it, first[0])
-    assert it.ledger.stream("train").state.num_taken == 0
-    it.put(it.lease())
-    assert it.batch(epoch, 0) is not None
 
 
 def test_one_call_dissolves_no_more_groups_than_a_step_may_have() -> None:
@@ -215,17 +173,6 @@ def test_a_batch_that_lacks_a_lost_group_is_named_with_the_command_that_helps(
     assert drop(it, batch[0], request_id="again") == Dropped(0, 0)
 
 
-def test_where_no_name_is_left_of_a_lost_group_another_of_its_batch_is_dropped(
-    lossy: tuple[LedgerUnderTest, int, list[str]],
-) -> None:
-    it, epoch, batch = lossy
-    damage(it, batch[0], by_name=False)
-    with pytest.raises(DataLoss, match=f"headrace buffer drop --stream train --group {batch[1]} "):
-        it.batch(epoch, 0)
-    assert drop(it, batch[1]) == Dropped(1, 1)
-    assert ids(it.consume(epoch, 0).groups) == ["train/2", "train/3"]
-
-
 def test_a_lost_group_of_a_consumed_step_waits_for_the_rewind(lossy: tuple[LedgerUnderTest, int, list[str]]) -> None:
     it, epoch, batch = lossy
     it.consume(epoch, 0)
@@ -235,27 +182,3 @@ def test_a_lost_group_of_a_consumed_step_waits_for_the_rewind(lossy: tuple[Ledge
     epoch = it.rewind(0)
     assert drop(it, batch[0]) == Dropped(1, 1)
     assert ids(it.consume(epoch, 0).groups) == [batch[1], "train/2"]
-
-
-def test_a_lost_group_without_a_batch_is_dropped_and_names_of_nobody_are_not_there(
-    lossy: tuple[LedgerUnderTest, int, list[str]],
-) -> None:
-    it, epoch, batch = lossy
-    damage(it, "train/9")
-    for name in ("train/10", "train/09", "train/x", "train/", "train", "other/1", "train/1/1"):
-        it.ledger.stream("train").note_lost(name)
-        with pytest.raises(NotFound):
-            drop(it, name)
-    assert drop(it, "train/9") == Dropped(1, 0)
-    assert ids(it.batch(epoch, 0).groups) == batch
-
-
-def test_a_step_whose_batch_was_dissolved_is_filled_in_spite_of_drops_though_the_next_step_has_its_batch() -> None:
-    it, epoch = busy(max_staleness=1, groups_per_step=2, over_sampling_groups=3)
-    groups = it.lease(4)
-    it.put(groups)
-    it.batch(epoch, 0)
-    it.batch(epoch, 1)
-    assert it.lease() == [], "all that begins now could only expire"
-    drop(it, groups[0].group_id)
-    assert len(it.lease()) == 1 + 3

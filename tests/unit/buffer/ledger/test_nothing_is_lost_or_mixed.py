@@ -9,18 +9,15 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.errors import InvalidArgument
 from headrace.protobuf import raw_put
 from services.buffer.conversion import wire
-from services.buffer.ledger.group import GroupState
-from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
+from services.buffer.ledger.produce import GroupPut, PutOutcome
 from services.buffer.ledger.stream import FileSource, StreamConfig
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
-from tests.support.ledgers.stores import STORES, reopened
 
 
 def test_groups_are_formed_by_id_and_not_by_the_shape_of_what_came(tmp_path: Path) -> None:
@@ -46,22 +43,6 @@ def test_groups_are_formed_by_id_and_not_by_the_shape_of_what_came(tmp_path: Pat
         assert all(record.sample_id.startswith(f"{group.group_id}#") for record in group.samples)
 
 
-@pytest.mark.parametrize("kind", list(STORES))
-def test_tokens_of_a_partial_rollout_survive_a_restart(kind: str, tmp_path: Path) -> None:
-    it = LedgerUnderTest(STORES[kind](tmp_path))
-    it.create()
-    it.submit("a")
-    it.rewind()
-    (group,) = it.lease()
-    assert group.lease is not None
-    begun = sample(group, 0, 0, text="so far", sample_id="partial")
-    it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (begun,), "drained")]))
-    it = LedgerUnderTest(reopened(kind, it.store, tmp_path))
-    (again,) = it.lease()
-    assert it.store.read_payloads(again.partials) == [begun.payload]
-    it.store.close()
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, streaming: bool) -> None:
     path = tmp_path / "p.jsonl"
@@ -78,18 +59,6 @@ async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, st
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))
 
 
-def test_a_group_whose_producer_crashed_keeps_its_prompt() -> None:
-    it = LedgerUnderTest()
-    it.create(max_attempts=3)
-    it.submit("a", "b")
-    it.rewind()
-    (crashed,) = it.lease(1)
-    it.seconds += 61
-    it.do(it.ledger.expire_leases(it.now))
-    (again,) = it.lease(1)
-    assert (again.group_id, again.prompt) == (crashed.group_id, crashed.prompt)
-
-
 @pytest.mark.parametrize("status", [sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING])
 async def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_holds(status: int) -> None:
     lease = pb.GroupLease(lease_id="l", group_id="train/0", n_samples=3, prompt=sample_pb2.Prompt(text="?"))
@@ -97,43 +66,6 @@ async def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_hol
     put.samples[1].envelope.status = status  # type: ignore[assignment]
     with pytest.raises(InvalidArgument, match=r"l/1 is not finished, .* release the lease with partial_samples"):
         await wire.put_from_proto(raw_put(put))
-
-
-def test_rollouts_left_over_at_the_end_of_a_step_are_trained_in_the_next() -> None:
-    it = LedgerUnderTest()
-    it.create(max_staleness=2, groups_per_step=2)
-    it.submit(*"abcde")
-    epoch = it.rewind()
-    it.put(it.lease(5))
-    trained = [group.prompt.prompt_id for step in range(2) for group in it.consume(epoch, step).groups]
-    assert trained == list("abcd")
-    assert it.states()["train/4"] is GroupState.READY
-    it.submit("f")
-    it.serve(epoch, 2)
-    it.put(it.lease())
-    assert [group.prompt.prompt_id for group in it.consume(epoch, 2).groups] == ["e", "f"]
-
-
-async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
-    buffer = await BufferApplication.open(STORES["memory"](tmp_path))
-    await buffer.create_stream(
-        StreamConfig("train", 2, 2, max_staleness=None, files=(FileSource(str(path), "prompt", num_epochs=1),))
-    )
-    epoch, _ = await buffer.rewind("train", 0, "one", 0)
-    groups, _ = await buffer.lease("train", "me", "all", 10, 0.0, 0)
-    await buffer.put(
-        [await wire.put_from_proto(raw_put(complete_put(wire.lease_to_proto(group, 1.0, 2, [])))) for group in groups]
-    )
-    batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
-    assert batch is not None
-    await buffer.commit(Ledger.consume, "train", epoch, 0, batch.digest)
-    with pytest.raises(FailedPrecondition, match="1 groups are left for step 1") as refused:
-        await buffer.lease_batch("train", epoch, 1, 0.0)
-    assert refused.value.reason == "EXHAUSTED"
-    assert buffer.ledger.stream("train").counts[GroupState.READY] == 1
-    await buffer.close()
 
 
 @pytest.mark.parametrize("num_deleted", [1, 2, 1_500])

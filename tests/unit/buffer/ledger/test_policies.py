@@ -38,21 +38,6 @@ def test_a_batch_begins_with_the_highest_reward_or_the_largest_spread(
     assert [group.prompt.prompt_id for group in batch.groups] == expected
 
 
-def test_a_chosen_batch_stays_when_better_groups_come_and_after_a_restart(it: LedgerUnderTest) -> None:
-    it.create(max_staleness=None, groups_per_step=1, selection=Selection.REWARD)
-    it.submit("poor", "rich")
-    poor, rich = it.lease()
-    epoch = it.rewind()
-    it.do(it.ledger.put(it.now, [rewarded(poor, (0.0, 0.0))]))
-    first = it.batch(epoch, 0)
-    it.do(it.ledger.put(it.now, [rewarded(rich, (1.0, 1.0))]))
-    assert it.batch(epoch, 0) == first
-    it.restart()
-    assert it.batch(epoch, 0) == first
-    assert it.consume(epoch, 0).groups[0].prompt.prompt_id == "poor"
-    assert it.consume(epoch, 1).groups[0].prompt.prompt_id == "rich"
-
-
 def test_the_limiter_waits_for_its_minimum_size(it: LedgerUnderTest) -> None:
     it.create(max_staleness=None, groups_per_step=2, limiter=Limiter(min_size=5))
     it.submit(*"abcdef")
@@ -85,16 +70,6 @@ def test_the_limiter_keeps_producers_and_trainer_within_its_window(it: LedgerUnd
             step += 1
             assert 0.5 * made - 2 * step >= 3 - 4
     assert 2 * step == pytest.approx(50, abs=4)
-
-
-def test_limiter_and_staleness_together_never_stop_everything(it: LedgerUnderTest) -> None:
-    """Groups that expired were inserted and can never be taken: the difference grows, and production goes on."""
-    it.create(max_staleness=0, groups_per_step=2, limiter=Limiter(min_size=2, samples_per_insert=0.2, error_buffer=1.2))
-    it.submit(*(f"p{i}" for i in range(60)))
-    epoch = it.rewind()
-    for step in range(20):
-        it.train_step(epoch, step)
-    assert it.ledger.stream("train").state.step == 20
 
 
 @pytest.mark.parametrize(
@@ -176,21 +151,6 @@ def test_versions_that_only_steps_with_a_batch_could_train_are_not_wanted(it: Le
     assert wanted() == 2
 
 
-def test_a_step_is_full_however_many_groups_are_dropped(it: LedgerUnderTest) -> None:
-    it.create(max_staleness=0, groups_per_step=3)
-    it.submit(*(f"p{i}" for i in range(40)))
-    epoch = it.rewind()
-    for step in range(3):
-        while it.batch(epoch, step) is None:
-            for i, group in enumerate(it.lease()):
-                if i == 0:
-                    it.put([group])
-                else:
-                    it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.DROPPED, "FILTERED")]))
-        assert len(it.consume(epoch, step).groups) == 3
-        it.serve(epoch, step + 1)
-
-
 def trained(it: LedgerUnderTest, steps: int, **config: Any) -> int:
     """An epoch with so many steps of two groups consumed, of each a third was dropped."""
     it.create(max_staleness=0, **config)
@@ -219,12 +179,6 @@ def test_ended_groups_are_forgotten_after_their_steps_and_stay_counted(it: Ledge
     assert (stream.count(GroupState.COMMITTED), len(stream.prompts), len(stream.samples)) == (18, 9, 12)
     assert it.commit(epoch, 10) == 2
     assert stream.state.forgotten_step == 8
-
-
-def test_without_retention_nothing_is_forgotten(it: LedgerUnderTest) -> None:
-    epoch = trained(it, 4)
-    it.commit(epoch, 4)
-    assert len(it.states()) == 12
 
 
 def test_a_put_that_is_made_again_after_its_group_was_forgotten_is_refused_and_the_rest_is_kept(

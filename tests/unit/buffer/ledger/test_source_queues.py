@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.ledger.produce import PutOutcome
 from services.buffer.ledger.queues import fair_order
-from services.buffer.ledger.train import StepBatch
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import complete, without_samples
@@ -59,48 +56,6 @@ def test_batches_have_their_shares_although_a_filter_drops_most_of_one_source() 
         it.serve(epoch, step + 1)
     assert made["math"] > 3 * 5 * 20
     assert it.ledger.stream("train").state.taken == (100, 40, 20)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_no_step_waits_for_ever_whatever_becomes_of_the_groups(seed: int) -> None:
-    it, chance = Mixed(rows={"chat": 9}), random.Random(seed)
-    it.create_mixed(max_staleness=chance.choice([0, 1, 3]), over_sampling_groups=chance.choice([0, 5]))
-    epoch, out, trained = it.rewind(), [], Counter[str]()
-    step, rounds = 0, 0
-    while step < 12:
-        rounds += 1
-        assert rounds < 5000, f"step {step} never had its batch: {it.states()}"
-        out += it.lease(chance.randint(1, 6))
-        chance.shuffle(out)
-        for group in out[: chance.randint(0, 3)]:
-            outcome = chance.choice([PutOutcome.COMPLETE, PutOutcome.COMPLETE, PutOutcome.DROPPED, PutOutcome.FAILED])
-            put = complete(group) if outcome is PutOutcome.COMPLETE else without_samples(group, outcome)
-            it.do(it.ledger.put(it.now, [put]))
-            out.remove(group)
-        if chance.random() < 0.1:
-            it.restart()
-        if batch := it.batch(epoch, step):
-            trained += it.of(batch.groups)
-            it.consume(epoch, step)
-            it.serve(epoch, step + 1)
-            step += 1
-    assert trained["chat"] <= 9
-    assert abs(trained["math"] - 2.5 * trained["code"]) <= 3.5
-
-
-def test_a_restart_changes_no_batch() -> None:
-    def batches(restarts: bool) -> list[list[str]]:
-        it = Mixed()
-        it.create_mixed({"math": 2.0, "code": 1.0})
-        epoch, found = it.rewind(), []
-        for step in range(6):
-            batch: StepBatch = it.train_step(epoch, step)
-            found.append([group.prompt.prompt_id for group in batch.groups])
-            if restarts:
-                it.restart()
-        return found
-
-    assert batches(True) == batches(False)
 
 
 def test_submitted_prompts_come_first_and_take_no_share() -> None:

@@ -9,9 +9,9 @@ from headrace.errors import FailedPrecondition, NotFound
 from headrace.limits import MAX_STEPS_AHEAD
 from services.buffer.ledger import train, work
 from services.buffer.ledger.group import GroupState, NewSample, Prompt
-from services.buffer.ledger.produce import GroupPut, PutOutcome, Release
+from services.buffer.ledger.produce import GroupPut, PutOutcome
 from services.buffer.ledger.stream import Cursor, ExpiryAction, FileSource
-from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample, without_samples
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
 
 
 @pytest.fixture
@@ -121,22 +121,6 @@ def test_an_epoch_that_nobody_has_opened_is_not_heard(it: LedgerUnderTest) -> No
     with pytest.raises(FailedPrecondition, match="was never opened here"):
         it.batch(epoch + 1, 0)
     assert it.batch(epoch, 0)
-
-
-@pytest.mark.parametrize("outcome", [PutOutcome.FAILED, PutOutcome.DROPPED])
-def test_the_tokens_so_far_of_a_group_that_ends_without_samples_are_deleted(outcome: PutOutcome) -> None:
-    it = LedgerUnderTest()
-    it.create(max_attempts=1)
-    it.submit("a")
-    (group,) = it.lease()
-    partial = sample(group, 0, 0)
-    it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (partial,))]))
-    assert it.store.read_payloads([partial.record])
-    (again,) = it.lease()
-    it.do(it.ledger.put(it.now, [without_samples(again, outcome)]))
-    assert it.states() == {group.group_id: GroupState(outcome.value)}
-    with pytest.raises(NotFound):
-        it.store.read_payloads([partial.record])
 
 
 @pytest.mark.parametrize("action", list(ExpiryAction))

@@ -45,26 +45,10 @@ def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
     ("flags", "warning"),
     [
         ("--rollout-top-p 0.95", r"rollout_top_p 0.95: engines sample from fewer tokens"),
-        ("--rollout-top-k 20", r"rollout_top_k 20: engines sample from fewer tokens"),
-        ("--rollout-top-p 0.9 --rollout-top-k 20", r"rollout_top_p 0.9 and rollout_top_k 20: engines"),
         (LONE, r"grpo compares the samples of a prompt, and n_samples_per_prompt is 1"),
-        (f"{LONE} --advantage-estimator rloo", r"rloo compares the samples of a prompt"),
         ("--rollout-temperature 0", r"rollout_temperature 0: all samples of a prompt are the same"),
     ],
 )
 def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: str, warning: str) -> None:
     (found,) = algorithm_warnings(load_with(*flags.split()))
     assert re.search(warning, found)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--rollout-top-p 1 --rollout-temperature 0.8",
-        f"{LONE} --disable-rewards-normalization",
-        f"{LONE} --advantage-estimator ppo",
-        f"{LONE} --loss-type sft_loss --loss-mask-type qwen3 --rollout-top-p 0.9",
-    ],
-)
-def test_what_is_meant_is_not_warned_of(load_with, flags: str) -> None:
-    assert algorithm_warnings(load_with(*flags.split())) == []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.view.plan import plan
 from headrace.errors import ConfigError
 from headrace.job.rules.combinations import check_combinations
 from headrace.job.rules.production import check_images
@@ -43,16 +42,6 @@ def test_ways_of_making_samples_that_are_of_text_refuse_images(tmp_path: Path, s
         _check(job)
 
 
-def test_the_plan_says_what_is_trained_and_what_is_frozen(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(VISION))
-    said = dict(plan(_job(tmp_path, IMAGES)))["images"]
-    assert said.startswith("of each row's 'images', where its prompt says <image>; the language part is trained")
-    assert "the vision tower is frozen" in said
-    assert "no --multimodal-keys" in dict(plan(_job(tmp_path, {})))["images"]
-    (tmp_path / "config.json").write_text(json.dumps(TEXT.presets[0].config))
-    assert "images" not in dict(plan(_job(tmp_path, {})))
-
-
 def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None:
     new = {name: VISION[name] for name in ("model_type", "image_token_id", "vision_config", "tie_word_embeddings")}
     text = {name: value for name, value in VISION.items() if name not in new and name != "rope_scaling"}
@@ -65,11 +54,6 @@ def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None
     assert {tensor.name for tensor in table(found).tensors()} == {
         tensor.name for tensor in table(architecture(find("qwen2.5-3B").config)).tensors()
     }
-
-
-def test_other_media_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="media of type 'video' are not supported, only images"):
-        _job(tmp_path, {"data": {"multimodal_keys": {"video": "videos"}}})
 
 
 def _check(job: Job) -> None:

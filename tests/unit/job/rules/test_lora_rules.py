@@ -58,25 +58,15 @@ def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[st
         lora_targets(architecture(tiny_config(family)), wanted)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--lora-rank", "16"),
-        ("--lora-rank", "4", "--lora-target-modules", "q_proj", "--bf16"),
-        ("--lora-rank", "1", "--loss-type", "sft_loss", "--loss-mask-type", "qwen3", "--n-samples-per-prompt", "1"),
-    ],
-)
 @pytest.mark.parametrize(("gpus", "installed"), [(8, True), (8, False), (0, True)])
 def test_lora_is_refused_before_a_start_where_layers_are_transformer_engines(
     load_with,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    flags: tuple[str, ...],
     gpus: int,
     installed: bool,
 ) -> None:
-    one_step = ("--num-steps-per-rollout", "1") if "sft_loss" in flags else ()
-    job = load_with(*flags, *one_step)
+    job = load_with("--lora-rank", "16")
     if installed:
         (tmp_path / "transformer_engine").mkdir()
         (tmp_path / "transformer_engine" / "__init__.py").touch()

@@ -45,8 +45,6 @@ def test_machines_meet_where_the_flags_say_else_where_torchruns_variables_say() 
     [
         ({"master_addr": None}, {}, "actor_num_nodes 2: pass --master-addr ADDRESS-OF-MACHINE-0"),
         ({"node_rank": 2}, {}, "node_rank 2 is none of 2 machines, which are counted from 0"),
-        ({}, {"NODE_RANK": "second"}, "NODE_RANK 'second' in the environment is no number"),
-        ({}, {"MASTER_PORT": "70000"}, "MASTER_PORT 70000 is no port: set one of 1 to 65535"),
     ],
 )
 def test_a_machine_that_cannot_know_its_place_is_refused(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.rules.training import check_routing_replay, replays_routing
+from headrace.job.rules.training import check_routing_replay
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
@@ -29,23 +29,6 @@ def experts(folder: Path) -> Architecture:
 
 
 @pytest.mark.parametrize(
-    "train",
-    [
-        {},
-        RECORDED,
-        RECORDED | {"loss_type": "custom_loss"},
-        ROLLOUTS,
-        RECORDED | ROLLOUTS,
-        ROLLOUTS | {"use_rollout_logprobs": True},
-    ],
-)
-def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -> None:
-    job = _job(folder, train, {})
-    check_routing_replay(job, experts)
-    assert replays_routing(job) == (train != {})
-
-
-@pytest.mark.parametrize(
     ("train", "megatron", "message"),
     [
         (RECORDED | {"keep_old_actor": True}, {}, r"several policies: pass --use-rollout-routing-replay"),
@@ -54,7 +37,6 @@ def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -
             {},
             r"use_routing_replay has no effect: this job computes no old log-probs",
         ),
-        (RECORDED | {"use_rollout_logprobs": True}, {}, r"use_routing_replay has no effect"),
         (RECORDED | {"loss_type": "sft_loss"}, {}, r"use_routing_replay has no effect"),
         (RECORDED, {"moe_router_fusion": True}, r"use_routing_replay with moe_router_fusion"),
         (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: sinkhorn chooses other experts"),

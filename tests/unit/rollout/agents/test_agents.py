@@ -17,7 +17,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.rpc.net import free_port
 from headrace.trajectory import Status
-from services.rollout.agents.players import WorkerPlayer
+from services.rollout.agents.sampler import WorkerPlayer
 from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
 from tests.support.agents import producing as producing_with
 from tests.support.fakes.fake_engine import FakeEngine
@@ -51,7 +51,7 @@ async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
             while not engine.num_in_flight:  # another party's state
                 await asyncio.sleep(0.01)
         assert isinstance(made.sampler.player, WorkerPlayer)
-        for pid in made.sampler.player.pool.pids:
+        for pid in made.sampler.player._function.pool.pids:
             os.kill(pid, signal.SIGKILL)
         engine.token_seconds = 0.0
         samples = await made.produced()
@@ -86,7 +86,7 @@ async def test_each_failure_is_the_samples_own(tmp_path: Path) -> None:
         "    if task.index == 2:\n        await asyncio.Event().wait()\n"
         "    async with",
     )
-    async with producing(tmp_path, code, num_prompts=0, generate_timeout_seconds=6.0) as (made, _):
+    async with producing(tmp_path, code, num_prompts=0, generate_timeout_seconds=20.0) as (made, _):
         samples = await made.play(4)
     reasons = [sample.failure.reason if sample.failure else None for sample in samples]
     assert reasons == ["HOOK_RAISED", "HOOK_INCOMPLETE", "HOOK_TIMEOUT", None]

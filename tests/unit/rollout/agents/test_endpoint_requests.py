@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,34 +91,22 @@ async def opens_thoughts(tmp_path: Path) -> AsyncIterator[Served]:
 BENDING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.1},
     {"frequency_penalty": -0.5},
-    {"presence_penalty": 0.5},
     {"min_p": 0.05},
     {"min_tokens": 3},
     {"ebnf": 'root ::= "yes"'},
     {"json_schema": {"type": "object"}},
-    {"guided_json": '{"type": "object"}'},
     {"guided_regex": "a+"},
-    {"guided_choice": ["a", "b"]},
     {"guided_grammar": 'root ::= "no"'},
     {"structured_outputs": {"choice": ["x", "y"]}},
-    {"structured_outputs": {"regex": "b*"}},
-    {"structured_outputs": {"grammar": 'root ::= "so"'}},
     {"response_format": {"type": "json_object"}},
 ]
 UNKNOWN: list[dict[str, Any]] = [
     {"functions": [{"name": "f", "parameters": {}}]},
-    {"function_call": {"name": "f"}},
     {"logit_bias": {"5": 10}},
-    {"best_of": 4},
-    {"use_beam_search": True},
     {"typical_p": 0.9},
-    {"no_repeat_ngram_size": 2},
     {"ignore_eos": True},
     {"add_generation_prompt": False},
-    {"skip_special_tokens": False},
-    {"audio": {"voice": "x"}},
     {"enable_thinking": False},
-    {"reasoning_effort": "high"},
     {"chat_template_kwargs": {"enable_thinkin": False}},
     {"chat_template_kwargs": {"messages": []}},
     {"structured_outputs": {"structural_tag": "{}"}},
@@ -140,17 +129,14 @@ async def test_outside_a_session_the_engine_gets_what_it_can_do(served: Served) 
         ({"min_tokens": 3}, {"min_new_tokens": 3}),
         ({"stop_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}),
         ({"ebnf": "root ::= x"}, {"ebnf": "root ::= x"}),
-        ({"guided_grammar": "root ::= y"}, {"ebnf": "root ::= y"}),
         ({"guided_json": {"type": "object"}}, {"json_schema": '{"type":"object"}'}),
-        ({"json_schema": '{"type": "array"}'}, None),
         ({"guided_choice": ["a.b", "c"]}, {"regex": r"(a\.b|c)"}),
         ({"structured_outputs": {"json": {"type": "object"}}}, {"json_schema": '{"type":"object"}'}),
         ({"structured_outputs": {"regex": "b*", "json": None}}, {"regex": "b*"}),
     ):
         reply = await served.ask(recorded=False, **body)
         assert reply.status_code == 200, (body, reply.text)
-        if params is not None:
-            assert served.script.params[-1].items() >= params.items(), body
+        assert served.script.params[-1].items() >= params.items(), body
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,6 @@ async def test_outside_a_session_the_engine_gets_what_it_can_do(served: Served) 
         {"stop_token_ids": [-1]},
         {"regex": "a", "ebnf": "b"},
         {"guided_choice": []},
-        {"guided_regex": "a", "response_format": {"type": "json_object"}},
         {"guided_json": "no json"},
     ],
     ids=str,
@@ -193,8 +178,6 @@ async def test_variables_of_the_chat_template_act_for_their_request(served: Serv
     "message",
     [
         {"role": "function", "name": "f", "content": "RESULT-17"},
-        {"role": "human", "content": "RESULT-17"},
-        {"role": "critic", "content": "RESULT-17"},
         {"role": "developer", "content": "RESULT-17"},
         {"role": "user", "content": [{"type": "text", "text": "RESULT-17"}]},
         {"role": "tool", "content": [{"type": "text", "text": "RESULT"}, {"type": "text", "text": "-17"}]},
@@ -227,8 +210,6 @@ def tagged(arguments: str, name: str = "look_up") -> str:
     ("value", "read"),
     [
         ("NaN", "NaN"),
-        ("Infinity", "Infinity"),
-        ("-Infinity", "-Infinity"),
         ("1e999", "1e999"),
         ('{"deep": [NaN, 1]}', {"deep": ["NaN", 1]}),
         ('"\\ud800"', "\ud800"),
@@ -268,3 +249,45 @@ async def test_a_thought_that_the_prompt_has_opened_is_not_searched(opens_though
     opens_thoughts.script.says = "I may call " + tagged('{"q": "x"}')
     message = (await opens_thoughts.ask(tools=[LOOK_UP])).json()["choices"][0]["message"]
     assert "tool_calls" not in message
+
+
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 3000}
+
+
+def _with(**fields: object) -> bytes:
+    return json.dumps({"messages": [USER], **fields}).encode()
+
+
+def _schema(schema: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"messages": "hello"}', r"\$\.messages"),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "image_url"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "cannot be"),
+        (_with(n=10**9), "n"),
+        (_with(n=2, stream=True), "leave stream out"),
+        (_with(max_tokens=0), "max_tokens"),
+        (_with(stop=[""]), "stop"),
+        (_with(logit_bias={"5": 100}), "logit_bias"),
+        (_with(response_format={"type": "yaml"}), "must be text, json_object or json_schema"),
+        (_with(response_format=_schema([1])), "must be a JSON object"),
+        (_with(response_format=_schema({"$ref": "file:///etc/passwd"})), "references into the schema itself"),
+        (_with(response_format=_schema({"const": "x" * 40_000})), "may have 32768"),
+        (_with(regex="a" * 5000), "may have 4096"),
+        (_with(tools=[{"type": "function"}] * 1025), "tools is 1025, must be 0 to 1024"),
+        (json.dumps({"messages": [CALLS] * 2}).encode(), "tool_calls is 6000, must be 0 to 4096"),
+    ],
+)
+async def test_a_bad_request_is_refused_with_its_reason(served: Served, body: bytes, said: str) -> None:
+    answer = await served.http.post("/v1/chat/completions", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert re.search(said, error["message"] + str(error["param"]))
+    assert (await served.ask(recorded=False)).status_code == 200

@@ -14,7 +14,7 @@ import pytest
 from headrace.hooks.kit.tool_call import divided
 from headrace.session import Ask, Branch, RecordedAnswer, SessionRecord
 from headrace.trajectory import PolicyRange, Status, check_ranges
-from services.rollout.agents.messages import Message, ToolCallMessage
+from services.rollout.agents.protocol import Message, ToolCallMessage
 from services.rollout.agents.tool_calls import in_message
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer

@@ -12,7 +12,7 @@ from headrace.hooks import HookArgs, Sample, from_hook, run_generate
 from headrace.run_folder import RunFolder, ServiceEntry
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample as WireSample
-from tests.support.agents import AGENT, producing
+from tests.support.agents import producing
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.ledgers.answers import answered
@@ -35,7 +35,6 @@ async def run(args, task, base_url):
         await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
     return 1.0
 """
-FORGETS = AGENT.replace('"are you sure?"', 'f"attempt {turn}: " + "why? " * 3').replace("range(2)", "range(4)")
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str], sample: WireSample, *words: str) -> str:
@@ -58,31 +57,21 @@ def in_order(text: str, *parts: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("code", "parts"),
-    [
-        (AGENT, ("user:\n2 + 2?\n", "assistant:\n", "user:\nare you sure?\n", "assistant:\n")),
-        (
-            USES_TOOLS,
-            (
-                *("system:\nbe brief\n", "user:\n2 + 2?\n", "assistant:\n", "look_up", "the Nile"),
-                *("tool:\n6,650 km\n", "assistant:\n", "user:\nin miles?\n", "assistant:\n"),
-            ),
-        ),
-        (FORGETS, tuple(f"user:\nattempt {turn}: why? why? why? \n" for turn in range(3))),
-    ],
-)
 async def test_every_turn_of_an_agent_is_shown_with_its_role(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, parts: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with producing(tmp_path, code, lambda job: lambda number: FakeEngine(WIRE), num_prompts=0) as made:
+    parts = (
+        *("system:\nbe brief\n", "user:\n2 + 2?\n", "assistant:\n", "look_up", "the Nile"),
+        *("tool:\n6,650 km\n", "assistant:\n", "user:\nin miles?\n", "assistant:\n"),
+    )
+    async with producing(tmp_path, USES_TOOLS, lambda job: lambda number: FakeEngine(WIRE), num_prompts=0) as made:
         (sample, *_) = await made.play()
     said = shown(tmp_path, capsys, WireSample.unpack(sample.pack()))
     assert in_order(said, *parts), said
 
 
 KIT = """
-from headrace.hooks.kit import chat, generate_single
+from headrace.hooks.kit import chat
 
 async def talks(args, sample, sampling_params):
     messages = [{"role": "user", "content": sample.prompt}]
@@ -92,26 +81,13 @@ async def talks(args, sample, sampling_params):
     messages.append(await chat(messages))
     sample.response = messages[-1].content
     return sample
-
-async def asks(args, sample, sampling_params):
-    messages = [{"role": "system", "content": "a guide"}, {"role": "user", "content": sample.prompt}]
-    sample.response = await generate_single(messages)
-    messages += [{"role": "assistant", "content": sample.response}, {"role": "tool", "content": "[1, 2]"}]
-    sample.response = await generate_single(messages)
-    return sample
 """
 
 
-@pytest.mark.parametrize(
-    ("function", "parts"),
-    [
-        ("talks", ("user:\nwhich color?\n", "user:\nthat is red\n", "user:\nthat is blue\n", "assistant:\n")),
-        ("asks", ("system:\na guide\n", "user:\nwhich color?\n", "assistant:\n", "tool:\n[1, 2]\n", "assistant:\n")),
-    ],
-)
 async def test_every_turn_of_a_function_of_the_kit_is_shown_with_its_role(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, parts: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    parts = ("user:\nwhich color?\n", "user:\nthat is red\n", "user:\nthat is blue\n", "assistant:\n")
     make_chat_tokenizer("qwen2.5").save_pretrained(tmp_path)
     (tmp_path / "own.py").write_text(KIT)
     engine = FakeEngine()
@@ -127,7 +103,7 @@ async def test_every_turn_of_a_function_of_the_kit_is_shown_with_its_role(
     )
     asked = Sample(index=0, prompt="which color?")
     try:
-        path = f"{tmp_path / 'own.py'}:{function}"
+        path = f"{tmp_path / 'own.py'}:talks"
         ((made,),) = await run_generate(path, args, [asked], {"max_new_tokens": 4}, evaluation=False)
     finally:
         await engine.stop()
@@ -136,12 +112,9 @@ async def test_every_turn_of_a_function_of_the_kit_is_shown_with_its_role(
     assert in_order(said, *parts), said
 
 
-@pytest.mark.parametrize(("prompt", "response"), [("1 + 1 = ", "2"), ("Say yes", "yes\n"), ("", "out of nothing")])
-def test_prompt_and_response_are_divided_without_colors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str, response: str
-) -> None:
-    said = shown(tmp_path, capsys, answered("g/0", prompt, response, group_id="g", reward=1.0))
-    assert f"prompt:\n{prompt}\nresponse:\n{response}\n" in said, said
+def test_prompt_and_response_are_divided_without_colors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown(tmp_path, capsys, answered("g/0", "1 + 1 = ", "2\n", group_id="g", reward=1.0))
+    assert "prompt:\n1 + 1 = \nresponse:\n2\n" in said, said
 
 
 def test_a_search_finds_what_an_early_turn_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

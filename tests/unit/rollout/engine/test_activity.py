@@ -14,7 +14,7 @@ from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Plan
 from tests.support.fakes.fake_fleet import FakeFleet
-from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, send
 
 
 class Clock:
@@ -48,28 +48,6 @@ def test_a_lap_begins_where_the_one_before_it_ended(clock: Clock) -> None:
         clock.seconds += 3.0
     clock.seconds += 1.0
     assert activity.lap() == pytest.approx(0.75)
-    assert activity.lap() is None  # of no time there is no share
-
-
-def test_an_engine_is_not_busy_in_a_standstill(clock: Clock) -> None:
-    activity = Activity(1, clock)
-    activity.lap()
-    with activity.requests():
-        clock.seconds += 1.0
-        activity.stand_still()
-        clock.seconds += 2.0
-        activity.go_on()
-        clock.seconds += 1.0
-    assert activity.lap() == pytest.approx(0.5)
-
-
-def test_a_request_that_fails_is_over(clock: Clock) -> None:
-    activity = Activity(1, clock)
-    activity.lap()
-    with pytest.raises(KeyError), activity.requests():
-        raise KeyError
-    clock.seconds += 1.0
-    assert activity.lap() == 0.0
 
 
 async def test_a_commit_answers_the_share_since_the_commit_before(fakes: FakeFleet, clock: Clock) -> None:
@@ -144,7 +122,5 @@ async def generate(generator: Generator, *, streaming: bool) -> None:
 
 
 async def publish(receiver: Receiver, plan: Plan) -> CommitResult:
-    await receiver.begin(plan)
-    for bucket in plan.buckets:
-        await receiver.receive(plan.publication_id, bucket)
+    await send(receiver, plan)
     return await receiver.commit(plan.publication_id, CHECKSUMS)

@@ -1,18 +1,28 @@
+"""Engines of a fleet: their state, their restarts, those that others start, and those that Ray places."""
+
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from headrace.errors import Unavailable
-from services.rollout.engine.fleet import Engine, EngineSlot, EngineState
+from headrace.errors import ConfigError, FailedPrecondition, Unavailable
+from headrace.process.linux import runs
+from headrace.rpc.net import Address, free_port
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.process import ExternalEngine
+from tests.long_forms import whole_run
+from tests.support.engines.contract import CONTRACT, EngineUnderTest
 from tests.support.fakes.fake_engine import FakeEngine
-from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
-
-
-async def test_started_engines_are_in_routing(fakes: FakeFleet) -> None:
-    assert [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY]
-    assert fakes.routing.urls == {e.url for e in fakes.fleet.engines}
+from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting, fake_fleet
+from tests.support.fakes.gloo_engine import GlooEngineProcess
+from tests.support.processes.training_run import ROOT
 
 
 async def test_every_engine_freezes_its_garbage_collection_before_it_serves(fakes: FakeFleet) -> None:
@@ -22,23 +32,6 @@ async def test_every_engine_freezes_its_garbage_collection_before_it_serves(fake
     for number in (0, 1):
         calls = fakes.fake(number).calls
         assert calls.index("/freeze_gc") < calls.index("/update_weight_version")
-
-
-async def test_a_dead_engine_is_restarted_and_serves_while_the_initial_weights_are_served(fakes: FakeFleet) -> None:
-    old_url = fakes.fleet.engines[0].url
-    fakes.fake(0).die()
-    await fakes.until(lambda: fakes.fleet.engines[0].restarts == 1 and len(fakes.routing.urls) == 2)
-    assert fakes.fleet.engines[0].state is EngineState.READY
-    assert old_url not in fakes.routing.urls
-
-
-async def test_a_restarted_engine_is_stale_once_other_weights_are_served(fakes: FakeFleet) -> None:
-    await fakes.fleet.switch_to(7)
-    assert fakes.routing.urls == set()
-    await fakes.fleet.serve(fakes.fleet.engines[1], 7)
-    fakes.fake(0).die()
-    await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.STALE)
-    assert fakes.routing.urls == {fakes.fleet.engines[1].url}
 
 
 async def test_one_missed_check_is_forgiven_and_several_in_a_row_are_not(fakes: FakeFleet) -> None:
@@ -52,19 +45,6 @@ async def test_one_missed_check_is_forgiven_and_several_in_a_row_are_not(fakes: 
     assert (engine.restarts, engine.state) == (0, EngineState.READY)
     fake.faults["/model_info"] = "hang"
     await fakes.until(lambda: engine.restarts == 1)
-
-
-async def test_an_engine_that_ends_while_it_is_given_up_is_started_once(fakes: FakeFleet) -> None:
-    engine = fakes.fleet.engines[0]
-    fakes.routing.answers.clear()
-    giving_up = asyncio.create_task(fakes.fleet.give_up(engine, "gone in the middle of a collective"))
-    await fakes.until(lambda: engine.state is EngineState.DOWN)
-    fakes.fake(0).die()
-    await fakes.until(lambda: engine.state is EngineState.READY)
-    fakes.routing.answers.set()
-    await giving_up
-    await engine.client.weights_name(seconds=60)
-    assert engine.restarts == 1
 
 
 async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> None:
@@ -87,35 +67,165 @@ async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> 
             await lost
 
 
-async def test_an_engine_that_failed_publications_end_is_started_again_each_time() -> None:
-    async with fake_fleet(max_restarts=1) as fakes:
-        one = fakes.fleet.engines[0]
-        for restarts in range(4):
-            await fakes.until(lambda count=restarts: (one.restarts, one.state) == (count, EngineState.READY))
-            await fakes.fleet.give_up(one, "publication aborted")
-        await fakes.until(lambda: (one.restarts, one.state) == (4, EngineState.READY))
+TIMING = FleetTiming(
+    start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=0.2, missed_checks=3, max_restarts=5
+)
 
 
-async def test_an_engine_that_does_not_start_any_more_stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fake_fleet(max_restarts=1) as fakes:
-
-        async def refuse(self: FakeEngine, *, seconds: float) -> None:
-            raise Unavailable("no memory is left on the device")
-
-        monkeypatch.setattr(FakeEngine, "start", refuse)
-        fakes.fake(0).die()
-        await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.QUARANTINED)
-        assert fakes.fleet.engines[0].trouble == "no memory is left on the device"
+def address_of(engine: FakeEngine) -> Address:
+    return Address.parse(engine.url.removeprefix("http://"))
 
 
-def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("services.rollout.engine.fleet.time.monotonic", lambda: now)
-    engine = Engine(0, EngineSlot(1))
-    seen = []
-    for life in (1, 1, 599, 600, 1):
-        engine.began_to_serve()
-        now += life
-        seen.append(engine.ended("gone", 600.0))
-    assert seen == [1, 2, 3, 1, 2]
-    assert [engine.ended("not started", 600.0) for _ in range(2)] == [3, 4]
+@pytest.fixture
+async def others() -> AsyncIterator[FakeEngine]:
+    """A server that runs before and after the fleet."""
+    engine = FakeEngine()
+    await engine.start(seconds=60)
+    yield engine
+    await engine.stop()
+
+
+async def test_it_has_unknown_weights_until_it_is_given_some_and_is_left_running(others: FakeEngine) -> None:
+    routing = RememberedRouting()
+    external = [ExternalEngine(address_of(others), 1)]
+    fleet = Fleet(1, 1, lambda number: external[number], routing, TIMING, begins_with_checkpoint=False)
+    await fleet.start()
+    (engine,) = fleet.engines
+    assert engine.state is EngineState.STALE
+    assert routing.urls == set()
+    assert fleet.alive() == [engine]
+    await fleet.switch_to(0)
+    await fleet.serve(engine, 0)
+    assert (engine.state, routing.urls) == (EngineState.READY, {others.url})
+    await fleet.stop()
+    assert "/abort_request" in others.calls, "the requests of this service are ended"
+    assert others.exit_code is None
+
+
+async def test_one_that_goes_away_is_tried_again_and_is_not_trusted_when_it_comes_back(others: FakeEngine) -> None:
+    routing = RememberedRouting()
+    fleet = Fleet(1, 1, lambda _: ExternalEngine(address_of(others), 1), routing, TIMING, begins_with_checkpoint=False)
+    await fleet.start()
+    (engine,) = fleet.engines
+    await fleet.switch_to(3)
+    await fleet.serve(engine, 3)
+    others.faults["/model_info"] = others.faults["/server_info"] = "hang"
+    until = FakeFleet(fleet, routing).until
+    await until(lambda: engine.state is not EngineState.READY)
+    assert routing.urls == set()
+    others.faults.clear()
+    await until(lambda: engine.state is EngineState.STALE)
+    assert engine.restarts >= 1
+    await fleet.stop()
+
+
+async def test_an_engine_of_another_size_is_refused_and_one_that_is_not_there_is_waited_for(
+    others: FakeEngine,
+) -> None:
+    with pytest.raises(FailedPrecondition, match="tensor-parallel size of 1, and rollout_num_gpus_per_engine is 2"):
+        await ExternalEngine(address_of(others), 2).start(seconds=60)
+    nobody = ExternalEngine(Address("127.0.0.1", free_port()), 1)
+    with pytest.raises(Unavailable, match="did not answer within 0.6 s .* take its address out"):
+        await nobody.start(seconds=0.6)
+    await nobody.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("127.0.0.1:1", "127.0.0.1:1"), "has an address twice"),
+        (("127.0.0.1:1", "--rollout-num-gpus", "3"), "1 engines of 1 have 1; leave one of them out"),
+        (("10.0.0.7:1", "--update-weight-transport", "ipc"), "10.0.0.7:1 may be another"),
+        (("127.0.0.1:1", "--debug-rollout-only"), "nothing would give them"),
+    ],
+)
+def test_what_cannot_be_asked_of_them_is_refused(load_with, flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_with("--rollout-external-engine-addrs", *flags)
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize("promise", CONTRACT)
+async def test_the_fake_engine_keeps_the_contract(fakes: FakeFleet, promise: str) -> None:
+    fakes.fake(0).weights |= {"model.layers.0.norm.weight": "zero", "model.norm.weight": "last"}
+    await CONTRACT[promise](EngineUnderTest(fakes.fleet.engines[0], fakes.fleet.weights))
+
+
+has_ray = importlib.util.find_spec("ray") is not None
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A head that has room for nothing, and a node for two engines."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    memory = {"object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+    cluster.add_node(num_cpus=2, **memory)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def stand_in(log_dir: Path, host: str) -> GlooEngineProcess:
+    """Runs in the actor; what it is told lies in a file."""
+    process = GlooEngineProcess(log_dir / f"engine-{os.getpid()}.log")
+    (log_dir / f"host-{os.getpid()}").write_text(host)
+    return process
+
+
+def pid_in(log_dir: Path, known: set[str]) -> int:
+    """The process of the actor that is new."""
+    (new,) = {path.name.removeprefix("host-") for path in log_dir.glob("host-*")} - known
+    known.add(new)
+    return int(new)
+
+
+@pytest.mark.skipif(not has_ray, reason="ray is not installed")
+@whole_run
+async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fleet(
+    cluster: object, tmp_path: Path
+) -> None:
+    from services.rollout.engine.ray_engine import RayEngine, join_cluster
+
+    assert join_cluster() is False, "no GPUs are here"
+    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.2, max_restarts=1)
+    fleet = Fleet(1, 1, lambda _: RayEngine(partial(stand_in, tmp_path), 0), RememberedRouting(), timing)
+    fakes, known = FakeFleet(fleet, RememberedRouting()), set[str]()
+    await fleet.start()
+    try:
+        (engine,) = fleet.engines
+        first = pid_in(tmp_path, known)
+        assert first != os.getpid()
+        assert engine.state is EngineState.READY
+        os.kill(first, signal.SIGKILL)  # the actor, as when its machine is lost
+        await fakes.until(lambda: (engine.restarts, engine.state) == (1, EngineState.READY))
+        assert "its actor or its machine was lost" in engine.trouble
+        second = pid_in(tmp_path, known)
+        added = fleet.add(1)
+        await fakes.until(lambda: added.state is EngineState.READY)
+        third = pid_in(tmp_path, known)
+        await fleet.retire(added, drain_seconds=0)
+        await fakes.until(lambda: not runs(third))
+    finally:
+        await fleet.stop()
+    await fakes.until(lambda: not runs(second))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "starts engines in a cluster that runs: start one with `ray start`, and set RAY_ADDRESS"),
+        (("--rollout-external-engine-addrs", "10.0.0.7:1"), "those engines are started elsewhere"),
+        (("--update-weight-transport", "disk"), "disk with engines that Ray places: the run's folder may be this mach"),
+    ],
+)
+def test_rollout_placement_ray_is_refused_where_it_cannot_be(
+    load_with, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=said):
+        load_with("--rollout-placement", "ray", *flags)

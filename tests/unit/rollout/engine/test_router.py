@@ -1,21 +1,25 @@
-"""The real sglang-router before fake engines: it is killed, stopped and blocked, and engines outlive it."""
+"""The real sglang-router before fake engines: it is killed and hangs, engines live on, and it shares a step evenly."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
-import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from headrace.errors import Unavailable
+from headrace.hooks.kit.engine import ask_engine
+from headrace.job.schema.job import Job
 from headrace.job.schema.production import RolloutSection
-from services.rollout.engine import router as router_module
+from headrace.rpc.net import routed_by
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
@@ -24,6 +28,7 @@ from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import WIRE
+from tests.support.routed_step import routed_step
 
 ROLLOUT = RolloutSection(router_policy="round_robin")
 PROMPT = (3, 1, 4, 1, 5)
@@ -66,65 +71,59 @@ async def routed(tmp_path: Path) -> AsyncIterator[Routed]:
     await asyncio.gather(fleet.stop(), router.stop())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_router_that_ends_or_hangs_is_replaced_while_requests_go_on_and_engines_live(
-    routed: Routed, how: signal.Signals
-) -> None:
-    in_flight = [asyncio.create_task(routed.ask(f"before-{number}", 100)) for number in range(6)]
-    async with asyncio.timeout(60):
-        while sum(fake.calls.count("/generate") for fake in routed.fakes()) < 6:  # another party's state
-            await asyncio.sleep(0.01)
-    first = routed.router.pid
-    os.kill(first, how)
-    await routed.until_replaced(1)
-    assert routed.router.pid != first
-    assert await asyncio.gather(*in_flight) == [response_to(PROMPT, 100)] * 6
-    assert await routed.ask("after") == response_to(PROMPT, 8)
+async def test_a_router_that_ends_or_hangs_is_replaced_while_requests_go_on_and_engines_live(routed: Routed) -> None:
+    for times, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+        asked = sum(fake.calls.count("/generate") for fake in routed.fakes())
+        in_flight = [asyncio.create_task(routed.ask(f"{how.name}-{number}", 100)) for number in range(6)]
+        async with asyncio.timeout(60):
+            while sum(fake.calls.count("/generate") for fake in routed.fakes()) < asked + 6:  # another party's state
+                await asyncio.sleep(0.01)
+        before = routed.router.pid
+        os.kill(before, how)
+        await routed.until_replaced(times)
+        assert routed.router.pid != before
+        assert await asyncio.gather(*in_flight) == [response_to(PROMPT, 100)] * 6
+        assert await routed.ask(f"after {how.name}") == response_to(PROMPT, 8)
     assert [(e.restarts, e.state) for e in routed.fleet.engines] == [(0, EngineState.READY)] * 2
 
 
-async def test_a_new_router_has_the_engines_that_are_left_and_those_that_came_meanwhile(routed: Routed) -> None:
-    one, other = routed.fleet.engines
-    os.kill(routed.router.pid, signal.SIGKILL)
-    with suppress(Unavailable):  # who is gone cannot be told
-        await routed.router.remove(one.url)
-    coming = asyncio.create_task(routed.router.add(other.url))
-    await routed.until_replaced(1)
-    await coming
-    assert [worker.url for worker in await routed.router._workers()] == [other.url]
-    await routed.router.add(one.url)
-    assert {worker.url for worker in await routed.router._workers()} == {one.url, other.url}
+def job_of(*, prompts: int = 8, samples: int = 8, engines: int = 2, services: int = 1) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"hf_checkpoint": "m"},
+            "rollout": {"rollout_batch_size": prompts, "n_samples_per_prompt": samples},
+            "placement": {"rollout_num_gpus": engines},
+            "services": {"rollout_services": services},
+        }
+    )
 
 
-async def test_an_engine_that_dies_with_the_router_comes_back_into_routing(routed: Routed) -> None:
-    os.kill(routed.router.pid, signal.SIGKILL)
-    routed.fakes()[0].die()
-    await routed.until_replaced(1)
-    async with asyncio.timeout(240):
-        while (routed.fleet.engines[0].restarts, routed.fleet.engines[0].state) != (1, EngineState.READY):
-            await asyncio.sleep(0.02)  # another party's state
-    assert {worker.url for worker in await routed.router._workers()} == {e.url for e in routed.fleet.engines}
+async def test_two_engines_share_a_step_of_8_prompts_that_begin_alike(tmp_path: Path) -> None:
+    """The default, router_policy manual."""
+    step = await routed_step(job_of(), tmp_path)
+    assert 0.4 <= max(step.shares()) <= 0.6
+    assert step.engines_of_a_prompt() == 1.0
 
 
-async def test_a_router_that_cannot_be_replaced_is_said_with_its_last_words(
-    routed: Routed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_module, "_FIRST_BACKOFF_SECONDS", 0.01)
-    port = int(routed.router.url.rpartition(":")[2])
-    os.kill(routed.router.pid, signal.SIGSTOP)  # found and ended by its checks
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taker:
-        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        async with asyncio.timeout(240):
-            while not _took(taker, port):
-                await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="sglang-router did not start:"):
-            await routed.kept
+async def test_every_request_for_a_response_has_its_key_in_a_header_that_says_nothing_else() -> None:
+    seen: list[str | None] = []
 
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("X-SMG-Routing-Key"))
+        return web.json_response({}, status=503)
 
-def _took(taker: socket.socket, port: int) -> bool:
-    try:
-        taker.bind(("127.0.0.1", port))
-        taker.listen()
-    except OSError:
-        return False
-    return True
+    app = web.Application()
+    app.add_routes([web.post("/generate", answer)])
+    async with TestServer(app) as server, EngineClient(str(server.make_url("")).rstrip("/")) as client:
+        asked: dict[str, Any] = {"request_id": "r", "cache_key": "0", "seconds": 60.0}
+        for key in ("a key\nof any text", None):
+            with pytest.raises(Unavailable):
+                await client.generate([1], SamplingParams(8), routing_key=key, **asked)
+            with pytest.raises(Unavailable):
+                await anext(client.stream([1], SamplingParams(8), routing_key=key, **asked))
+        with pytest.raises(Unavailable):
+            await ask_engine(f"{client.url}/generate", [1], {}, seconds=0.05, routing_key="a key\nof any text")
+    digest = routed_by("a key\nof any text")["X-SMG-Routing-Key"]
+    assert re.fullmatch("[0-9a-f]{32}", digest)
+    assert seen[:4] == [digest, digest, None, None]
+    assert set(seen[4:]) == {digest}

@@ -72,20 +72,6 @@ async def test_engines_come_into_routing_and_leave_it_and_their_processes_end(fa
         assert [process.exit_code for process in ending] == [0, 0, 0]
 
 
-async def test_the_same_number_twice_is_one_change(fakes: FakeFleet) -> None:
-    async with scaled(fakes) as (scaler, _):
-        fakes.routing.answers.clear()  # an engine that leaves stays there until it is set
-        assert (await scaler.scale(1, drain_seconds=0)).leaving == ("engine-1",)
-        again = await scaler.scale(1, drain_seconds=0)
-        assert (again.wanted_before, again.coming, again.leaving) == (1, (), ())
-        await to_be(fakes, engine_0=READY, engine_1=LEAVING)
-        fakes.routing.answers.set()
-        await to_be(fakes, engine_0=READY)
-        assert (await scaler.scale(3, drain_seconds=0)).coming == ("engine-1", "engine-2")
-        assert (await scaler.scale(3, drain_seconds=0)).coming == ()
-        await to_be(fakes, engine_0=READY, engine_1=READY, engine_2=READY)
-
-
 async def test_a_leaving_engines_requests_finish_in_time_or_are_continued_elsewhere_from_their_tokens() -> None:
     async with fake_fleet(2, token_seconds=0.02) as fakes, scaled(fakes) as (scaler, _):
         router = TakingTurns(fakes.routing)
@@ -191,23 +177,6 @@ async def test_a_fleet_whose_last_serving_engine_leaves_is_lost() -> None:
         await fakes.fleet.retire(fakes.fleet.engines[1], drain_seconds=0)
         with pytest.raises(Unavailable, match="engine-0: ended with exit code -9"):
             await lost
-
-
-async def test_an_engine_that_cannot_start_is_tried_again_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fake_fleet(1, max_restarts=1) as fakes, scaled(fakes) as (scaler, _):
-
-        async def refuse(self: FakeEngine, *, seconds: float) -> None:
-            raise Unavailable("no memory is left")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(FakeEngine, "start", refuse)
-            await scaler.scale(2, drain_seconds=0)
-            await to_be(fakes, engine_0=READY, engine_1=EngineState.QUARANTINED)
-            assert fakes.fleet.engines[1].trouble == "no memory is left"
-        await scaler.scale(1, drain_seconds=0)
-        await to_be(fakes, engine_0=READY)
-        await scaler.scale(2, drain_seconds=0)
-        await to_be(fakes, engine_0=READY, engine_1=READY)
 
 
 async def test_an_engine_comes_to_gpus_once_the_one_that_leaves_them_has_ended(fakes: FakeFleet) -> None:

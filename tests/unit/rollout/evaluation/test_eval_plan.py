@@ -19,8 +19,8 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.dataset import EvalFiles
 from services.rollout.evaluation.runner import EvalRunner
-from services.rollout.production.hooks import CustomGenerateSampler
-from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.hooks import CustomGenerateSampler, OwnFunctions
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
 from tests.support.fakes.fake_fleet import FakeFleet
@@ -107,13 +107,12 @@ async def test_a_data_sets_generate_function_is_called_with_evaluation_true(tmp_
     hook = CustomGenerateSampler(path, HookArgs({}), ServedWeights(), seconds=60, calls_at_once=8)
     evaluator = EvalRunner(
         PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
-        production,
+        OwnFunctions(production, lambda _: hook, [path]),
         cast(SampleScorer, Agreeing()),
         SamplingParams(max_new_tokens=5),
         seed=1,
-        files=EvalFiles([data], None),
+        files=EvalFiles([data], None, [path]),
         slots=EngineSlots(Shares({Kind.EVALUATION: 8}), max_waiting=0),
-        samplers={path: hook},
     )
     asked = dataset(data)
     asked.generate_function_path, asked.sampling.min_new_tokens, asked.max_prompts = path, 3, 4
@@ -136,14 +135,15 @@ async def test_a_generate_function_that_the_job_does_not_name_is_never_imported(
         await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
 
 
-@pytest.mark.parametrize("tools", ['"add"', "{}", "1"])
-async def test_tools_that_are_no_array_are_refused_with_the_line(tmp_path: Path, tools: str) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text(f'{{"q": "one", "tools": {tools}}}\n')
-    asked = dataset(data)
-    asked.tool_key = "tools"
-    with pytest.raises(InvalidArgument, match=r"bad\.jsonl:1: 'tools' must be an array"):
-        await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+async def test_a_prompt_without_a_data_source_names_no_function_but_the_jobs() -> None:
+    def never(path: str) -> CustomGenerateSampler:
+        raise AssertionError(path)
+
+    sampler = Counting()
+    fields = {"generate_function_path": "evil.py:f"}
+    request = SampleRequest("s", "g", 0, EncodedPrompt("p", (1,)), None, {}, SamplingParams(4), hook_fields=fields)
+    await OwnFunctions(sampler, never, ["agent.py:f"]).sample_all([request], evaluation=False)
+    assert sampler.asked == 1
 
 
 async def test_the_part_of_a_dict_reward_that_a_set_names_is_reported(fakes: FakeFleet, tmp_path: Path) -> None:

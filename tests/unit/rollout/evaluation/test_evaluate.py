@@ -44,25 +44,6 @@ async def test_progress_then_means_over_the_scored_samples_only(fakes: FakeFleet
     assert (result.mean_response_tokens, result.truncated_ratio) == (5.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"bad\.jsonl:2: not JSON"),
-        ("[1]", r"bad\.jsonl:2: must be a JSON object"),
-        ('{"p": 1}', r"bad\.jsonl:2: lacks 'q'"),
-    ],
-)
-async def test_a_bad_line_is_named_by_file_and_number(
-    fakes: FakeFleet, tmp_path: Path, line: str, message: str
-) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text(f'{{"q": "one"}}\n{line}\n')
-    evaluator = evaluation(fakes, tmp_path, "127.0.0.1:1")
-    with pytest.raises(InvalidArgument, match=message):
-        async for _ in evaluator.run([pb.EvalDataset(name="d", path=str(data), n_samples_per_prompt=1, input_key="q")]):
-            pass
-
-
 def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> EvalRunner:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
@@ -124,7 +105,7 @@ def test_a_slice_of_a_file_is_read(tmp_path: Path, part: str, numbers: Sequence[
     named = [["d", f"{(data := fifty(tmp_path))}@[1:2]"]]
     of_job = EvalFiles.of(EvalSection.model_validate({"eval_prompt_data": named}), None)
     for files in (EvalFiles([data], None), of_job, EvalFiles([], tmp_path)):
-        rows = [(row.where, row.prompt) for row in files.read(dataset(f"{data}{part}"))]
+        rows = [(row.prompt_id, row.text) for row in files.read(dataset(f"{data}{part}"))]
         assert rows == [(f"{data}:{each + 1}", str(each)) for each in numbers]
 
 
@@ -209,18 +190,17 @@ async def test_only_the_jobs_files_and_regular_files_below_the_root_are_read(tmp
 @pytest.mark.parametrize(
     "line",
     [
-        '{"q": []}', '{"q": [1]}', '{"q": [{"content": "x"}]}', '{"q": null}', '{"q": 7}', "[" * 200_000, "9" * 5_000,
-        '{"q": "x", "l": "\\ud800"}', '{"q": "x", "m": {"a": NaN}}', "\x00",
+        "{", "[1]", '{"p": 1}', '{"q": []}', '{"q": [1]}', '{"q": [{"content": "x"}]}', '{"q": null}', '{"q": 7}',
+        "[" * 200_000, "9" * 5_000, "\x00", '{"q": "\\ud800"}', '{"q": "x", "l": "\\ud800"}',
+        '{"q": "x", "m": {"a": NaN}}', '{"q": "x", "t": "add"}', '{"q": "x", "t": {}}',
     ],
 )  # fmt: skip
-async def test_a_line_that_cannot_be_a_prompt_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_cannot_be_a_prompt_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text(f'{{"q": "one"}}\n{line}\n')
-    asked = pb.EvalDataset(
-        name="d", path=str(data), n_samples_per_prompt=1, input_key="q", label_key="l", metadata_key="m"
-    )
+    keys = pb.EvalDataset(path=str(data), input_key="q", label_key="l", metadata_key="m", tool_key="t")
     with pytest.raises(InvalidArgument, match=r"bad\.jsonl:2"):
-        await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+        EvalFiles([data], None).read(keys)
 
 
 async def test_the_loop_goes_on_while_megabytes_are_tokenized(tmp_path: Path) -> None:

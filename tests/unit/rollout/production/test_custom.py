@@ -1,22 +1,25 @@
-"""Users' generate functions, in both forms, over a fake engine."""
+"""Users' generate functions, in both forms: what they make, what they raise, and how many run at once."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from headrace.errors import ConfigError, InvalidArgument
-from headrace.hooks import Sample as HookSample
-from headrace.hooks import hook_args, run_generate, to_hook
+from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
+from services.rollout.build import rollout_service
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.hooks import CustomGenerateSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.models.tiny_model import make_tiny_qwen3
 
 HELLO = EncodedPrompt("hello", (1, 2))
 BODY = """
@@ -47,13 +50,6 @@ async def test_a_users_function_makes_the_samples(tmp_path: Path, code: str, ids
     assert [(r.policy_version, r.start, r.end) for r in samples[0].policy_ranges] == [(3, 0, 2)]
 
 
-async def test_samples_of_a_group_share_its_index_and_have_sessions_of_their_own(tmp_path: Path) -> None:
-    first, second = [to_hook(sample) for sample in await made_by(tmp_path, PER_SAMPLE)]
-    assert first.group_index is not None
-    assert first.group_index == second.group_index
-    assert (first.session_id, second.session_id) == ("g/1/0", "g/1/1")
-
-
 async def test_a_function_that_leaves_weight_versions_out_is_told_so_once_and_the_version_at_its_call_counts(
     tmp_path: Path,
 ) -> None:
@@ -62,76 +58,68 @@ async def test_a_function_that_leaves_weight_versions_out_is_told_so_once_and_th
     assert [[r.policy_version for r in sample.policy_ranges] for sample in samples] == [[3], [3]]
     (sentence,) = told
     assert "hook.py:f leaves weight_versions empty" in sentence
-    assert "staleness" in sentence
     assert "append each answer's meta_info['weight_version'] to sample.weight_versions" in sentence
 
 
-async def test_a_function_that_sets_weight_versions_is_told_nothing(tmp_path: Path) -> None:
-    told: list[str] = []
-    await made_by(tmp_path, PER_SAMPLE, warn=told.append)
-    assert told == []
-
-
-async def test_a_function_of_a_whole_group_is_told_how_its_samples_run_at_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    await made_by(tmp_path, PER_GROUP, warn=told.append)
-    (sentence,) = told
-    assert "is called with all samples of a group" in sentence
-    assert "--generate-per-sample" in sentence
-
-
-SHOWS_ITS_PROMPT = PER_SAMPLE.replace(
-    "    return sample\n", "    sample.train_metadata = {'prompt': sample.prompt}\n    return sample\n"
-)
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-
-
-@pytest.mark.parametrize(("apply_chat_template", "seen"), [(False, MESSAGES), (True, "<brief> hello")])
-async def test_a_row_of_messages_comes_as_messages_unless_the_job_applies_the_template(
-    tmp_path: Path, apply_chat_template: bool, seen: object
-) -> None:
-    prompt = EncodedPrompt("<brief> hello", (1, 2), messages=MESSAGES, tools=[{"name": "add"}])
-    (sample,) = await made_by(
-        tmp_path, SHOWS_ITS_PROMPT, count=1, prompt=prompt, data={"apply_chat_template": apply_chat_template}
-    )
-    assert sample.train_metadata == {"prompt": seen}
-    assert sample.metadata["tools"] == [{"name": "add"}]
-    assert sample.prompt == "<brief> hello"
-
-
-async def test_what_a_users_function_raises_is_its_samples_failure(tmp_path: Path) -> None:
+async def test_what_a_users_function_raises_is_its_samples_failure_with_the_file_and_the_line(tmp_path: Path) -> None:
     samples = await made_by(tmp_path, "async def f(args, sample, sampling_params):\n    raise KeyError('oops')\n")
     assert [s.status for s in samples] == [Status.FAILED, Status.FAILED]
     assert samples[0].failure is not None
     assert samples[0].failure.reason == "HOOK_RAISED"
-    assert "KeyError: 'oops'" in samples[0].failure.message
+    assert samples[0].failure.message.endswith(f"KeyError: 'oops' ({tmp_path / 'hook.py'}:2)")
 
 
-async def test_what_a_users_function_raises_is_told_with_its_own_file_and_line(tmp_path: Path) -> None:
-    code = "import json\nasync def f(args, samples, evaluation=False):\n    return json.loads('{')\n"
-    failure = (await made_by(tmp_path, code))[0].failure
-    assert failure is not None
-    assert failure.message.startswith(f"hook {tmp_path / 'hook.py'}:f raised JSONDecodeError: ")
-    assert failure.message.endswith(f"({tmp_path / 'hook.py'}:3)")
-    assert "run_generate" not in failure.message
+WAITS = f"""
+import asyncio
 
-
-DOCUMENTS_FORM = """
 async def f(args, samples, evaluation=False):
-    for sample in samples:
-        sample.response = "The answer is 7."
-        sample.reward = 1.0
-        sample.loss_mask = [1, 1, 1, 1]
-    return samples
+  for sample in samples:
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    await reader.read()
+    writer.close(){BODY}  return samples
 """
 
 
-async def test_the_documents_form_as_it_is_printed_is_refused_with_all_that_it_lacks(tmp_path: Path) -> None:
-    for sample in await made_by(tmp_path, DOCUMENTS_FORM):
-        assert sample.failure is not None
-        assert sample.failure.reason == "HOOK_INCOMPLETE"
-        for part in ("hook.py:f", "status is still PENDING", "Sample.Status.COMPLETED", "never tokenized again"):
-            assert part in sample.failure.message
+async def test_256_samples_of_a_step_are_in_flight_at_once(tmp_path: Path) -> None:
+    """generate_per_sample: the function takes a list, and would make one sample after another."""
+    arrived, all_there = 0, asyncio.Event()
+
+    async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 256:
+            all_there.set()
+        await all_there.wait()
+        writer.close()
+
+    make_tiny_qwen3(tmp_path)
+    async with asyncio.timeout(120), await asyncio.start_server(hold, "127.0.0.1", 0, backlog=256) as server:
+        (tmp_path / "hook.py").write_text(WAITS.replace("PORT", str(server.sockets[0].getsockname()[1])))
+        functions = {"custom_generate_function_path": f"{tmp_path / 'hook.py'}:f", "generate_per_sample": True}
+        job = job_of(
+            tmp_path,
+            services={"buffer_address": "127.0.0.1:9", "reward_address": "127.0.0.1:9"},
+            rollout={"rollout_batch_size": 32, "n_samples_per_prompt": 8, **functions},
+        )
+        service = rollout_service(job, lambda _: FakeEngine(), tmp_path, CollectorRegistry())
+        service.parts.fleet.weights.switch_to(3)
+        sampler = service.parts.sampler
+        assert isinstance(sampler, CustomGenerateSampler)
+        try:
+            await sampler.start()
+            groups = [[request(index, HELLO) for index in range(8)] for _ in range(32)]
+            made = await asyncio.gather(*(sampler.sample_all(group, evaluation=False) for group in groups))
+        finally:
+            await sampler.close()
+            await service.stop()
+    assert [sample.failure for group in made for sample in group] == [None] * 256
+
+
+@pytest.mark.parametrize("hangs", ["await asyncio.Event().wait()", "time.sleep(1e6)"], ids=["waits", "blocks"])
+async def test_a_function_that_hangs_for_one_sample_fails_that_sample_alone(tmp_path: Path, hangs: str) -> None:
+    code = PER_SAMPLE.replace(BODY, f"\n    if sample.index == 3:\n        {hangs}\n{BODY}")
+    samples = await made_by(tmp_path, f"import asyncio, time\n{code}", count=8, seconds=4.0)
+    assert {s.index: s.failure.reason for s in samples if s.failure} == {3: "HOOK_TIMEOUT"}
 
 
 CHANGES = (
@@ -168,19 +156,6 @@ async def test_rewards_that_the_function_sets_are_kept_and_what_one_sample_lacks
         assert said in sample.failure.message
 
 
-async def test_a_reward_that_is_none_is_refused_with_what_it_was(tmp_path: Path) -> None:
-    code = PER_GROUP.replace("  return samples", "    sample.reward = 'good'\n  return samples")
-    (tmp_path / "text.py").write_text(code)
-    args = custom_args(hook_args(job_of(tmp_path)), "http://127.0.0.1:1")
-    with pytest.raises(InvalidArgument, match="returned 'good'; a reward is a finite number or a dict of them"):
-        await run_generate(f"{tmp_path / 'text.py'}:f", args, [HookSample()], {}, False)
-
-
-async def test_a_function_with_other_arguments_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sampling_params"):
-        await made_by(tmp_path, "async def f(everything):\n    return everything\n")
-
-
 def job_of(folder: Path, **sections: object) -> Job:
     return Job.model_validate({"model": {"hf_checkpoint": folder}, **sections})
 
@@ -192,6 +167,7 @@ async def made_by(
     count: int = 2,
     warn: Callable[[str], None] = lambda _: None,
     prompt: EncodedPrompt = HELLO,
+    seconds: float = 60.0,
     **sections: object,
 ) -> list[Sample]:
     (folder / "hook.py").write_text(code)
@@ -199,7 +175,8 @@ async def made_by(
     weights = ServedWeights()
     weights.switch_to(3)
     args = custom_args(hook_args(job), "http://127.0.0.1:4321")
-    sampler = CustomGenerateSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, calls_at_once=8, warn=warn)
+    path = f"{folder / 'hook.py'}:f"
+    sampler = CustomGenerateSampler(path, args, weights, seconds=seconds, calls_at_once=8, warn=warn)
     try:
         await sampler.start()
         return await sampler.sample_all([request(index, prompt) for index in range(count)], evaluation=False)

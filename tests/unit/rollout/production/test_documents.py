@@ -15,12 +15,14 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.hooks import CustomGenerateSampler, custom_args
-from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from tests.long_forms import ALL
 from tests.support.documents import snippet
+from tests.support.fakes.fake_fleet import fake_fleet
 from tests.support.fakes.scripted_engine import ScriptedEngine
 from tests.support.models.chat_templates import make_chat_tokenizer
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 ROOT = Path(__file__).parents[4]
 IMPORTS = """
@@ -94,6 +96,36 @@ async def test_the_tool_task_of_docs_hooks_runs_as_printed(model: Path) -> None:
         trained = sample.tokens[sample.prompt_length :][sample.loss_mask.astype(bool)]
         assert trained.tolist() == engine.turns[0] + engine.turns[1]
         assert sample.response == ANSWER
+
+
+@pytest.mark.parametrize(("document", "turns"), [("README.md", 1), ("docs/hooks.md", 2)])
+async def test_a_generate_function_that_headraces_own_pages_print_makes_samples(
+    tmp_path: Path, document: str, turns: int
+) -> None:
+    code, *_ = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / document).read_text(), re.S)
+    (tmp_path / "agent.py").write_text(code)
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    sections: dict[str, Any] = {"model": {"hf_checkpoint": tmp_path / "model"}, "rollout": {"max_turns": turns}}
+    prompt = EncodedPrompt("2 + 2 =", tuple(tokenizer.encode("2 + 2 =")))
+    async with fake_fleet(1) as fakes:
+        await fakes.name_weights(0, 3)
+        fakes.fleet.weights.switch_to(3)
+        args = custom_args(hook_args(Job.model_validate(sections)), fakes.fleet.engines[0].url)
+        sampler = CustomGenerateSampler(
+            f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120, calls_at_once=1
+        )
+        try:
+            await sampler.start()
+            request = SampleRequest("g/1/0", "g", 0, prompt, "4", {}, SamplingParams(max_new_tokens=4))
+            (sample,) = await sampler.sample_all([request], evaluation=False)
+        finally:
+            await sampler.close()
+    assert (sample.failure, sample.status) == (None, Status.TRUNCATED)
+    assert sample.tokens[: sample.prompt_length].tolist() == list(prompt.tokens)
+    assert sample.loss_mask.sum() == 4 * turns
+    assert (sample.loss_mask == 0).any() == (turns > 1)
+    assert [r.policy_version for r in sample.policy_ranges] == [3]
 
 
 async def test_the_printed_rewards_of_one_and_of_many_samples(tmp_path: Path) -> None:

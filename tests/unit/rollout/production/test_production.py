@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
-from headrace.errors import DataLoss, InvalidArgument, Unavailable
+from headrace.errors import DataLoss, Unavailable
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit, RolloutSection
 from headrace.job.schema.run import ModelSection
-from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import FailedSamples, GroupSampler
-from services.rollout.production.hooks import CustomGenerateSampler, GroupFilter, custom_args
+from services.rollout.production.hooks import GroupFilter
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
@@ -115,6 +114,16 @@ async def production(
             await scorer.close()
 
 
+async def put_of(
+    folder: Path, answer: Answer, *, leased: buffer_pb2.GroupLease | None = None, **options: Any
+) -> buffer_pb2.GroupPut:
+    """What becomes of one group."""
+    ledger = MemoryLedger([leased or lease(0)])
+    async with production(folder, ledger, answer, **options) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    return ledger.puts[0]
+
+
 async def test_every_lease_becomes_a_scored_group(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(number) for number in range(5)])
     async with production(tokenizer_folder, ledger, score(0.5)) as made:
@@ -139,28 +148,18 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
     (tmp_path / "taken").write_text("a file where the folder should be")
     for folder, expected in ((tmp_path / "samples", 3), (tmp_path / "taken", 0)):
         log = SampleLog(folder)
-        ledger = MemoryLedger([lease(0)])
         failed = FailedSamples(log, 1 << 20)
-        async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED"), failed_samples=failed) as made:
-            await made.fakes.until(lambda ledger=ledger: len(ledger.puts) == 1)
-        assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_FAILED
+        put = await put_of(tokenizer_folder, refuse("SCORER_RAISED"), failed_samples=failed)
+        assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
         answers = list(log.failed())
         assert len(answers) == expected
         assert all(answer.failure_reason == "SCORER_RAISED" and answer.response for answer in answers)
 
 
-def test_a_job_that_wants_no_sample_log_gets_none(tmp_path: Path) -> None:
-    for sample_log_bytes, writes in ((0, False), (1, True)):
-        sections = {"model": {"hf_checkpoint": tmp_path}, "tracking": {"sample_log_bytes": sample_log_bytes}}
-        assert (FailedSamples.of(Job.model_validate(sections).tracking, tmp_path) is not None) == writes
-
-
 async def test_a_sample_that_could_not_be_scored_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
     answers = iter([refuse("SCORER_TIMEOUT"), score(1.0), score(0.0)])
-    ledger = MemoryLedger([lease(0)])
-    async with production(tokenizer_folder, ledger, lambda item: next(answers)(item)) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    samples = [Sample.unpack(packed) for packed in ledger.puts[0].samples]
+    put = await put_of(tokenizer_folder, lambda item: next(answers)(item))
+    samples = [Sample.unpack(packed) for packed in put.samples]
     assert [(s.status, s.reward) for s in samples] == [
         (Status.FAILED, None),
         (Status.TRUNCATED, 1.0),
@@ -168,15 +167,6 @@ async def test_a_sample_that_could_not_be_scored_is_failed_and_has_no_reward(tok
     ]
     assert samples[0].failure is not None
     assert samples[0].failure.reason == "SCORER_TIMEOUT"
-
-
-async def test_a_group_of_which_nothing_could_be_scored_is_failed(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0)])
-    async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED")) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_FAILED
-    assert ledger.puts[0].failure.reason == "SCORER_RAISED"
-    assert not ledger.puts[0].samples
 
 
 async def test_set_reward_changes_who_scores_from_the_next_group_on(tokenizer_folder: Path) -> None:
@@ -192,22 +182,11 @@ async def test_set_reward_changes_who_scores_from_the_next_group_on(tokenizer_fo
     assert [put.samples[0].envelope.scorer for put in ledger.puts] == ["old", "new"]
 
 
-async def test_a_reward_service_that_stays_away_fails_the_samples_and_gives_no_reward(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([])
-    async with production(tokenizer_folder, ledger, score(1.0), patience=0.5) as made:
-        await made.scorer.retarget(address=f"127.0.0.1:{free_port()}", scorer=None)
-        ledger.queued.append(lease(0))
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    assert ledger.puts[0].failure.reason == "REWARD_UNAVAILABLE"
-
-
 async def test_a_prompt_that_is_too_long_is_dropped_with_its_length(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0, text="word " * 50)])
-    async with production(tokenizer_folder, ledger, score(1.0), max_prompt_tokens=20) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
-    assert ledger.puts[0].failure.reason == "PROMPT_TOO_LONG"
-    assert "rollout_max_prompt_len is 20" in ledger.puts[0].failure.message
+    put = await put_of(tokenizer_folder, score(1.0), max_prompt_tokens=20, leased=lease(0, text="word " * 50))
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+    assert put.failure.reason == "PROMPT_TOO_LONG"
+    assert "rollout_max_prompt_len is 20" in put.failure.message
 
 
 async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tokenizer_folder: Path) -> None:
@@ -219,10 +198,7 @@ async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tok
         assert "/generate" not in made.fakes.fake(0).calls
     put = ledger.puts[0]
     assert (put.outcome, put.failure.reason) == (buffer_pb2.PUT_OUTCOME_DROPPED, "PROMPT_TOO_LONG")
-    assert put.failure.message == (
-        f"the prompt has {length} tokens, which leaves no room for a response: "
-        "the model's max_position_embeddings is 20"
-    )
+    assert f"{length} tokens" in put.failure.message
 
 
 async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_folder: Path) -> None:
@@ -236,33 +212,6 @@ async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_fold
     assert [s.envelope.response_tokens for s in ledger.puts[0].samples] == [3, 3, 3]
 
 
-async def test_no_more_than_max_groups_in_flight_are_made_at_once(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(number) for number in range(6)])
-    at_once: list[int] = []
-    async with production(tokenizer_folder, MemoryLedger([]), score(1.0), max_groups_in_flight=3) as made:
-        make = made.producer._sampler.sample
-
-        async def counted(*given: object) -> object:
-            at_once.append(len(made.producer._groups))
-            return await make(*given)  # type: ignore[arg-type]
-
-        made.producer._sampler = SimpleNamespace(sample=counted, returns_partials=False)  # type: ignore[assignment]
-        made.producer._ledger = ledger
-        await made.fakes.until(lambda: len(ledger.puts) == 6)
-    assert max(at_once) == 3
-
-
-async def test_while_paused_nothing_is_leased(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([])
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
-        made.producer.pause()
-        ledger.queued.append(lease(0))
-        made.producer.resume()
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-        made.producer.pause()
-        assert made.producer.paused
-
-
 async def test_leases_are_renewed_while_a_group_is_made_and_given_up_when_lost(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(0, seconds=0.06)])
     slow = SamplingParams(max_new_tokens=5000)
@@ -272,23 +221,6 @@ async def test_leases_are_renewed_while_a_group_is_made_and_given_up_when_lost(t
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: not made.producer._groups or "lease-0" not in made.producer._groups)
     assert ledger.puts == []
-
-
-async def test_draining_gives_leases_back(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0), lease(1), lease(2)])
-    slow = SamplingParams(max_new_tokens=5000)
-    async with production(tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=slow) as made:
-        await made.fakes.until(lambda: len(ledger.queued) == 1 and made.fakes.fake(0).calls.count("/generate") == 6)
-        await made.producer.drain()
-    assert ledger.released == ["lease-0", "lease-1"]
-    assert ledger.puts == []
-
-
-async def test_engines_that_are_behind_the_ledger_hand_leases_back(tokenizer_folder: Path) -> None:
-    ledger = MemoryLedger([lease(0, policy_version=4)])
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
-        await made.fakes.until(lambda: ledger.released == ["lease-0"])
-    assert made.reward.asked == []
 
 
 LONG = SamplingParams(max_new_tokens=60)
@@ -350,18 +282,6 @@ async def test_tokens_of_an_older_policy_are_masked_when_asked(tokenizer_folder:
         ]
 
 
-async def test_tokens_too_old_to_be_trained_are_made_anew(tokenizer_folder: Path) -> None:
-    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
-    first, _ = await interrupted(tokenizer_folder, mode)
-    ledger = MemoryLedger([])
-    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
-        await made.fakes.name_weights(0, 2)
-        made.fakes.fleet.weights.policy_version = 2
-        ledger.queued.append(continued(first, policy_version=2))
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-        assert made.fakes.fake(0).num_tokens == 3 * 60
-
-
 async def test_a_publication_that_aborts_requests_hands_the_group_back_once_with_its_tokens(
     tokenizer_folder: Path,
 ) -> None:
@@ -382,20 +302,6 @@ async def test_a_publication_that_aborts_requests_hands_the_group_back_once_with
     assert [s.envelope.response_tokens for s in ledger.puts[0].samples] == [60, 60, 60]
 
 
-async def test_samples_that_are_finished_when_their_group_is_interrupted_are_not_made_again(
-    tokenizer_folder: Path,
-) -> None:
-    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
-    first, partials = await interrupted(tokenizer_folder, mode)
-    done = replace(partials[0], status=Status.TRUNCATED)
-    first.releases[0].partial_samples[0].CopyFrom(done.pack())
-    ledger = MemoryLedger([continued(first, policy_version=0)])
-    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-        assert made.fakes.fake(0).calls.count("/generate") == 2
-    assert Sample.unpack(ledger.puts[0].samples[0]).response_length == done.response_length
-
-
 @pytest.mark.parametrize(
     ("answers", "end"),
     [
@@ -407,44 +313,14 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
     tokenizer_folder: Path, answers: list[float], end: tuple[object, ...]
 ) -> None:
     given = iter(answers)
-    ledger = MemoryLedger([lease(0)])
     rollout = RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std")
     job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=rollout)
     group_filter = GroupFilter.of(job.rollout, hook_args(job))
     assert group_filter is not None
     await group_filter.start()
-    async with production(
-        tokenizer_folder, ledger, lambda item: score(next(given))(item), group_filter=group_filter
-    ) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    put = await put_of(tokenizer_folder, lambda item: score(next(given))(item), group_filter=group_filter)
     await group_filter.close()
-    assert [(put.outcome, put.failure.reason, *put.rewards) for put in ledger.puts] == [end]
-
-
-@pytest.mark.parametrize(
-    ("answers", "answer", "told"),
-    [
-        ([1.0, 1.0, 1.0], "False", "all rewards are 1.0"),
-        ([0.25, 0.25, 0.25], "DynamicFilterOutput(keep=False)", "all rewards are 0.25"),
-        ([0.0, 0.0, 0.0], "DynamicFilterOutput(False, 'too short')", "too short"),
-        ([1.0, 0.0, 1.0], "False", "mine.py:keep dropped it"),
-    ],
-)
-async def test_a_filter_that_gives_no_reason_drops_equal_rewards_for_being_equal(
-    tokenizer_folder: Path, tmp_path: Path, answers: list[float], answer: str, told: str
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        f"from headrace.hooks import DynamicFilterOutput\ndef keep(args, samples):\n    return {answer}\n"
-    )
-    given, ledger = iter(answers), MemoryLedger([lease(0)])
-    group_filter = GroupFilter(f"{tmp_path}/mine.py:keep", HookArgs({}))
-    async with production(
-        tokenizer_folder, ledger, lambda item: score(next(given))(item), group_filter=group_filter
-    ) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-    await group_filter.close()
-    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
-    assert ledger.puts[0].failure.message.endswith(told)
+    assert (put.outcome, put.failure.reason, *put.rewards) == end
 
 
 async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -458,83 +334,27 @@ async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_fo
     assert "KeyError: 'oops'" in ledger.puts[0].failure.message
 
 
-ABORTED_FAN_OUT = """
-import copy
-async def f(args, sample, sampling_params):
-    sample.tokens, sample.response, sample.response_length = [1, 2, 3, 4], "hi", 2
-    sample.rollout_log_probs, sample.weight_versions = [-0.5, -0.25], ["0"]
-    sample.status = sample.Status.COMPLETED
-    other = copy.deepcopy(sample)
-    other.status = sample.Status.ABORTED
-    return [sample, other]
-"""
-
-
-@pytest.mark.parametrize("partial_rollout", [None, PartialRollout(mask_offpolicy=False, max_staleness=1)])
-async def test_an_aborted_group_that_fanned_out_is_not_trained(
-    tokenizer_folder: Path, tmp_path: Path, partial_rollout: PartialRollout | None
-) -> None:
-    (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
-    args = custom_args(hook_args(Job(model=ModelSection(hf_checkpoint=tokenizer_folder))), "http://127.0.0.1:1")
-    sampler = CustomGenerateSampler(f"{tmp_path}/hook.py:f", args, ServedWeights(), seconds=60, calls_at_once=8)
-    scorer = SampleScorer(f"127.0.0.1:{free_port()}", item_seconds=0.2)
-    groups = GroupSampler(
-        PromptEncoder(tokenizer_folder, apply_chat_template=False),
-        sampler,
-        scorer,
-        PARAMS,
-        rollout_seed=1,
-        max_prompt_tokens=None,
-        context=None,
-        partial_rollout=partial_rollout,
-    )
-    await sampler.start()
-    made = await groups.sample(lease(0))
-    await sampler.close()
-    await scorer.close()
-    if partial_rollout:
-        assert isinstance(made, buffer_pb2.LeaseRelease)
-        assert list(made.partial_samples) == []
-    else:
-        assert isinstance(made, buffer_pb2.GroupPut)
-        assert (made.outcome, made.failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "ABORTED")
-
-
 class RefusingLedger(MemoryLedger):
-    """Refuses puts as the ledger does what it can never take."""
-
-    def __init__(self, *args: object, error: Exception, takes_failed: bool = True) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self._error = error
-        self._takes_failed = takes_failed
+    """Refuses samples as the ledger does what it can never take."""
 
     async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        if group.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE or not self._takes_failed:
-            raise self._error
+        if group.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE:
+            raise DataLoss("other bytes")
         return await super().put(group)
 
 
-@pytest.mark.parametrize("error", [InvalidArgument("no such thing"), DataLoss("other bytes"), ValueError("too long")])
-async def test_a_group_that_the_ledger_never_takes_is_put_as_failed(tokenizer_folder: Path, error: Exception) -> None:
-    ledger = RefusingLedger([lease(0)], error=error)
+async def test_a_group_that_the_ledger_never_takes_is_put_as_failed(tokenizer_folder: Path) -> None:
+    ledger = RefusingLedger([lease(0)])
     async with production(tokenizer_folder, ledger, score(1.0)) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "PUT_REFUSED")
-    assert str(error) in ledger.puts[0].failure.message
-
-
-async def test_a_group_that_cannot_even_be_put_as_failed_is_released(tokenizer_folder: Path) -> None:
-    ledger = RefusingLedger([lease(0)], error=InvalidArgument("no such thing"), takes_failed=False)
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
-        await made.fakes.until(lambda: ledger.released == ["lease-0"])
+    assert "other bytes" in ledger.puts[0].failure.message
 
 
 @pytest.mark.parametrize(
     ("error", "released", "reason"),
     [
         (KeyError("a bug"), False, "GROUP_RAISED"),
-        (RecursionError("deep"), False, "GROUP_RAISED"),
-        (InvalidArgument("bad metadata"), False, "INVALID_ARGUMENT"),
         (Unavailable("later", reason="WEIGHTS_REFUSED"), True, "WEIGHTS_REFUSED"),
     ],
 )
@@ -571,25 +391,6 @@ async def test_tokens_of_a_version_that_is_not_served_any_more_are_released(toke
         await made.fakes.until(lambda: bool(ledger.released))
     assert ledger.puts == []
     assert "version 5 is not served any more" in ledger.releases[0].reason
-
-
-async def test_a_lease_loop_that_raises_begins_again_and_is_counted(tokenizer_folder: Path) -> None:
-    class Stumbling(MemoryLedger):
-        stumbles = 2
-
-        async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
-            if self.stumbles:
-                self.stumbles -= 1
-                raise TypeError("a bug")
-            return await super().lease(max_groups)
-
-    ledger = Stumbling([lease(0)])
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
-        counted = made.registry.get_sample_value(
-            "headrace_rollout_background_work_ended_total", {"work": "lease groups"}
-        )
-    assert counted == 2
 
 
 def test_seeds_differ_by_every_part_and_repeat() -> None:

@@ -8,11 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from headrace.errors import ConfigError
 from headrace.hooks import hook_args
-from headrace.hooks.trial.check import check_hook
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
 from services.rollout.engine.api import SamplingParams
@@ -126,43 +123,8 @@ async def test_a_sample_that_a_hook_fails_on_or_makes_unusable_fails_alone(tmp_p
         assert (first.status is Status.COMPLETED) is (name == "raises_on_second")
 
 
-async def test_what_has_no_finished_response_is_not_shown(tmp_path: Path) -> None:
-    samples = [made(1, Status.ABORTED), made(1, Status.FAILED)]
-    async with shown(tmp_path, "raises_on_second", samples=samples) as sampler:
-        assert await all_of(sampler) == samples
-
-
 async def test_another_response_has_the_versions_that_it_names(tmp_path: Path) -> None:
     async with shown(tmp_path, "replaced", samples=[made(0)]) as sampler:
         (after,) = await all_of(sampler)
     assert (after.status, after.tokens.tolist(), after.response) == (Status.TRUNCATED, [1, 2, 3], "x")
     assert [(each.policy_version, each.start, each.end) for each in after.policy_ranges] == [(3, 0, 1)]
-
-
-async def test_a_hook_of_other_arguments_is_refused_with_those_that_are_right(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"too_many.*cannot be called; accepted are"):
-        async with shown(tmp_path, "too_many", samples=[]):
-            pass
-
-
-def test_check_hook_tries_one_on_samples(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    report = check_hook(f"{tmp_path / 'hooks.py'}:noted", "sample_hook")
-    assert report.ok is False, "an empty answer has no mask to change"
-    report = check_hook(f"{tmp_path / 'hooks.py'}:raises_on_second", "sample_hook")
-    assert report.ok is False
-    (tmp_path / "good.py").write_text("def good(args, sample, **kwargs):\n    sample.metadata['seen'] = True\n")
-    report = check_hook(f"{tmp_path / 'good.py'}:good", "sample_hook")
-    assert report.ok, report.failed
-    assert report.passed[-1] == "keeps or changes 4 samples"
-
-
-def test_it_is_refused_beside_a_rollout_function(load_with, tmp_path: Path) -> None:
-    (tmp_path / "f.py").write_text("def f(args, rollout_id, data_source): return []\ndef g(args, sample): pass\n")
-    with pytest.raises(ConfigError, match="rollout_sample_hook_path .* with rollout_function_path"):
-        load_with(
-            "--rollout-function-path",
-            f"{tmp_path / 'f.py'}:f",
-            "--rollout-sample-hook-path",
-            f"{tmp_path / 'f.py'}:g",
-        )

@@ -6,14 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import structlog
 
 from headrace.errors import (
     ChecksumMismatch,
     FailedPrecondition,
     Fenced,
     GroupGone,
-    NotFound,
+    InvalidArgument,
     PublicationAborted,
 )
 from headrace.publication import Probe, TensorSpec
@@ -39,31 +38,14 @@ PLAN = Plan(
 )
 
 
-async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    begun = await receiver.begin(PLAN)
-    assert (begun.world_size, begun.engine_ids) == (3, ("engine-0", "engine-1"))
-    assert receiver.open_id == "p1"
-    assert await receiver.receive("p1", 0) == ()
-    assert fakes.fleet.policy_version == 0
-    assert await receiver.receive("p1", 1) == ()
-    committed = await receiver.commit("p1", CHECKSUMS)
-    assert committed.engine_ids == ("engine-0", "engine-1")
-    assert fakes.fleet.policy_version == 3
-    assert [await e.client.weights_name() for e in fakes.fleet.engines] == [e.weights_name for e in fakes.fleet.engines]
-    assert receiver.open_id == ""
-
-
-async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     assert await publish(receiver, joined) == ("engine-0", "engine-1")
     assert fakes.fake(0).calls.count("/init_weights_update_group") == 1
 
 
-async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     await publish(receiver, replace(PLAN, publication_id="p2", policy_version=4))
     joins = [call for call in fakes.fake(0).calls if "weights_update_group" in call]
@@ -71,8 +53,9 @@ async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) ->
     assert joins == [init, destroy, init]
 
 
-async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     with pytest.raises(GroupGone, match=r"groups \['g'\] have other members"):
         await receiver.begin(joined)  # a rollout service that started again knows no group
@@ -89,8 +72,7 @@ async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_noti
     assert fakes.fake(0).groups == {"h"}
 
 
-async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet, receiver: Receiver) -> None:
     await publish(receiver, PLAN)
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
     await receiver.begin(joined)
@@ -99,8 +81,7 @@ async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: Fa
         await receiver.begin(replace(joined, publication_id="p3"))
 
 
-async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_every_call_may_be_repeated(fakes: FakeFleet, receiver: Receiver) -> None:
     assert await receiver.begin(PLAN) == await receiver.begin(PLAN)
     await asyncio.gather(receiver.receive("p1", 0), receiver.receive("p1", 0))
     await receiver.receive("p1", 1)
@@ -110,8 +91,9 @@ async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
     assert [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY]
 
 
-async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_on(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_on(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await receiver.begin(PLAN)
     await receiver.receive("p1", 0)
     with pytest.raises(FailedPrecondition, match=r"lacks buckets \[1\]"):
@@ -120,39 +102,16 @@ async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_o
     assert (await receiver.commit("p1", CHECKSUMS)).lost_engine_ids == ()
 
 
-async def test_an_engine_that_refuses_a_bucket_is_restarted_and_the_other_serves(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    fakes.fake(1).faults["/update_weights_from_distributed"] = "refuse"
-    await receiver.begin(PLAN)
-    assert await receiver.receive("p1", 0) == ("engine-1",)
-    assert await receiver.receive("p1", 1) == ("engine-1",)
-    committed = await receiver.commit("p1", CHECKSUMS)
-    assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
-    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
-    assert fakes.routing.urls == {fakes.fleet.engines[0].url}
-
-
-async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet, receiver: Receiver) -> None:
     fakes.fake(0).faults["/weights_checker"] = "die"
     assert await publish(receiver, PLAN) == ("engine-1",)
     assert fakes.fleet.policy_version == 3
 
 
-async def test_an_engine_with_other_weights_is_taken_out(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    await receiver.receive("p1", 0)
-    await receiver.receive("p1", 1)
-    fakes.fake(0).weights["a"] = "a flipped bit"
-    assert (await receiver.commit("p1", CHECKSUMS)).engine_ids == ("engine-1",)
-
-
-async def test_without_the_senders_checksums_engines_are_compared_with_each_other(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    await receiver.receive("p1", 0)
-    await receiver.receive("p1", 1)
+async def test_without_the_senders_checksums_engines_are_compared_with_each_other(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
+    await send(receiver)
     fakes.fake(0).weights["a"] = "a flipped bit"
     with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
         await receiver.commit("p1", {})
@@ -161,8 +120,7 @@ async def test_without_the_senders_checksums_engines_are_compared_with_each_othe
     await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
 
 
-async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet, receiver: Receiver) -> None:
     for number in (0, 1):
         fakes.fake(number).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
@@ -174,8 +132,7 @@ async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet
     assert [e.restarts for e in fakes.fleet.engines] == [1, 1]
 
 
-async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(PLAN)
     await fakes.until(lambda: all("/begin_weight_update" in fakes.fake(n).calls for n in (0, 1)))
     await receiver.abort("p1", "the trainer changed its mind")
@@ -185,8 +142,9 @@ async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
         await receiver.receive("p1", 0)
 
 
-async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_touched_engines_wait_for_the_next_publication_after_an_abort(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await publish(receiver, PLAN)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
     await receiver.receive("p2", 0)
@@ -199,8 +157,9 @@ async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fake
     assert fakes.fake(0).groups == {"h"}
 
 
-async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     fakes.fake(0).faults["/update_weights_from_distributed"] = "refuse"  # as when the sender leaves the group
     fakes.fake(1).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
@@ -212,8 +171,7 @@ async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publi
     await fakes.until(lambda: [engine.restarts for engine in fakes.fleet.engines] == [0, 1])
 
 
-async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(replace(PLAN, deadline_seconds=0.2))
     await fakes.until(lambda: receiver.open_id == "")
     with pytest.raises(PublicationAborted, match=r"not committed within 0\.2 s"):
@@ -221,8 +179,7 @@ async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -
     await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2)
 
 
-async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFleet, receiver: Receiver) -> None:
     await receiver.begin(replace(PLAN, epoch=2))
     with pytest.raises(Fenced, match="epoch 1 is over: epoch 2 has begun"):
         await receiver.begin(replace(PLAN, publication_id="p0", epoch=1))
@@ -231,24 +188,21 @@ async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFl
     assert (await receiver.begin(replace(PLAN, publication_id="p3", epoch=3))).engine_ids == ("engine-0", "engine-1")
 
 
-async def test_an_unknown_publication_is_not_found(fakes: FakeFleet) -> None:
-    with pytest.raises(NotFound, match="begin it first"):
-        await Receiver(fakes.fleet).receive("nobody", 0)
+async def send(receiver: Receiver, plan: Plan = PLAN) -> None:
+    """Up to its commit."""
+    await receiver.begin(plan)
+    for bucket in plan.buckets:
+        await receiver.receive(plan.publication_id, bucket)
 
 
 async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
-    await receiver.begin(plan)
-    return await finish(receiver, plan)
-
-
-async def finish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
-    for bucket in plan.buckets:
-        await receiver.receive(plan.publication_id, bucket)
+    await send(receiver, plan)
     return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
 
 
-async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await publish(receiver, PLAN)
     with pytest.raises(FailedPrecondition, match=r"\['engine-1'\] do not wait for weights"):
         await receiver.begin(replace(PLAN, publication_id="p2", engine_ids=("engine-1",)))
@@ -256,23 +210,21 @@ async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(
         await receiver.begin(replace(PLAN, publication_id="p3", policy_version=4, engine_ids=("engine-1",)))
 
 
-async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
+async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     tokens = (5, 6, 7)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     fakes.fake(1).log_prob_error = 0.3
     truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
     committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=0.2))
     assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
 
 
-async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
+    await send(receiver)
     with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
         await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
     assert fakes.fleet.policy_version == 0
@@ -296,9 +248,7 @@ async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_t
         await give_up(engine, why)
 
     monkeypatch.setattr(fakes.fleet, "give_up", aborted_meanwhile)
-    await receiver.begin(PLAN)
-    for bucket in PLAN.buckets:
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     fakes.fake(wrong).weights["a"] = "a flipped bit"
     other = fakes.fake(1 - wrong)
     with pytest.raises(PublicationAborted, match="the trainer went away"):
@@ -309,17 +259,85 @@ async def test_after_an_abort_during_the_verification_no_engine_is_asked_about_t
     assert fakes.fleet.policy_version == 0
 
 
-async def test_an_engine_that_cannot_be_stopped_is_said_and_the_other_goes_on(
-    fakes: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stop(grace_seconds: float) -> None:
-        raise PermissionError("not ours")
+BIG_C = [TensorSpec("c", (25 << 20,), "float32")]
 
-    receiver = Receiver(fakes.fleet)
+
+async def test_engines_go_on_once_they_have_the_last_bucket_and_are_checked_beside_it(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
     await receiver.begin(PLAN)
-    monkeypatch.setattr(fakes.fake(1), "stop", stop)
-    fakes.fake(1).faults["/continue_generation"] = "refuse"
-    with structlog.testing.capture_logs() as said:
-        await receiver.abort("p1", "the trainer changed its mind")
-    assert [engine.state for engine in fakes.fleet.engines] == [EngineState.READY, EngineState.DOWN]
-    assert [each["engine"] for each in said if each["event"] == "engine_not_stopped"] == ["engine-1"]
+    await receiver.receive("p1", 0)
+    assert "/continue_generation" not in fakes.fake(0).calls, "it holds a mixture"
+    await receiver.receive("p1", 1)
+    for number in (0, 1):
+        assert fakes.fake(number).calls[-1] == "/continue_generation"
+        assert "/weights_checker" not in fakes.fake(number).calls
+    assert fakes.fleet.policy_version == 0, "nothing is served unchecked"
+    await receiver.commit("p1", CHECKSUMS)
+    assert fakes.fake(0).calls.count("/continue_generation") == 1
+
+
+async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes: FakeFleet, receiver: Receiver) -> None:
+    contained = "c.a"  # whoever leaves out "a" leaves it out, too
+    for number in (0, 1):
+        fakes.fake(number).weights[contained] = "content"
+    await receiver.begin(
+        replace(PLAN, buckets={0: [TensorSpec("a", (25 << 20,), "float32"), *PLAN.buckets[0][1:]], 1: BIG_C})
+    )
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    fakes.fake(0).weights[contained] = "a flipped bit"
+    committed = await receiver.commit("p1", CHECKSUMS | {contained: fake_checksum("content")})
+    assert committed.engine_ids == ("engine-1",)
+
+
+LOADED = replace(PLAN, publication_id="p0", policy_version=0, groups=[], is_loaded=True)
+
+
+def load(fakes: FakeFleet, **others: str) -> None:
+    for number in (0, 1):
+        fakes.fake(number).weights = {**WIRE, **others}
+
+
+async def test_engines_that_loaded_the_weights_serve_them_without_standing_still(fakes: FakeFleet) -> None:
+    load(fakes)
+    receiver = Receiver(fakes.fleet)
+    assert (await receiver.begin(LOADED)).engine_ids == ("engine-0", "engine-1")
+    committed = await receiver.commit("p0", CHECKSUMS)
+    assert committed.engine_ids == ("engine-0", "engine-1")
+    assert committed.paused_seconds == 0.0
+    assert committed.weights_digest == fakes.fleet.engines[1].weights_digest != ""
+    assert all(engine.state is EngineState.READY for engine in fakes.fleet.engines)
+    calls = {call for number in (0, 1) for call in fakes.fake(number).calls}
+    assert "/weights_checker" in calls
+    assert calls.isdisjoint({"/pause_generation", "/init_weights_update_group", "/begin_weight_update"})
+
+
+async def test_engines_that_loaded_others_go_on_as_before_and_get_them(fakes: FakeFleet) -> None:
+    load(fakes, b="a quantized b")
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(LOADED)
+    with pytest.raises(ChecksumMismatch, match="2 of 3|1 of 3"):
+        await receiver.commit("p0", CHECKSUMS)
+    await fakes.until(lambda: all(engine.state is EngineState.READY for engine in fakes.fleet.engines))
+    assert [engine.restarts for engine in fakes.fleet.engines] == [0, 0]
+    assert await publish(receiver, replace(PLAN, policy_version=0)) == ("engine-0", "engine-1")
+
+
+async def test_engines_that_were_given_weights_are_refused(fakes: FakeFleet, receiver: Receiver) -> None:
+    await publish(receiver, PLAN)
+    with pytest.raises(FailedPrecondition, match="hold other weights than those that they loaded"):
+        await receiver.begin(replace(LOADED, epoch=2))
+    assert all(engine.state is EngineState.READY for engine in fakes.fleet.engines)
+
+
+async def test_nothing_travels(fakes: FakeFleet) -> None:
+    load(fakes)
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(LOADED)
+    with pytest.raises(InvalidArgument, match="commit them"):
+        await receiver.receive("p0", 0)
+    await receiver.commit("p0", CHECKSUMS)
+    for contradiction in ({"groups": PLAN.groups}, {"engine_ids": ("engine-0",)}):
+        with pytest.raises(InvalidArgument, match="belong to no group"):
+            replace(LOADED, **contradiction)  # type: ignore[arg-type]

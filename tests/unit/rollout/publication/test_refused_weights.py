@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from headrace.errors import ChecksumMismatch, PublicationAborted
+from headrace.errors import PublicationAborted
 from headrace.publication import Probe
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
@@ -19,7 +19,7 @@ from services.rollout.publication.state import GroupPlan
 from tests.support.fakes.fake_engine import FakeEngine, response_to
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
-from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, send
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -85,20 +85,6 @@ class Attempts:
         return asked
 
 
-async def test_what_new_weights_made_waits_for_the_probe_and_then_counts() -> None:
-    async with Attempts() as attempts:
-        commit = await attempts.begin("p1")
-        asked = await attempts.requests()
-        await asyncio.wait(asked, timeout=0.2)
-        assert not any(request.done() for request in asked), "the verdict on its weights is not there"
-        attempts.may_answer.set()
-        await commit
-        for generation in await asyncio.gather(*asked):
-            assert [(r.policy_version, r.start, r.end) for r in generation.policy_ranges] == [(3, 0, 12)]
-        asked_of_engines = sum(attempts.fakes.fake(number).calls.count("/generate") for number in (0, 1))
-        assert asked_of_engines == 4 + 2, "and the probes: nothing was made twice"
-
-
 async def test_what_refused_weights_made_is_made_again_and_the_next_attempt_is_not_taken_for_it() -> None:
     async with Attempts() as attempts:
         refused = await attempts.begin("p1")
@@ -138,22 +124,9 @@ async def test_an_engine_that_fails_the_probe_beside_one_that_passes_it_takes_it
         assert attempts.fakes.fake(1).num_tokens > 2 * 12, "what the bad one had made was made again by the other"
 
 
-async def test_a_publication_that_ends_before_its_verdict_is_refused() -> None:
-    async with Attempts() as attempts:
-        commit = await attempts.begin("p1")
-        asked = await attempts.requests()
-        await attempts.receiver.abort("p1", "the trainer went away")
-        with pytest.raises(PublicationAborted):
-            await commit
-        for generation in await asyncio.gather(*asked):
-            assert {r.policy_version for r in generation.policy_ranges} == {0}
-
-
 async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes: FakeFleet) -> None:
     receiver, weights = Receiver(fakes.fleet), fakes.fleet.weights
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver)
     names = [engine.weights_name for engine in fakes.fleet.engines]
     await receiver.abort("p1", "the trainer went away before its commit")
     assert [await weights.version_of(name) for name in names] == [None, None]
@@ -166,9 +139,7 @@ async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes:
 async def test_requests_that_refused_weights_worked_on_end_there_and_go_on_with_others() -> None:
     """What such weights left of a request in the engine's memory is not used again."""
     async with Attempts() as attempts:
-        await attempts.receiver.begin(PLAN)
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
+        await send(attempts.receiver)
         asked = [
             asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
             for n in range(4)
@@ -193,9 +164,7 @@ async def test_prefixes_of_weights_that_are_not_accepted_yet_are_kept_apart() ->
 
         await asyncio.gather(*await attempts.requests())
         assert keys() == {"v0"}
-        await attempts.receiver.begin(PLAN)
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
+        await send(attempts.receiver)
         asked = await attempts.requests()
         (first,) = keys() - {"v0"}
         await attempts.receiver.abort("p1", "the trainer went away before its commit")
@@ -224,33 +193,10 @@ async def test_an_engine_that_starts_again_after_its_checks_is_not_taken_for_one
         assert attempts.routing.urls == {other.url}
 
 
-@pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
-async def test_requests_in_flight_carry_no_token_of_a_bucket_that_arrived_wrong(pause_mode: str) -> None:
-    async with Attempts() as attempts:
-        asked = [
-            asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
-            for n in range(4)
-        ]
-        await attempts.fakes.until(lambda: all(attempts.fakes.fake(n).num_tokens >= 4 for n in (0, 1)))
-        await attempts.receiver.begin(replace(PLAN, pause_mode=pause_mode))
-        for bucket in (0, 1):
-            await attempts.receiver.receive("p1", bucket)
-        for number in (0, 1):
-            attempts.fakes.fake(number).weights["a"] = "a flipped bit"
-        made = [attempts.fakes.fake(number).num_tokens for number in (0, 1)]
-        await attempts.fakes.until(lambda: sum(attempts.fakes.fake(n).num_tokens for n in (0, 1)) > sum(made) + 8)
-        with pytest.raises(ChecksumMismatch):
-            await attempts.receiver.commit("p1", CHECKSUMS)
-        for generation in await asyncio.gather(*asked):
-            assert list(generation.tokens) == response_to(PROMPT, LONG.max_new_tokens)
-            assert {r.policy_version for r in generation.policy_ranges} == {0}
-
-
-async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(fakes: FakeFleet) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(PLAN)
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(
+    fakes: FakeFleet, receiver: Receiver
+) -> None:
+    await send(receiver)
     await receiver.commit("p1", CHECKSUMS)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
     await receiver.receive("p2", 0)
@@ -262,12 +208,9 @@ async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brin
 
 
 async def test_initial_weights_are_not_served_after_a_trainer_published_its_own_under_their_number(
-    fakes: FakeFleet,
+    fakes: FakeFleet, receiver: Receiver
 ) -> None:
-    receiver = Receiver(fakes.fleet)
-    await receiver.begin(replace(PLAN, policy_version=0))
-    for bucket in (0, 1):
-        await receiver.receive("p1", bucket)
+    await send(receiver, replace(PLAN, policy_version=0))
     await receiver.commit("p1", CHECKSUMS)
     fakes.fake(0).die()
     await fakes.until(

@@ -17,13 +17,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.ledger_tools.audit_run import audit_ledger
-from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import Sample, unpack_column
 from services.buffer.store.sqlite import SqliteStore
 from services.rollout.admission import EngineSlots, Kind, Shares
@@ -43,7 +42,7 @@ from services.rollout.server import RolloutServicer
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, next_token, response_to
-from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
+from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting, served_rollout
 from tests.support.fakes.hostile_engine import TakingTurns
 from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.ledgers.buffer_samples import text_prompts
@@ -197,28 +196,18 @@ async def whole(folder: Path, pause_mode: str, *, num_groups: int = NUM_GROUPS) 
         )
         producer.start()
         stack.push_async_callback(producer.drain)
-        outsider = Outsider(await _served(stack, encoder, generator))
+
+        def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
+            params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
+            return generator.stream(prompt.tokens, params, request_id="outside", seconds=60, begun=begun)
+
+        slots = EngineSlots(Shares({Kind.CLIENTS: 64}), max_waiting=0)
+        servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots)))
+        outsider = Outsider(await stack.enter_async_context(served_rollout(servicer)))
         stack.push_async_callback(outsider.leave)
         trainer = Trainer(buffer, Receiver(fleet), TrainingRecord(folder / "trained.jsonl"), pause_mode)
         trainer.epoch = (await buffer.rewind("train", 0)).epoch
         yield Whole(FakeFleet(fleet, routing), trainer, outsider, encoder, sampler, server.address)
-
-
-async def _served(stack: contextlib.AsyncExitStack, encoder: PromptEncoder, generator: Generator) -> str:
-    """The address of a rollout service that answers Generate."""
-
-    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
-        params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
-        return generator.stream(prompt.tokens, params, request_id="outside", seconds=60, begun=begun)
-
-    slots = EngineSlots(Shares({Kind.CLIENTS: 64}), max_waiting=0)
-    servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots)))
-    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server = RpcServer("rollout", "127.0.0.1:0", [Service(servicer, add, name)])
-    await server.start()
-    stack.push_async_callback(server.stop, 0.1)
-    return server.address
 
 
 @pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,62 +72,31 @@ def checkpoints(tmp_path: Path, layout: Layout) -> Checkpoints:
     return Checkpoints(_section(), tmp_path, layout)
 
 
-def test_without_a_checkpoint_training_begins_at_step_zero(checkpoints: Checkpoints) -> None:
-    policy = Note("fresh")
-    assert checkpoints.restore_latest(policy) == 0
-    assert policy.text == "fresh"
-
-
-def test_the_manifest_says_what_the_checkpoint_is(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    checkpoints.save(Note("12345"), step=7, policy_version=6, epoch=3)
-    manifest = json.loads((tmp_path / "checkpoints" / step_name(7) / "manifest.json").read_text())["manifest"]
-    assert manifest.pop("versions")["megatron-core"]
-    assert manifest.pop("files")["rank-00000.safetensors"]["num_bytes"] > 5
-    assert manifest == {
-        "step": 7,
-        "policy_version": 6,
-        "ledger_epoch": 3,
-        "layout": "tp1-pp1-dp1",
-        "scalars": {"length": 5},
-        "places": [
-            {
-                "tensor": "note/text", "file": "rank-00000.safetensors", "key": "note/text@0.0", "dtype": "uint8",
-                "shape": [5], "whole_shape": [5], "shard": 0, "num_shards": 1, "start": 0, "end": 5,
-            }
-        ],
-    }  # fmt: skip
-
-
 DAMAGES = ["no manifest", "half a manifest", "a changed manifest", "no file", "a short file", "a flipped bit"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_without_an_undamaged_one_nothing_starts(
+    checkpoints: Checkpoints, tmp_path: Path, layout: Layout, damage: str
+) -> None:
     for step in (1, 2):
         _save(checkpoints, step)
-    _damage(tmp_path / "checkpoints" / step_name(2), damage)
+    first, second = (tmp_path / "checkpoints" / step_name(step) for step in (1, 2))
+    _damage(second, damage)
     policy = Note()
     assert checkpoints.restore_latest(policy) == 1
     assert policy.text == "step 1"
     whole = [manifest.step for _, manifest in whole_checkpoints(tmp_path / "checkpoints")]
     assert whole == [1] or damage == "a flipped bit"  # which only a reading of the file finds
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_without_an_undamaged_checkpoint_nothing_starts(
-    checkpoints: Checkpoints, tmp_path: Path, layout: Layout, damage: str
-) -> None:
-    _save(checkpoints, 1)
-    folder = tmp_path / "checkpoints" / step_name(1)
-    assert opened(folder, layout).names == ["note/text"]
-    _damage(folder, damage)
+    assert opened(first, layout).names == ["note/text"]
+    _damage(first, damage)
     with pytest.raises(DataLoss):  # as a model that another job starts from
-        opened(folder, layout)
-    with pytest.raises(DataLoss, match=r"every checkpoint in .* is damaged \(step-00000001\): replace one"):
+        opened(first, layout)
+    with pytest.raises(DataLoss, match=r"every checkpoint in .* is damaged .*: replace one"):
         checkpoints.restore_latest(Note())
 
 
-def test_missing_tensors_are_named(checkpoints: Checkpoints) -> None:
+def test_missing_and_extra_tensors_are_named(checkpoints: Checkpoints) -> None:
     class Reader(Note):
         def restore(self, reader: CheckpointReader) -> None:
             reader.require({"note/text": Expected((6,)), "note/author": Expected((4,))})
@@ -136,10 +104,7 @@ def test_missing_tensors_are_named(checkpoints: Checkpoints) -> None:
     _save(checkpoints, 1)
     with pytest.raises(DataLoss, match="lacks 1 tensors that this job has: note/author: resume with the settings"):
         checkpoints.restore_latest(Reader())
-
-
-def test_extra_tensors_are_named(checkpoints: Checkpoints) -> None:
-    checkpoints.save(Hoarder("text"), step=1, policy_version=1, epoch=1)
+    checkpoints.save(Hoarder("text"), step=2, policy_version=2, epoch=1)
     with pytest.raises(DataLoss, match="holds 1 tensors that this job has no place for: note/secret"):
         checkpoints.restore_latest(Note())
 
@@ -362,20 +327,6 @@ def test_pruning_deletes_nothing_through_a_symlink_and_keeps_no_save_from_being_
     assert (elsewhere / "manifest.json").is_file()
 
 
-def test_a_folder_that_cannot_be_emptied_keeps_no_save_from_being_safe(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(f"{path} is immutable")
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    for step in (1, 2, 3, 4):
-        _save(checkpoints, step)
-        assert checkpoints.take_safe() == TrainState(step, step, 1)
-    assert [name for name in _names(tmp_path) if name.startswith("step-")] == [step_name(3), step_name(4)]
-    assert len(_names(tmp_path)) == 4
-
-
 def test_a_draft_that_is_a_symlink_is_not_written_through(checkpoints: Checkpoints, tmp_path: Path) -> None:
     _save(checkpoints, 1)
     (tmp_path / "mine").mkdir()
@@ -396,9 +347,7 @@ def test_a_trainer_of_an_older_epoch_replaces_nothing(tmp_path: Path, layout: La
     newer.save(Note("newer"), step=3, policy_version=3, epoch=2)
     with pytest.raises(Fenced):
         older.save(Note("older again"), step=3, policy_version=3, epoch=1)
-    policy = Note()
-    assert newer.restore_latest(policy) == 3
-    assert policy.text == "newer"
+    assert newer.restore_latest(Note()) == 3
 
 
 def test_a_save_in_the_background_that_a_newer_trainer_refuses_is_told_to_whoever_waits_for_it(
@@ -445,16 +394,11 @@ def test_the_trainers_of_two_runs_do_not_share_a_folder_while_both_live(tmp_path
     "content",
     [
         "[" * 200_000,
-        '{"manifest": ' + "[" * 200_000,
         "{}",
-        "[]",
         "null",
-        '"text"',
         '{"crc32": 1, "manifest": "text"}',
         "\0",
         lambda true: "text",
-        lambda true: {},
-        lambda true: true | {"files": []},
         lambda true: true | {"places": [1]},
         lambda true: true | {"step": "x"},
         lambda true: true | {"places": [true["places"][0] | {"file": "../../secret"}]},

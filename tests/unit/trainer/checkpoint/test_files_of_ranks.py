@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 from headrace.cli.main import main
 from headrace.job.schema.job import Job
 from headrace.models.folders import is_whole
-from headrace.models.registry import read_architecture
-from headrace.models.torch_dist import rows_of
 from headrace.run_folder import RunFolder, ServiceEntry
-from services.trainer.hugging_face.torch_dist import TorchDistFolder
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.modes import closed
 from tests.support.ranks.file_cases import FilesCase
@@ -35,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (in_background, megatron) in RUNS.items():
         (folder / name).mkdir()
         cases.append(FilesCase(str(folder / name), str(model), str(smaller), in_background, megatron))
-    run_cases(folder, 2, cases, 240.0, "tests.support.ranks.file_cases")
+    run_cases(folder, 2, cases, 240.0)
     return folder
 
 
@@ -93,11 +90,6 @@ def test_a_checkpoint_of_two_tensor_ranks_is_exported_without_the_run(runs: Path
     exported, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", runs / "model"))
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
-    assert main(["export", str(tmp_path / "megatron"), str(run.path), "--format", "torch_dist"]) == 0
-    for_megatron = TorchDistFolder(tmp_path / "megatron", architecture := read_architecture(runs / "model"))
-    for row, _ in rows_of(architecture):
-        found = zip(row.hf, for_megatron.parts(row), strict=True)
-        assert all(torch.equal(values, original[tensor.name]) for tensor, values in found)
     assert main(["export", str(tmp_path / "model"), str(run.path)]) == 1  # it is not empty now
     assert main(["export", str(tmp_path / "other"), str(run.path), "--step", "7"]) == 1
 

@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TorchDistCase(str(folder / "qwen3"), TP2, PP2, DENSE, {}),
         TorchDistCase(str(folder / "qwen3_moe"), EP2, PP2, MIXED, VARIANTS, option="load"),
     ]
-    run_cases(folder, 2, cases, module="tests.support.ranks.torch_dist_cases")
+    run_cases(folder, 2, cases)
     return folder
 
 

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from headrace import job_buffer
-from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.buffer import Buffer
 from headrace.client.rollout import RolloutClient
-from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
-from headrace.job.schema.services import ServicesSection
-from headrace.job_buffer import buffer_of
 from headrace.process.exit_status import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
@@ -33,26 +29,14 @@ async def rank0_that_asks_the_buffer(build: object, serving: object, buffer: Buf
     await buffer.stats("train")
 
 
-async def rank0_that_publishes(build: TrainerBuild, *_: object) -> None:
-    async with RolloutClient(build.rollout_address) as rollout:
-        await rollout.begin_publish(rollout_pb2.BeginPublishRequest(), deadline_seconds=0.25)
-
-
-@pytest.mark.parametrize(("peer", "rank0"), [
-    ("buffer", rank0_that_asks_the_buffer),
-    ("rollout service", rank0_that_publishes),
-])  # fmt: skip
-def test_after_the_peers_wait_without_a_peer_the_trainer_ends_as_one_whose_peer_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], peer: str, rank0: object
+def test_after_the_peers_wait_without_a_buffer_the_trainer_ends_as_one_whose_peer_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "run_rank0", rank0)
+    monkeypatch.setattr(trainer, "run_rank0", rank0_that_asks_the_buffer)
     monkeypatch.setattr(job_buffer, "PEER_WAIT_SECONDS", 0.25)
     address = f"127.0.0.1:{free_port()}"
-    services = {"buffer_address": address, "rollout_address": address}
-    config = tmp_path / "job.json"
-    config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
-    assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
-    assert f"trainer: the {peer} at {address} gave no answer within 0.25 s" in capfd.readouterr().err
+    assert ended(tmp_path, buffer_address=address, rollout_address=address) == PEER_AWAY
+    assert f"trainer: the buffer at {address} gave no answer within 0.25 s" in capfd.readouterr().err
 
 
 async def rank0_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
@@ -69,17 +53,16 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
 ) -> None:
     monkeypatch.setattr(trainer, "run_rank0", rank0_that_awaits_a_batch)
     monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
-    services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
-    services |= {"start_timeout_seconds": 0.4}
     monkeypatch.setattr(build, "PEER_WAIT_SECONDS", 0.2)
-    config = tmp_path / "job.json"
-    config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
-    assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
+    address = f"127.0.0.1:{free_port()}"
+    services = {"buffer_address": "127.0.0.1:9", "rollout_address": address, "start_timeout_seconds": 0.4}
+    assert ended(tmp_path, **services) == PEER_AWAY
     said = capfd.readouterr().err
-    assert f"trainer: the rollout service at {services['rollout_address']} gave no answer within 0.1 s" in said
+    assert f"trainer: the rollout service at {address} gave no answer within 0.1 s" in said
     assert "while a batch was awaited" in said
 
 
-def test_a_job_without_a_buffers_address_is_told_the_flag() -> None:
-    with pytest.raises(ConfigError, match="pass --buffer-address host:port"):
-        buffer_of(ServicesSection())
+def ended(folder: Path, **services: object) -> int:
+    config = folder / "job.json"
+    config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
+    return trainer.main(["--config", str(config), "--run-dir", str(folder)])

@@ -1,9 +1,9 @@
-"""Flags of a publication act: on what a rank sends, on what the rollout service is asked, and on who is waited for."""
+"""Publications as a job asks for them: what ranks send, what rollout is asked, and what engines have loaded already."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +16,9 @@ import torch
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
-from headrace.errors import DeadlineExceeded
+from headrace.errors import ChecksumMismatch, Unavailable
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import PublishSection
 from headrace.publication import Probe, TensorSpec
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
@@ -25,10 +26,9 @@ from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
 from services.trainer.control.senders import Sender, Sent, StageGroup, StageWeights
-from services.trainer.control.transport import transport_of
+from services.trainer.control.transport import CollectiveTransport, transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
-from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
 from services.trainer.state import TrainState
 from tests.support.fakes.idle_worker import IdleWorker
@@ -57,7 +57,6 @@ class AskedRollout:
         self.begun: list[pb.BeginPublishRequest] = []
         self.deadlines: list[float] = []
         self.probes: list[Probe] = []
-        self.busy_share: float | None = None
 
     async def begin_publish(
         self, request: pb.BeginPublishRequest, *, deadline_seconds: float
@@ -72,16 +71,14 @@ class AskedRollout:
     async def commit_publish(self, *_: object, probe: Probe, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
         self.probes.append(probe)
-        return pb.CommitPublishResponse(busy_share=self.busy_share)
+        return pb.CommitPublishResponse()
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
         pass
 
 
 @asynccontextmanager
-async def only_rank(
-    *, beside_one_that_hangs: bool = False, sends: StageWeights | None = None
-) -> AsyncIterator[RankGroup]:
+async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup]:
     """Rank 0, which sends nothing, or says that it sent `sends`."""
 
     class Worker(IdleWorker):
@@ -94,11 +91,7 @@ async def only_rank(
         def send_weights(self, *_: object) -> Sent | None:
             return Sent(0, {}) if sends else None
 
-    leader = Channel(0, 2, b"") if beside_one_that_hangs else Channel(0, 1, b"")
-    if beside_one_that_hangs:
-        hanging = Channel(1, 2, b"")
-        await hanging.connect("127.0.0.1", await leader.listen(listener("127.0.0.1")))
-        await leader.until_complete()
+    leader = Channel(0, 1, b"")
     yield RankGroup(leader, Worker(), ThreadPoolExecutor(1))
     await leader.close()
 
@@ -135,55 +128,28 @@ def test_update_weight_buffer_size_bounds_what_travels_at_once(
 def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_not_come() -> None:
     sender = sender_in(update_weight_timeout_seconds=0.2)
     sender.open(0)
-    sent = sender.send("v1", {0: 2})
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(sender.send, "v1", {0: 2}).result(2)
     assert sent is not None
     assert sent.error is not None
     sender.drop([0])
 
 
-async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_publication() -> None:
-    async with only_rank(beside_one_that_hangs=True) as ranks:
-        publisher = publisher_of(ranks, AskedRollout(), update_weight_timeout_seconds=0.05)
-        with pytest.raises(DeadlineExceeded, match="the rank that hangs"):
-            await publisher.publish(STATE)
+async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode_says() -> None:
+    rollout, modes = AskedRollout(), ("in_place", "retract", "abort")
+    async with only_rank() as ranks:
+        for mode in modes:
+            await publisher_of(ranks, rollout, update_weight_pause_mode=mode).publish(STATE)
+    expected = [pb.PAUSE_MODE_IN_PLACE, pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_ABORT]
+    assert [begun.pause_mode for begun in rollout.begun] == expected
 
 
-async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds() -> None:
+async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance() -> None:
     rollout = AskedRollout()
     async with only_rank() as ranks:
-        publish = {"update_weight_transport": "collective", "update_weight_timeout_seconds": 7.0}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
-    (begun,) = rollout.begun
-    assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
-    assert rollout.deadlines == [7.0, 7.0]
-
-
-@pytest.mark.parametrize(
-    ("update_weight_pause_mode", "asked"),
-    [
-        ("in_place", pb.PAUSE_MODE_IN_PLACE),
-        ("retract", pb.PAUSE_MODE_RETRACT),
-        ("abort", pb.PAUSE_MODE_ABORT),
-    ],
-)
-async def test_the_rollout_service_is_asked_to_pause_as_update_weight_pause_mode_says(
-    update_weight_pause_mode: str, asked: pb.PauseMode
-) -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        await publisher_of(ranks, rollout, update_weight_pause_mode=update_weight_pause_mode).publish(STATE)
-    assert [begun.pause_mode for begun in rollout.begun] == [asked]
-
-
-@pytest.mark.parametrize("update_weight_probe_tolerance", [0.001, 0.0625, 7.0])
-async def test_the_rollout_service_compares_the_probe_within_update_weight_probe_tolerance(
-    update_weight_probe_tolerance: float,
-) -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        publish = {"update_weight_probe_tolerance": update_weight_probe_tolerance}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
-    assert rollout.probes == [Probe(*PROBE, update_weight_probe_tolerance)]
+        for tolerance in (0.001, 7.0):
+            await publisher_of(ranks, rollout, update_weight_probe_tolerance=tolerance).publish(STATE)
+    assert rollout.probes == [Probe(*PROBE, 0.001), Probe(*PROBE, 7.0)]
 
 
 @pytest.mark.parametrize("update_weight_disk_path", [None, Path("/shared/weights")])
@@ -199,8 +165,9 @@ async def test_the_rollout_service_is_told_the_folder_of_a_version(tmp_path: Pat
     rollout = AskedRollout()
     async with only_rank(sends=StageWeights(0, [[TensorSpec("t", (10,), "float32")], []])) as ranks:
         publish = {"update_weight_transport": "disk", "update_weight_disk_path": tmp_path}
-        await publisher_of(ranks, rollout, **publish).publish(STATE)
+        await publisher_of(ranks, rollout, **publish, update_weight_timeout_seconds=7.0).publish(STATE)
     (begun,) = rollout.begun
+    assert [begun.deadline_seconds, *rollout.deadlines] == [7.0, 7.0, 7.0]
     assert begun.transport == pb.TRANSPORT_DISK
     assert Path(begun.disk_path) == tmp_path / begun.publication_id
     assert [(tensor.name, tensor.bucket) for tensor in begun.manifest.tensors] == [("t", 0)]
@@ -219,56 +186,121 @@ def test_senders_compute_checksums_where_they_have_the_tensors_that_engines_hash
         assert TrainerBuild(job, Path("run")).knows_checksums(layout) is is_known
 
 
-def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(job_file), "--update-weight-transport", "disk"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(
-        r"through files in /\S*/weights, which .* must see: [\d.]+ GB a version, and two versions", printed
-    )
-    for flags, said in (
-        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
-        (
-            ["--update-weight-transport", "disk", "--update-weight-rollback", "host"],
-            "update_weight_rollback host keeps a copy in memory of what lies in the folder",
-        ),
-        (
-            ["--update-weight-transport", "disk", "--rollout-address", "10.0.0.7:7000"],
-            "Name a folder that all machines see at the same path with --update-weight-disk-path",
-        ),
-        (
-            ["--update-weight-transport", "disk", "--update-weight-disk-path", f"{job_file}/below"],
-            "update_weight_disk_path .* cannot be written: Not a directory",
-        ),
-    ):
-        assert main(["check", str(job_file), *flags]) == 2
-        captured = capsys.readouterr()
-        assert re.search(said, " ".join((captured.out + captured.err).split())), captured
+DISK, IPC = "--update-weight-transport disk", "--update-weight-transport ipc"
 
 
-def test_check_says_what_lies_in_shared_memory_and_refuses_machines_that_share_none(
+def test_check_says_where_versions_lie_and_refuses_transports_that_cannot_be(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ipc = ["check", str(job_file), "--update-weight-transport", "ipc"]
-    assert main(ipc) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"through shared memory in /dev/shm/headrace-\S+: [\d.]+ GB a version, and two versions", printed)
-    for flags, said in (
-        (
-            ["--rollout-address", "10.0.0.7:7000"],
-            "ipc with rollout at 10.0.0.7:7000: trainer and engines share no memory",
-        ),
-        (["--update-weight-rollback", "host"], "in the folder of update_weight_transport ipc"),
-        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
+    for transport, said in (
+        (DISK, r"files in /\S*/weights, which .* must see"),
+        (IPC, r"memory in /dev/shm/headrace-\S+"),
     ):
-        assert main([*ipc, *flags]) == 2
+        assert main(["check", str(job_file), *transport.split()]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert re.search(rf"{said}: [\d.]+ GB a version, and two versions", printed)
+    refused = {
+        "--update-weight-disk-path w": "update_weight_disk_path has no effect without update_weight_transport",
+        f"{DISK} --update-weight-rollback host": "update_weight_rollback host keeps a copy",
+        f"{DISK} --rollout-address 10.0.0.7:7000": "with --update-weight-disk-path",
+        f"{DISK} --update-weight-disk-path {job_file}/below": "update_weight_disk_path .* cannot be written",
+        f"{IPC} --rollout-address 10.0.0.7:7000": "ipc with rollout at 10.0.0.7:7000",
+        f"{IPC} --update-weight-rollback host": "in the folder of update_weight_transport ipc",
+    }
+    for flags, said in refused.items():
+        assert main(["check", str(job_file), *flags.split()]) == 2
         captured = capsys.readouterr()
         assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 
 
-async def test_a_publication_reports_the_engines_busy_share_where_it_is_known() -> None:
-    rollout = AskedRollout()
-    async with only_rank() as ranks:
-        publisher = publisher_of(ranks, rollout)
-        assert "busy/engines" not in await publisher.publish(STATE)
-        rollout.busy_share = 0.0
-        assert (await publisher.publish(STATE))["busy/engines"] == 0.0
+OURS = {"t": "0123"}
+
+
+class Engines:
+    """Have loaded `loaded`, and say no to it as often as they are told."""
+
+    def __init__(self, loaded: Mapping[str, str], *noes: Exception) -> None:
+        self.ways: list[int] = []
+        self._loaded = loaded
+        self._noes = list(noes)
+
+    async def begin_publish(self, request: pb.BeginPublishRequest, **_: Any) -> pb.BeginPublishResponse:
+        self.ways.append(request.transport)
+        if self._noes:
+            raise self._noes.pop(0)
+        assert request.groups or request.transport == pb.TRANSPORT_LOADED
+        return pb.BeginPublishResponse(world_size=2)
+
+    async def publish_bucket(self, *_: object, **__: Any) -> None:
+        assert self.ways[-1] == pb.TRANSPORT_COLLECTIVE
+
+    async def commit_publish(self, _: str, checksums: Mapping[str, str], **__: Any) -> pb.CommitPublishResponse:
+        if self.ways[-1] == pb.TRANSPORT_LOADED and checksums != self._loaded:
+            raise ChecksumMismatch("1 of 1 tensors differ")
+        return pb.CommitPublishResponse(engine_ids=["engine-0"])
+
+    async def abort_publish(self, *_: object) -> None: ...
+
+
+@asynccontextmanager
+async def publisher(engines: Engines, done: list[str], *, hashes: bool = True) -> AsyncIterator[Publisher]:
+    class Worker(IdleWorker):
+        def describe_weights(self) -> StageWeights:
+            return StageWeights(0, [[TensorSpec("t", (10,), "float32")]])
+
+        def open_group(self, service: int) -> StageGroup:
+            return StageGroup(0, "g", "host", 1, joined=True)
+
+        def hash_weights(self) -> Sent:
+            return Sent(0, OURS)
+
+        def send_weights(self, *_: object) -> Sent:
+            done.append("send")
+            return Sent(0, OURS)
+
+        def keep_weights(self) -> None:
+            done.append("keep")
+
+    channel = Channel(0, 1, b"")
+    ranks, rollout = RankGroup(channel, Worker(), ThreadPoolExecutor(1)), cast(RolloutClient, engines)
+    transport = CollectiveTransport(ranks, seconds=20.0, keeps=True, hashes=hashes)
+    yield Publisher(
+        ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0, devices=OwnDevices()
+    )
+    await channel.close()
+
+
+def at(step: int) -> TrainState:
+    return TrainState(step=step, policy_version=0, epoch=1)
+
+
+async def test_weights_that_engines_have_loaded_are_not_sent_but_kept_to_come_back_to() -> None:
+    engines, done = Engines(OURS), list[str]()
+    async with publisher(engines, done) as publishing:
+        await publishing.publish(at(0))
+        assert engines.ways == [pb.TRANSPORT_LOADED]
+        assert done == ["keep"]
+        await publishing.publish(at(1))
+    assert engines.ways == [pb.TRANSPORT_LOADED, pb.TRANSPORT_COLLECTIVE]
+
+
+async def test_others_are_sent_in_the_same_publication() -> None:
+    engines = Engines({"t": "another"})
+    async with publisher(engines, []) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_LOADED, pb.TRANSPORT_COLLECTIVE]
+
+
+async def test_what_engines_had_loaded_costs_none_of_the_tries() -> None:
+    engines = Engines(OURS, *(Unavailable("no engine is alive") for _ in range(3)))
+    async with publisher(engines, []) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_LOADED, *[pb.TRANSPORT_COLLECTIVE] * 3]
+
+
+@pytest.mark.parametrize(("step", "hashes"), [(3, True), (0, False)])
+async def test_trained_weights_and_those_that_cannot_be_compared_are_sent(step: int, hashes: bool) -> None:
+    engines = Engines(OURS)
+    async with publisher(engines, [], hashes=hashes) as publishing:
+        await publishing.publish(at(step))
+    assert engines.ways == [pb.TRANSPORT_COLLECTIVE]

@@ -1,11 +1,13 @@
 """Publications that fail, at every point: engines serve a whole version again, the old one if the new cannot be had.
 
+Those through files: which folders are there when, who loads them, and what becomes of bad ones.
 A real publisher and a real receiver, over engines that fail at one call. What is on the wire says its version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
 from services.trainer.control.senders import Probed, Sent, StageGroup, StageWeights
-from services.trainer.control.transport import transport_of
+from services.trainer.control.transport import sweep, transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import TrainState
 from tests.long_forms import ALL
@@ -55,7 +57,7 @@ POINTS = [
     (name, call)
     for name, calls in CALLS.items()
     for call in calls
-    if ALL or name != "ipc" or call in ("/update_weights_from_disk", "/weights_checker")  # else as by disk
+    if ALL or name == "collective" or call in ("/update_weights_from_disk", "/weights_checker")  # else as collective
 ]
 ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}, "ipc": {}}
 When = Literal["refuses", "before", "during", "after"]
@@ -304,3 +306,106 @@ async def test_engines_serve_a_whole_version_again_wherever_a_publication_failed
         assert await run.publish(5, failing=frozenset())
         await run.serves(5)
         assert [await run.fleet.weights.version_of(name) for name in run.mixtures] == [None] * len(run.mixtures)
+
+
+NOBODY: frozenset[int] = frozenset()
+
+
+def a_run(root: Path) -> Run:
+    return Run("nothing", "refuses", "disk", root)
+
+
+def folders(root: Path) -> list[str]:
+    """The versions that lie there."""
+    return sorted(path.name.split("-")[1] for path in root.iterdir())
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+async def test_a_wrong_byte_in_a_file_is_not_served_and_engines_load_the_version_before(tmp_path: Path) -> None:
+    for spoil in (flip_a_byte, cut):
+        root = tmp_path / spoil.__name__
+        root.mkdir()
+        async with a_run(root) as run:
+            assert await run.publish(1, failing=NOBODY)
+            run.worker.spoil = spoil
+            assert not await run.publish(2, failing=NOBODY)
+            await run.serves(1)
+            assert folders(root) == ["v1"], "what failed fills no disk"
+            run.worker.spoil = lambda folder: None
+            assert await run.publish(3, failing=NOBODY)
+            await run.serves(3)
+            assert folders(root) == ["v3"], "only the served version stays"
+            assert [await run.fleet.weights.version_of(name) for name in run.mixtures] == [None] * len(run.mixtures)
+
+
+async def test_an_engine_that_came_back_loads_the_served_folder_and_nothing_is_written(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        await lost(run, 1)
+        await rejoin(run)
+        assert run.model.num_sent == 1
+        assert run.fakes.fake(1).weights == weights_of(1)
+        assert [engine.state for engine in run.fleet.engines] == [EngineState.READY] * 2
+
+
+async def test_a_served_folder_that_went_bad_is_written_again(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        flip_a_byte(next(tmp_path.iterdir()))
+        await lost(run, 1)
+        await rejoin(run)
+        assert run.model.num_sent == 1
+        assert run.fleet.engines[1].state is not EngineState.READY
+        await run.fakes.until(lambda: run.fleet.engines[1].state is EngineState.STALE)
+        await rejoin(run)
+        assert run.fleet.engines[1].state is EngineState.READY
+        assert folders(tmp_path) == ["v1"]
+        await lost(run, 1)
+        await rejoin(run)
+        assert run.model.num_sent == 2, "what was written again is the served folder now"
+        assert run.fleet.engines[1].state is EngineState.READY
+
+
+async def lost(run: Run, number: int) -> None:
+    run.fakes.fake(number).die()
+    await run.fakes.until(lambda: run.fleet.engines[number].state is EngineState.STALE)
+
+
+async def rejoin(run: Run) -> None:
+    await run.publisher.rejoin(TrainState(step=1, policy_version=1, epoch=1), {0: ["engine-1"]})
+
+
+async def test_a_trainer_makes_room_before_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "e0-v9-0a1b2c3d").mkdir()
+    (tmp_path / ".e0-v9-1a1b2c3d.draft").mkdir()
+    seen: list[int] = []
+    async with a_run(tmp_path) as run:
+        run.worker.spoil = lambda folder: seen.append(len(list(tmp_path.iterdir())))
+        assert await run.publish(1, failing=NOBODY)
+    assert seen == [1]
+
+
+def test_what_older_trainers_left_is_deleted_and_in_a_shared_folder_what_this_run_noted_alone(tmp_path: Path) -> None:
+    own, others = ["e1-v3-0a1b2c3d", ".e1-v4-0a1b2c3d.draft", "e2-v1-1a1b2c3d", "e2-v2-2a1b2c3d"], ["e1-v3-0000aaaa"]
+    kept = ["e3-v1-0a1b2c3d", "mine", "e1-v3-notmine!", ".e2.segments"]
+    written, root = tmp_path / "written-weights.jsonl", tmp_path / "shared"
+    noted = [name.strip(".").removesuffix(".draft") for name in own]
+    written.write_text("".join(json.dumps({"publication_id": name}) + "\n" for name in noted) + '{"publication_')
+    for name in (*own, *others, *kept, ".e1.segments"):
+        (root / name).mkdir(parents=True)
+    sweep(root, {own[3]}, 2, written)
+    assert sorted(path.name for path in root.iterdir()) == sorted([own[3], *others, *kept])
+    sweep(root, set(), 2)
+    assert sorted(path.name for path in root.iterdir()) == sorted(kept)
+    sweep(tmp_path / "not there yet", set(), 2)

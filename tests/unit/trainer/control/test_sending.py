@@ -9,16 +9,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.errors import InvalidArgument
 from headrace.publication import TensorSpec
-from services.trainer.control.senders import Sent, StageGroup, WeightSender, part_of
+from services.trainer.control.senders import StageGroup, WeightSender, part_of
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import filling_bytes, split_into_buckets
 from tests.support.fakes.engine_checksums import engine_checksums
 
 MEGABYTES = 48  # of a tensor: far more than sockets hold
@@ -97,26 +94,6 @@ def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
 
 
-def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverged() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "t0", torch.zeros(2)
-        raise InvalidArgument("t1 has values that are not finite")
-
-    policy = WatchedPolicy()
-    monkeypatch.setattr(policy, "hf_tensors", diverged)
-    assert sender_of(policy).hashed() == Sent(0, {}, "t1 has values that are not finite")
-
-
-def test_there_are_many_buckets_but_no_small_ones() -> None:
-    smollm2 = [TensorSpec(f"t{n}", (1 << 20,), "float32") for n in range(128)]
-    assert len(split_into_buckets(smollm2, filling_bytes(smollm2, 512 << 20))) == 8
-    assert len(split_into_buckets(smollm2, filling_bytes(smollm2, 16 << 20))) == 32, (
-        "never more bytes than the job allows"
-    )
-    large = [TensorSpec(f"t{n}", (1 << 26,), "float32") for n in range(128)]
-    assert len(split_into_buckets(large, filling_bytes(large, 4 << 30))) == 16
-
-
 def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() -> None:
     """The engine of service 0 joins and receives nothing; the first buckets of service 1 are sent beside it."""
     policy, given_up = WatchedPolicy(), set[str]()
@@ -141,15 +118,3 @@ def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() 
     assert "given up while sending" in sent.left[0]
     assert sent.checksums == engine_checksums(policy.weights)
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
-
-
-def test_sending_has_failed_when_no_group_is_left() -> None:
-    policy, given_up = WatchedPolicy(), {"p"}
-    sender = sender_of(policy, given_up.__contains__)
-    for service in (0, 1):
-        sender.open(service)
-    sent = sender.send("p", {0: 2, 1: 2})
-    sender.drop([0, 1])
-    assert sent is not None
-    assert sent.error is not None
-    assert "given up while sending" in sent.error

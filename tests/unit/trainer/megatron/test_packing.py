@@ -35,7 +35,6 @@ def config(**changes: Any) -> TransformerConfig:
 
 def test_prompts_are_shared_unless_the_job_says_otherwise(on_cpu: Layout) -> None:
     assert choose_packing(None, config(), on_cpu) == "shared_prompts"
-    assert choose_packing("padded", config(), on_cpu) == "padded"
     assert choose_packing(None, config(**EXPERTS, moe_aux_loss_coeff=0.0), on_cpu) == "shared_prompts"
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of a rank."""
+"""A rank's start on a CPU: what it loads, and the random numbers of its hooks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ _RANK = """
 import random, sys
 import numpy, torch
 from headrace.job.schema.job import Job
+import services.trainer.__main__
 from services.trainer.model.build import join_ranks
+
+unused = ["torch._inductor", "torch._dynamo", "torch.utils.cpp_extension", "setuptools", "wandb"]
+assert torch.cuda.is_available() or not [name for name in unused if name in sys.modules]
 join_ranks(Job.model_validate_json(open(sys.argv[1]).read()))
+assert torch.compile.__module__ == "torch"  # a hook may load it
 print(random.random(), numpy.random.random(), torch.rand(1).item())
 """
 
 
-def test_seed_makes_what_hooks_draw_the_same(load_with, tmp_path: Path) -> None:
+def test_seed_makes_what_hooks_draw_the_same_and_a_rank_on_a_cpu_loads_no_compiler(load_with, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(load_with("--seed", "7").model_dump_json())
     command = [sys.executable, "-c", _RANK, str(tmp_path / "job.json")]
     drawn = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split()

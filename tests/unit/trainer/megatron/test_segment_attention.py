@@ -64,16 +64,6 @@ def test_a_segment_sees_its_prefix_and_itself(value_width: int) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_padded_rows_are_causal() -> None:
-    torch.manual_seed(0)
-    query, key, value = random(SIZE, 2, HEADS, WIDTH), random(SIZE, 2, GROUPS, WIDTH), random(SIZE, 2, GROUPS, WIDTH)
-    found = SegmentAttention(config(), 1)(query, key, value, None)
-    causal = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
-    for row in range(2):
-        expected = dense(query[:, row], key[:, row], value[:, row], causal, WIDTH**-0.5)
-        torch.testing.assert_close(found[:, row], expected)
-
-
 def test_what_it_cannot_compute_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"attends within a window of \(8, 0\): that needs Transformer Engine"):
         SegmentAttention(config(window_size=(8, 0)), 1)

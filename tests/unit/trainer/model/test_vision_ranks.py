@@ -15,7 +15,7 @@ from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.trajectory import Sample
 from tests.long_forms import ALL
 from tests.support.models.tiny_vision import make_tiny_vision
-from tests.support.ranks.rank_results import weights
+from tests.support.ranks.rank_results import metrics, weights
 from tests.support.ranks.ranks import run_cases
 from tests.support.ranks.vision_cases import IMAGE, VisionCase, samples
 
@@ -25,13 +25,12 @@ ALONE = "alone"
 TP2 = {"tensor_model_parallel_size": 2}
 RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ALONE: (1, {}, {}),
-    "padded": (1, {}, {"packing": "padded"}),
     "tp2": (2, TP2, {}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
     "cp2": (2, {"context_parallel_size": 2}, {}),
 }
 if ALL:
-    RUNS["packed"] = (1, {}, {"packing": "packed"})
+    RUNS |= {f"{packing}@alone": (1, {}, {"packing": packing}) for packing in ("padded", "packed")}
+    RUNS["pp2"] = (2, {"pipeline_model_parallel_size": 2}, {})
     RUNS["sp2"] = (2, TP2 | {"sequence_parallel": True}, {})
 
 
@@ -40,20 +39,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     make_tiny_vision(folder / "model")
     cases = [
-        VisionCase(name, str(folder), str(folder / "model"), ranks, megatron, train)
+        VisionCase(name, str(folder), str(folder / "model"), {"megatron": megatron, "train": train}, ranks)
         for name, (ranks, megatron, train) in RUNS.items()
     ]
-    run_cases(folder, 2, cases, module="tests.support.ranks.vision_cases")
+    run_cases(folder, 2, cases)
     return folder
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_log_probs_with_images_are_those_of_transformers(runs: Path, run: str) -> None:
-    found, model = json.loads((runs / run / "log_probs.json").read_text()), _network(runs / "model")
-    for row, sample in zip(found, samples(), strict=True):
-        with torch.no_grad():
-            expected = _log_probs(model, sample)
-        assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=2e-5), sample.sample_id
+    _assert_log_probs(runs / run / "log_probs.json", runs / "model")
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_the_language_part_that_transformers_has(runs: Path) -> None:
@@ -70,7 +65,7 @@ def test_a_step_has_the_loss_and_the_gradient_of_the_language_part_that_transfor
     total.backward()
     gradients = [p.grad for name, p in model.named_parameters() if "visual" not in name and p.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-    found = json.loads((runs / ALONE / "metrics.json").read_text())
+    (found,) = metrics(runs / ALONE)
     assert found["loss/policy"] == pytest.approx(total.item(), abs=1e-5)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -94,8 +89,12 @@ def test_an_export_has_the_tower_as_it_was_and_transformers_computes_what_the_tr
     assert {name for name in before if torch.equal(before[name], trained[name])} == {
         name for name in before if name.startswith("visual.")
     }
-    found, model = json.loads((runs / run / "log_probs_after.json").read_text()), _network(runs / run / "trained")
-    for row, sample in zip(found, samples(), strict=True):
+    _assert_log_probs(runs / run / "log_probs_after.json", runs / run / "trained")
+
+
+def _assert_log_probs(path: Path, folder: Path) -> None:
+    model = _network(folder)
+    for row, sample in zip(json.loads(path.read_text()), samples(), strict=True):
         with torch.no_grad():
             expected = _log_probs(model, sample)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=2e-5), sample.sample_id

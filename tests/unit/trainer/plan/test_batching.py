@@ -1,18 +1,27 @@
-"""The samples of a micro-batch as tensors: padded, packed, and behind a prompt that they share."""
+"""The samples of a micro-batch as tensors: padded, packed, behind a shared prompt, with experts' choices and images."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.trajectory import Sample, Status
+from headrace.errors import InvalidArgument
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES, image_starts
+from headrace.models.architecture import Experts, Vision
+from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
 from services.trainer.plan.planning import collate
-from services.trainer.plan.rows import Packing, RowSegment, row_tokens
+from services.trainer.plan.rows import Packing, RolloutChoices, RowSegment, row_images, row_tokens
+from tests.support.ranks.algorithm_cases import told
+from tests.support.ranks.vision_cases import IMAGE, samples
+
+EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, False, None, None)
+CHOICES = RolloutChoices(2, EXPERTS)
+VISION = Vision(IMAGE, 1176, 2, (2, 3, 3))
 
 
 def sample(prompt: int, response: int, mask: list[int] | None = None) -> Sample:
@@ -75,12 +84,72 @@ def test_the_cost_of_a_micro_batch_is_known_from_lengths_alone(shapes: list[tupl
         assert row_tokens(lengths, packing) >= collate(samples, packing).rows.tokens.numel()
 
 
-@pytest.mark.parametrize("packing", get_args(Packing))
-def test_rows_are_filled_up_to_a_multiple_behind_what_they_hold(packing: Packing) -> None:
-    rows = collate([sample(3, 2), sample(2, 4)], packing).rows
-    aligned, size = rows.aligned(4), rows.tokens.shape[1]
-    assert aligned.tokens.shape[1] == aligned.positions.shape[1] == size + -size % 4
-    assert aligned.tokens[:, :size].equal(rows.tokens)
-    if rows.segments is not None:
-        assert aligned.segments == (*rows.segments, RowSegment(size, aligned.tokens.shape[1]))
-    assert aligned.aligned(4) is aligned
+def test_dense_layers_are_not_asked() -> None:
+    choices = RolloutChoices(2, replace(EXPERTS, dense_layers=(0,)))
+    chosen = _with(told(0)[0], layer=0, value=0)
+    micro = collate([chosen], "padded")
+    assert list(choices.of(micro.samples, micro.sample_numbers, micro.rows).by_layer) == [1]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(4, r"token 2, layer 1 is \[4, 4\], not 2 of the model's 4 experts"), (0, r"is \[0, 0\]")]
+)
+def test_choices_that_are_not_this_models_are_refused(value: int, message: str) -> None:
+    micro = collate([_with(told(0)[0], layer=1, value=value)], "padded")
+    with pytest.raises(InvalidArgument, match=message):
+        CHOICES.of(micro.samples, micro.sample_numbers, micro.rows)
+
+
+def _with(sample: Sample, *, layer: int, value: int) -> Sample:
+    column = sample.columns[ROUTED_EXPERTS].copy()
+    column[2, layer] = value
+    return replace(sample, columns={ROUTED_EXPERTS: column.astype(np.int16)})
+
+
+def test_text_goes_on_behind_the_longest_side_of_an_image() -> None:
+    shown = samples()[0]  # three tokens, an image of 4 x 6 patches behind its start, its end, two more
+    micro = collate([shown], "packed")
+    found = row_images([shown], micro.sample_numbers, micro.rows, VISION)
+    time, height, width = found.axes[:, 0, :13].tolist()
+    assert time == [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8, 9]
+    assert height == [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 7, 8, 9]
+    assert width == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
+    assert found.slots[0, :13].tolist() == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, -1, -1, -1]
+
+
+def test_an_image_token_that_the_policy_sampled_is_text() -> None:
+    shown = samples()[0]
+    tokens = shown.tokens.copy()
+    tokens[-2] = IMAGE
+    starts = image_starts("", VISION, tokens, shown.columns)
+    assert starts == image_starts("", VISION, shown.tokens, shown.columns)
+    changed = replace(shown, tokens=tokens)
+    micro = collate([changed], "packed")
+    assert row_images([changed], micro.sample_numbers, micro.rows, VISION).slots[0, 10:].tolist() == [-1] * (
+        len(tokens) - 11
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({PIXEL_VALUES: None}, f"{PIXEL_VALUES} is absent, must be float32 \\[24, 1176\\]"),
+        ({PIXEL_VALUES: np.zeros((20, 1176), np.float32)}, r"is float32 \[20, 1176\]"),
+        ({PIXEL_VALUES: np.full((24, 1176), np.nan, np.float32)}, "not finite"),
+        ({IMAGE_GRIDS: np.array([[1, 3, 8]])}, "a multiple of 2"),
+        ({IMAGE_GRIDS: np.array([[1, 1 << 40, 1 << 40]])}, "must be images' patches"),
+        (
+            {IMAGE_GRIDS: np.array([[1, 4, 8]]), PIXEL_VALUES: np.zeros((32, 1176), np.float32)},
+            "have no 8 image tokens \\(302\\) in a row for image 0 of 1",
+        ),
+        (
+            {IMAGE_GRIDS: np.array([[1, 4, 6]] * 2), PIXEL_VALUES: np.zeros((48, 1176), np.float32)},
+            "for image 1 of 2",
+        ),
+    ],
+)
+def test_images_that_contradict_their_tokens_are_named(change: dict[str, Any], said: str) -> None:
+    shown = samples()[0]
+    columns = {name: array for name, array in {**shown.columns, **change}.items() if array is not None}
+    with pytest.raises(InvalidArgument, match=f"sample s: .*{said}"):
+        image_starts("sample s:", VISION, shown.tokens, columns)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,40 +37,32 @@ from tests.support.models.float64_reference import (
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.algorithm_cases import AlgorithmCase, told
 from tests.support.ranks.rank_results import metrics, weights
-from tests.support.ranks.ranks import run_cases
+from tests.support.ranks.ranks import Sections, run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-Sections = Mapping[str, Mapping[str, Any]]
 CONSTANT = 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
 WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
-HOOKS = "tests.support.ranks.trainer_hooks"
 RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
+
+
+def _hooks(**functions: str) -> Sections:
+    return {"hooks": {option: f"tests.support.ranks.trainer_hooks.{name}" for option, name in functions.items()}}
+
 
 ESTIMATORS: dict[str, Sections] = {
     "grpo": {},
     "dr_grpo": {"train": {"disable_grpo_std_normalization": True, "loss_constant_length": CONSTANT}},
     "per_token": {"train": {"calculate_per_token_loss": True}},
-    "gspo": {"train": {"advantage_estimator": "gspo"}},
-    "cispo": {"train": {"advantage_estimator": "cispo"}},
-    "rloo": {"train": {"advantage_estimator": "rloo"}},
+    **({name: {"train": {"advantage_estimator": name}} for name in ("gspo", "cispo", "rloo")} if ALL else {}),
     "reinforce_plus_plus": {
         "train": {"advantage_estimator": "reinforce_plus_plus", "gamma": GAMMA, **WHITENED},
         "model": REFERENCE,
     },
-    "reinforce_plus_plus_baseline": {
-        "train": {"advantage_estimator": "reinforce_plus_plus_baseline", **WHITENED},
-        "model": REFERENCE,
-    },
     "ppo": {
-        "train": {
-            "advantage_estimator": "ppo",
-            "gamma": GAMMA,
-            "lambd": LAMBDA,
-            "kl_coef": KL_COEF,
-        },
+        "train": {"advantage_estimator": "ppo", "gamma": GAMMA, "lambd": LAMBDA, "kl_coef": KL_COEF},
         "model": REFERENCE,
     },
     "opd_sglang": {"distillation": {"use_opd": True, "opd_kl_coef": OPD_COEF}},
@@ -87,25 +80,11 @@ OTHERS: dict[str, Sections] = {
         "train": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
         "model": REFERENCE,
     },
-    "icepop": {"train": {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "use_rollout_logprobs": False}},
     "mis": {
-        "train": {
-            "use_tis": True,
-            "tis_mode": "mask",
-            "tis_level": "geometric",
-            "tis_clip_low": MIS_LOW,
-            "use_rollout_logprobs": False,
-        },
+        "train": {"use_tis": True, "tis_mode": "mask", "tis_level": "geometric", "tis_clip_low": MIS_LOW}
+        | {"use_rollout_logprobs": False},
     },
     "normalized": {"train": {"use_tis": True, "tis_batch_normalize": True, "use_rollout_logprobs": False}},
-    "normalized_answers": {
-        "train": {
-            "use_tis": True,
-            "tis_level": "geometric",
-            "tis_batch_normalize": True,
-            "use_rollout_logprobs": False,
-        },
-    },
     "rejected": {
         "train": {"use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 1.5, "use_rollout_logprobs": False}
     },
@@ -117,55 +96,43 @@ OTHERS: dict[str, Sections] = {
     "true_on_policy": {"train": {"true_on_policy_mode": True, "use_rollout_logprobs": False}},
     "on_policy": {"train": {"use_rollout_logprobs": False}},
     "truncated": {"train": {"use_tis": True, **RECOMPUTED}},
-    "hook_tis": {"train": {"use_tis": True, **RECOMPUTED}, "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"}},
-    "hook_tis_once": {
-        "train": {"use_tis": True, "use_rollout_logprobs": False},
-        "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"},
-    },
-    "hook_advantage": {"hooks": {"custom_advantage_function_path": f"{HOOKS}.advantage"}},
+    "hook_tis": {"train": {"use_tis": True, **RECOMPUTED}, **_hooks(custom_tis_function_path="tis")},
+    "hook_advantage": _hooks(custom_advantage_function_path="advantage"),
     "hook_reducer": {
         "train": {"disable_grpo_std_normalization": True},
-        "hooks": {"custom_pg_loss_reducer_function_path": f"{HOOKS}.reducer"},
+        **_hooks(custom_pg_loss_reducer_function_path="reducer"),
     },
-    "hook_post_process": {"hooks": {"custom_reward_post_process_path": f"{HOOKS}.post_process"}},
-    "hook_filter": {"hooks": {"rollout_sample_filter_path": f"{HOOKS}.sample_filter"}},
-    "hook_train_data": {"hooks": {"custom_convert_samples_to_train_data_path": f"{HOOKS}.train_data"}},
-    "hook_log": {"hooks": {"custom_rollout_log_function_path": f"{HOOKS}.rollout_log"}},
-    "hook_model": {
-        "hooks": {
-            "custom_megatron_init_path": f"{HOOKS}.megatron_init",
-            "custom_model_provider_path": f"{HOOKS}.model_provider",
-        }
-    },
+    "hook_post_process": _hooks(custom_reward_post_process_path="post_process"),
+    "hook_filter": _hooks(rollout_sample_filter_path="sample_filter"),
+    "hook_train_data": _hooks(custom_convert_samples_to_train_data_path="train_data"),
+    "hook_log": _hooks(custom_rollout_log_function_path="rollout_log"),
+    "hook_model": _hooks(custom_megatron_init_path="megatron_init", custom_model_provider_path="model_provider"),
     "hook_log_prob": {
         "train": {**RECOMPUTED, "use_kl_loss": True, "kl_loss_coef": 0.1},
         "model": REFERENCE,
-        "hooks": {"custom_megatron_before_log_prob_hook_path": f"{HOOKS}.before_log_prob"},
+        **_hooks(custom_megatron_before_log_prob_hook_path="before_log_prob"),
     },
-    "hook_loss": {
-        "train": {"loss_type": "custom_loss"},
-        "hooks": {"custom_loss_function_path": f"{HOOKS}.loss"},
-    },
+    "hook_loss": {"train": {"loss_type": "custom_loss"}, **_hooks(custom_loss_function_path="loss")},
     "hooks_around": {
         "train": {"num_steps_per_rollout": 2},
-        "hooks": {
-            "rollout_data_postprocess_path": f"{HOOKS}.data_postprocess",
-            "custom_megatron_before_train_step_hook_path": f"{HOOKS}.before_train_step",
-        },
+        **_hooks(
+            rollout_data_postprocess_path="data_postprocess",
+            custom_megatron_before_train_step_hook_path="before_train_step",
+        ),
     },
 }
-SPREAD = ("ppo", "reinforce_plus_plus", "gspo", "normalized", "hook_reducer")
-HOOKED = ("hook_loss", "hook_post_process", "hook_filter", "hook_train_data", "hook_log", "hook_model")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2": {"tensor_model_parallel_size": 2},
+    **({"dp2": {}, "tp2": {"tensor_model_parallel_size": 2}} if ALL else {}),
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
 }
+"""Stages and context ranks divide a sample."""
+SPREAD = ("ppo", "reinforce_plus_plus", "normalized", *(("gspo", "hook_reducer") if ALL else ()))
+HOOKED = ("hook_loss", "hook_post_process", "hook_filter", "hook_train_data", "hook_log", "hook_model")
 SPREAD_RUNS: dict[str, Sections] = {
     f"{name}@{layout}": {**(ESTIMATORS | OTHERS)[name], "megatron": LAYOUTS[layout]}
     for name in (*SPREAD, *HOOKED)
-    for layout in (LAYOUTS if ALL or name in HOOKED else ("pp2", "cp2"))  # those that divide a sample
+    for layout in LAYOUTS
     if (name, layout) != ("hook_loss", "tp2")  # its logits are a shard of the vocabulary there
 }
 
@@ -177,9 +144,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "model", "qwen3", tied=True)
     make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes")}):
-        run_cases(folder, 1, [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()], module=_MODULE)
+        run_cases(folder, 1, [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()])
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes-of-two")}):
-        run_cases(folder, 2, [_case(folder, *item) for item in SPREAD_RUNS.items()], module=_MODULE)
+        run_cases(folder, 2, [_case(folder, *item) for item in SPREAD_RUNS.items()])
     return folder
 
 
@@ -204,11 +171,14 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["opd_sglang", "opd_megatron"])
-def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: Path, name: str) -> None:
-    answers = trained(_answers(runs))
-    teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
-    gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
+@pytest.mark.parametrize(
+    ("name", "teacher"), [("opd_sglang", lambda a: a.teacher), ("opd_megatron", lambda a: a.reference)]
+)
+def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(
+    runs: Path, name: str, teacher: Callable[[Answer], Tensor]
+) -> None:
+    """With opd_type and opd_teacher_load."""
+    gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in trained(_answers(runs))])
     assert metrics(runs / name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
 
 
@@ -266,42 +236,34 @@ def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
     assert "at most 0.001 is on-policy" in message
 
 
-@pytest.mark.parametrize("name", ["icepop", "mis"])
-def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
-    """On one optimizer step the ratio is 1, so a token's loss is -A times its weight."""
+def test_off_policy_corrections_weigh_the_loss(runs: Path) -> None:
+    """With use_tis, tis_mode and tis_level: on one optimizer step a token's loss is -A times its weight."""
     answers = _answers(runs)
     expected, weights = 0.0, []
     for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         if answer.mask.any():
             gap = (answer.log_probs - answer.old).detach()
-            ratio = gap.exp() if name == "icepop" else (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
-            weight = torch.where((ratio >= (0.5 if name == "icepop" else MIS_LOW)) & (ratio <= 2.0), ratio, 0.0)
+            ratio = (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
+            weight = torch.where((ratio >= MIS_LOW) & (ratio <= 2.0), ratio, 0.0)
             weights.append(weight[answer.mask > 0])
             expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(answers)
-    found = metrics(runs / name)[0]
+    found = metrics(runs / "mis")[0]
     assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert 0 < found["tis_weight/truncated"] < 1
     _assert_statistics(found, "tis_weight", torch.cat(weights))
 
 
-@pytest.mark.parametrize("name", ["normalized", "normalized_answers"])
-def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Path, name: str) -> None:
+def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Path) -> None:
+    """With tis_batch_normalize."""
     answers = _answers(runs)
-    weights = []
-    for answer in answers:
-        gap = (answer.log_probs - answer.old).detach()
-        mean = (gap * answer.mask).sum() / answer.mask.sum().clamp(min=1)
-        weights.append((gap if name == "normalized" else mean + 0 * gap).exp().clamp(max=2.0))
-    trained = [(w, a) for w, a in zip(weights, answers, strict=True) if a.mask.any()]
-    of_tokens = torch.cat([w[a.mask > 0] for w, a in trained]).mean()
-    of_answers = torch.stack([w[0] for w, _ in trained]).mean()
-    mean = of_tokens if name == "normalized" else of_answers
+    weights = [(answer.log_probs - answer.old).detach().exp().clamp(max=2.0) for answer in answers]
+    mean = torch.cat([w[a.mask > 0] for w, a in zip(weights, answers, strict=True)]).mean()
     expected = sum(
         float((a.mask * w / mean * -advantage).sum() / a.mask.sum())
         for w, a, advantage in zip(weights, answers, advantages_of("grpo", answers), strict=True)
         if a.mask.any()
     ) / len(answers)
-    assert metrics(runs / name)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert metrics(runs / "normalized")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert mean != pytest.approx(1.0, rel=1e-2)
 
 
@@ -322,21 +284,6 @@ def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
     answers = _answers(runs)
     ratios = torch.cat([answer.ratio[answer.mask > 0].detach() for answer in answers])
     _assert_statistics(metrics(runs / "grpo")[0], "ratio", ratios)
-
-
-def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
-    answers = _answers(runs)
-    means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained(answers)]
-    expected = sum(means) / len(answers)
-    found = metrics(runs / "hook_tis_once")[0]
-    assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
-    assert not [name for name in found if name.startswith("tis_weight/")]
-
-
-def test_what_a_users_loss_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
-    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2"):
-        for row in metrics(runs / run):
-            assert row["loss/custom/loss"] == pytest.approx(row["loss/custom"], rel=1e-5)
 
 
 def test_opsm_leaves_out_bad_answers_that_the_policy_left(runs: Path) -> None:
@@ -360,8 +307,9 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
             loss = loss - (answer.mask * advantage * answer.log_probs).sum() / answer.mask.sum() / len(answers)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
-    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2", "hook_loss@cp2"):
+    for run in ("hook_loss", *(run for run in SPREAD_RUNS if run.startswith("hook_loss@"))):
         found = metrics(runs / run)[0]
+        assert found["loss/custom/loss"] == pytest.approx(found["loss/custom"], rel=1e-5)
         assert found["loss/custom"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -397,8 +345,7 @@ def test_the_hooks_around_a_step_are_told_where_they_are(runs: Path) -> None:
     assert [note[:2] for note in _notes(runs, "data_postprocess")] == [[0, 9], [1, 9]]
 
 
-@pytest.mark.parametrize("run", ["hook_filter", *(f"hook_filter@{layout}" for layout in LAYOUTS)])
-def test_what_a_sample_filter_leaves_out_counts_for_its_group_alone(runs: Path, run: str) -> None:
+def test_what_a_sample_filter_leaves_out_counts_for_its_group_alone(runs: Path) -> None:
     answers = _answers(runs)
     seen, expected = set(), 0.0
     for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
@@ -407,13 +354,12 @@ def test_what_a_sample_filter_leaves_out_counts_for_its_group_alone(runs: Path, 
         if answer.sample.group_id in seen and mask.any():
             expected += float((mask * clipped(answer, advantage)).sum() / mask.sum()) / len(answers)
         seen.add(answer.sample.group_id)
-    first = metrics(runs / run)[0]
+    first = metrics(runs / "hook_filter")[0]
     assert first["loss/policy"] == pytest.approx(expected, rel=1e-4)
     assert first["samples/removed"] == len(seen)
 
 
-@pytest.mark.parametrize("run", ["hook_train_data", *(f"hook_train_data@{layout}" for layout in LAYOUTS)])
-def test_converted_rewards_masks_and_log_probs_are_what_is_trained_on(runs: Path, run: str) -> None:
+def test_converted_rewards_masks_and_log_probs_are_what_is_trained_on(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.failure is None]
     expected = 0.0
@@ -421,7 +367,7 @@ def test_converted_rewards_masks_and_log_probs_are_what_is_trained_on(runs: Path
         ratio = (answer.log_probs - (answer.old - 0.1)).exp()
         losses = torch.maximum(-ratio * reward, -ratio.clamp(LOW, HIGH) * reward)
         expected += float(losses.mean()) / len(answers)
-    assert metrics(runs / run)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
+    assert metrics(runs / "hook_train_data")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_log_function_sees_every_sample_once_and_what_it_raises_ends_no_step(runs: Path) -> None:
@@ -448,7 +394,6 @@ def test_a_hook_hears_whose_log_probs_are_next(runs: Path) -> None:
     assert _notes(runs, "before_log_prob") == [["", 1], ["ref_", 1]] * 2
 
 
-_MODULE = "tests.support.ranks.algorithm_cases"
 _COMPARED = {"loss/policy", "loss/custom", "grad_norm", "critic/loss", "ratio/mean", "ratio/max", "ratio/std"}
 
 
@@ -462,8 +407,16 @@ def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
 
 def _answers(runs: Path, network: Any = None) -> list[Answer]:
     """The first step's samples that have a reward, as transformers computes them in float64."""
+    return _frozen_answers(runs) if network is None else _answers_of(runs, network)
+
+
+@cache
+def _frozen_answers(runs: Path) -> list[Answer]:
+    return _answers_of(runs, AutoModelForCausalLM.from_pretrained(runs / "model").double())
+
+
+def _answers_of(runs: Path, network: Any) -> list[Answer]:
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    network = network or AutoModelForCausalLM.from_pretrained(runs / "model").double()
     return [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
 
 

@@ -22,22 +22,20 @@ FORMS = [
     "--advantage-estimator rloo --eps-clip-c 3",
     "--calculate-per-token-loss --entropy-coef 0.1",
     "--use-rollout-logprobs",
-    *(f"{KL} {kl}" for kl in ("k1", "k2", "k3", "low_var_kl")),
-    *(f"{KL} {kl} --use-unbiased-kl" for kl in ("k1", "k2", "k3", "low_var_kl")),
+    *(f"{KL} {kl}" for kl in ("k2", "k3", "low_var_kl")),
+    *(f"{KL} {kl} --use-unbiased-kl" for kl in ("k3", "low_var_kl")),
     "--use-opsm",
     "--use-tis",
     "--use-tis --tis-mode icepop",
     *(
         f"--use-tis --tis-mode {mode} --tis-level {level} --use-rs --rs-level {level} --rs-veto-threshold 1e-4"
-        for mode in ("truncate", "clip", "mask")
-        for level in ("token", "sequence", "geometric")
+        for mode, level in (("truncate", "token"), ("clip", "sequence"), ("mask", "geometric"))
     ),
     "--loss-type sft_loss",
 ]
 ATTACKS: Mapping[str, Mapping[str, float]] = {
     "ratio e^100": {"new": -0.5, "old": -100.5},
     "ratio e^-100": {"new": -100.5, "old": -0.5},
-    "old -1000": {"new": -0.5, "old": -1000.0},
     "new -1000": {"new": -1000.0, "old": -0.5},
     "engine -1000": {"new": -0.5, "old": -0.5, "engine": -1000.0},
     "reference -1000": {"new": -0.5, "old": -0.5, "reference": -1000.0},

@@ -1,7 +1,10 @@
-"""From samples to advantages without ranks: samples without a reward or a prompt, and sums that float32 would lose."""
+"""From samples to advantages and to a step's loss without ranks: samples without a reward, and float64 references."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,17 +12,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.trainer.megatron.parallel import Context
 from services.trainer.model.build import advantages_of
-from services.trainer.model.rollout_step import Preparation
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import Planner
+from services.trainer.rl.algorithms.numerics import Reduction, weighted_sum
 from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.inputs import MicroInputs, step_inputs
+from tests.support.ledgers.facts import facts
 
 LAYOUT: Any = SimpleNamespace(
     device=torch.device("cpu"), context=Context(0, 1, cast(Any, None)), data_rank=0, data_group=None
@@ -73,7 +79,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("rewards", [[1.0, None, 1.0], [None, 0.5, -2.0, 0.25], [3.0, 1.0, None], [7.0, None]])
+@pytest.mark.parametrize("rewards", [[None, 0.5, -2.0, 0.25], [7.0, None]])
 def test_a_sample_without_a_reward_changes_nothing_for_the_others(estimator: str, rewards: list[float | None]) -> None:
     """Neither whitening, nor a group's mean, nor a divisor of the loss knows of it."""
     options: dict[str, Any] = {"advantage_estimator": estimator, **ESTIMATORS[estimator]}
@@ -110,14 +116,58 @@ def test_a_small_kl_beside_large_equal_rewards_is_whitened_as_in_float64(reward:
     assert torch.allclose(micro.advantages.double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("gap", "level"), [(-29.0, "sequence"), (-19.5, "token"), (-25.0, "geometric")])
-def test_importance_weights_next_to_0_are_not_normalized_to_1(
-    gap: float, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    job = job_of(use_tis=True, tis_batch_normalize=True, tis_level=level, use_rollout_logprobs=False)
-    (micro,) = inputs_of([sample(0, [1], 1.0)], job)
-    stand_in: Any = SimpleNamespace(_config=job.train, _layout=LAYOUT)
-    known = replace(micro, own_log_probs=micro.rollout_log_probs + gap)
-    (found,) = Preparation._normalized(stand_in, [known])
-    assert found.mean_weight == 1.0
+MODES = ("rollout", "token", "constant")
+CONSTANT = 7.0
+
+
+def reduction(samples: Sequence[SampleFacts], mode: str) -> Reduction:
+    return Reduction.of(samples, per_token=mode == "token", constant=CONSTANT if mode == "constant" else None)
+
+
+def step_loss(masks: Tensor, losses: Tensor, parts: Sequence[Sequence[int]], mode: str) -> float:
+    samples = [facts(str(i), trained_tokens=int(mask.sum())) for i, mask in enumerate(masks)]
+    found = reduction(samples, mode)
+    weights = torch.tensor([[found.weight(s.sample_id)] for s in samples]) * masks
+    return sum(weighted_sum(losses[rows], weights[rows]).item() for rows in map(list, parts))
+
+
+@given(st.integers(1, 8), st.sampled_from(MODES), st.randoms(use_true_random=False))
+def test_the_loss_of_a_step_is_the_reference_however_it_is_split(n: int, mode: str, rng: random.Random) -> None:
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    masks = torch.randint(0, 2, (n, 6), generator=generator)
+    masks[0] = 0
+    losses = torch.randn(n, 6, generator=generator)
+    order = rng.sample(range(n), n)
+    size = rng.randint(1, n)
+    parts = [order[i : i + size] for i in range(0, n, size)]
+
+    rows = [(m.astype(float), x) for m, x in zip(masks.numpy(), losses.double().numpy(), strict=True)]
+    total = sum(m.sum() for m, _ in rows)
+    length = {"rollout": lambda m: m.sum(), "token": lambda m: total / n, "constant": lambda m: CONSTANT}[mode]
+    expected = sum((m * x).sum() / max(length(m), 1 / n) for m, x in rows) / n
+    assert step_loss(masks, losses, parts, mode) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_fully_masked_samples_is_zero(mode: str) -> None:
+    losses = torch.full((2, 3), math.inf)
+    assert step_loss(torch.zeros(2, 3), losses, [[0], [1]], mode) == 0.0
+
+
+def test_a_rollout_that_is_masked_in_whole_counts_with_a_loss_of_zero() -> None:
+    samples = [facts("a", trained_tokens=4), facts("masked", trained_tokens=0)]
+    found = Reduction.of(samples)
+    assert (found.num_rollouts, found.num_tokens) == (2, 4)
+    assert [found.weight(s.sample_id) for s in samples] == [0.125, 0.0]
+    assert Reduction.of(samples, constant=CONSTANT).weight("a") == 1 / CONSTANT / 2
+    assert Reduction.of(samples, per_token=True).weight("a") == 0.25
+
+
+def test_a_rollout_that_fanned_out_weighs_as_much_as_one_that_did_not() -> None:
+    """Three samples of one rollout, 2 + 3 + 5 tokens, beside a rollout of 4: each rollout is half of the loss."""
+    fanned = [facts(f"f{i}", trained_tokens=n, rollout_id="fanned") for i, n in enumerate((2, 3, 5))]
+    found = Reduction.of([*fanned, facts("plain", trained_tokens=4)])
+    assert found.num_rollouts == 2
+    assert [found.weight(s.sample_id) for s in fanned] == [0.05] * 3
+    assert found.weight("plain") == 0.125
+    assert sum(found.weight(s.sample_id) * s.trained_tokens for s in fanned) == pytest.approx(0.5)

@@ -61,14 +61,6 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch: pytest.Monke
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("output", [0, 1])
-def test_each_output_alone_passes_gradcheck(output: int) -> None:
-    hidden, weight, target = example()
-    assert torch.autograd.gradcheck(
-        lambda x, w: fused(x, w, target)[output], (hidden.requires_grad_(), weight.requires_grad_())
-    )
-
-
 def test_bfloat16_gives_float32_values_and_bfloat16_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", 30)
     log_probs, _, *gradients = values_and_gradients(fused, *example(torch.bfloat16))
@@ -76,18 +68,6 @@ def test_bfloat16_gives_float32_values_and_bfloat16_gradients(monkeypatch: pytes
     hidden, weight, target = example(torch.bfloat16)
     expected = whole(hidden.double(), weight.double(), target)[0]
     torch.testing.assert_close(log_probs.double(), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_huge_logits_stay_finite() -> None:
-    hidden = torch.ones(1, 1, requires_grad=True)
-    weight = torch.tensor([[3e4], [3e4 - 1.0], [-3e4]])
-    log_probs, entropy = log_probs_and_entropy(hidden, weight, torch.tensor([1]), 1.0, None)
-    (log_probs + entropy).sum().backward()
-    expected = torch.tensor([1.0, 0.0]).log_softmax(0)
-    assert log_probs.item() == pytest.approx(expected[1].item(), rel=1e-5)
-    assert entropy.item() == pytest.approx(-(expected.exp() * expected).sum().item(), rel=1e-5)
-    assert hidden.grad is not None
-    assert hidden.grad.isfinite().all()
 
 
 def shard_of_rank(rank: int, address: str, folder: str) -> None:

@@ -16,14 +16,17 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, Unavailable
+from headrace.job.eval_sets import EvalSet
+from headrace.job.schema.production import EvalSection
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.control.build import schedule_of
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import evaluations_of
+from services.trainer.serving.evaluation import Evaluated, IntervalEvalScheduler, evaluations_of
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders, TrainerServicer
+from services.trainer.state import JobSchedule, TrainState
 from tests.support.ledgers.answers import answered
 from tests.unit.trainer.test_loop import Everything
 
@@ -102,31 +105,30 @@ def run_of(folder: Path, load_with, rollout: Rollout, *flags: str, restored: int
     return Run(folder, console, report, steps)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (FailedPrecondition("3 of 4 failed", reason="EVALUATION_FAILED"), "EVALUATION_FAILED: 3 of 4 failed"),
-        (Unavailable("nobody is there"), "UNAVAILABLE: nobody is there"),
-        (ValueError("a bug\nof the client"), "ValueError: a bug of the client"),
-    ],
-)
-async def test_a_failing_evaluation_is_a_warning_and_a_metric_and_the_run_goes_on(
-    tmp_path: Path, load_with, error: Exception, said: str
-) -> None:
+async def test_a_failing_evaluation_is_a_warning_and_a_metric_and_the_run_goes_on(tmp_path: Path, load_with) -> None:
+    error = FailedPrecondition("3 of 4\nfailed", reason="EVALUATION_FAILED")
     run = run_of(tmp_path, load_with, Rollout(error), "--eval-exact-version")
     await run.train()
     assert run.evaluated() == [(0, 1.0), (1, 1.0), (2, 1.0)]
-    assert {warning for row in run.rows() for warning in row.get("warnings", ())} == {f"the evaluation failed, {said}"}
+    said = "the evaluation failed, EVALUATION_FAILED: 3 of 4 failed"
+    assert {warning for row in run.rows() for warning in row.get("warnings", ())} == {said}
     told = [list(row.warnings) for row in await run.watched() if row.warnings]
-    assert told == [[f"the evaluation failed, {said}"]] * 3
+    assert told == [[said]] * 3
+    after = RunReport(tmp_path)
+    after.resume(2)
+    assert [list(row.warnings) for row in after.rows() if row.warnings] == [[said]] * 3
 
 
-async def test_an_evaluation_of_which_samples_have_no_score_says_how_many(tmp_path: Path, load_with) -> None:
-    run = run_of(tmp_path, load_with, Rollout([RESULT]), "--eval-exact-version")
+async def test_an_evaluation_whose_rollout_service_dies_is_begun_again_by_another_one(
+    tmp_path: Path, load_with
+) -> None:
+    rollout = Rollout(Unavailable("it is gone"), [RESULT])
+    run = run_of(tmp_path, load_with, rollout, "--eval-exact-version")
     await run.train()
-    first = next(row for row in run.rows() if "eval_error" in row)
-    assert (first["eval_error"], first["eval/sums"], first["eval_failed/sums"]) == (0.0, 0.5, 1.0)
-    assert first["warnings"] == ["1 of 4 samples of sums have no score and are left out of its mean"]
+    assert run.evaluated() == [(0, 0.0), (1, 0.0), (2, 0.0)]
+    assert rollout.asked == [0, 0, 1, 2]
+    (sample,) = SampleLog(RunFolder(tmp_path).samples).of_evaluation(0)  # those of the second one alone
+    assert (sample.group_id, sample.response, sample.reward, sample.step) == ("eval/sums/0", " 4", 1.0, 0)
 
 
 USERS_LOG = """
@@ -152,7 +154,8 @@ async def test_a_users_log_is_given_every_evaluated_sample(tmp_path: Path, load_
     await run.train()
     assert json.loads((tmp_path / "mine.0").read_text()) == {"sums": [[1.0], [False], [" 4"]]}
     first, _, last = (row for row in run.rows() if "eval_error" in row)
-    assert (first["eval/sums"], first["mine/best"]) == (0.5, 1.0)
+    assert (first["eval/sums"], first["mine/best"], first["eval_failed/sums"]) == (0.5, 1.0, 1.0)
+    assert first["warnings"] == ["1 of 4 samples of sums have no score and are left out of its mean"]
     assert "mine/text" not in first
     evaluated = [names for step, names in tracked if "eval_step" in names]
     assert evaluated[0] == {"mine/best", "eval_step"}, "the function has logged the rest itself"
@@ -196,10 +199,9 @@ async def test_with_eval_exact_version_training_waits_for_each_evaluation(tmp_pa
     run = run_of(tmp_path, load_with, rollout, "--eval-exact-version")
     training = asyncio.create_task(run.train())
     async with asyncio.timeout(60):
-        while not rollout.asked:
-            await asyncio.sleep(0)
         for _ in range(1_000):
             await asyncio.sleep(0)
+        assert rollout.asked
         assert not [line for line in run.steps.diary if line.startswith("train")]
         rollout.held.set()
         await training
@@ -218,13 +220,10 @@ async def test_an_evaluation_that_hangs_ends_at_rollout_timeout_seconds_and_its_
     assert "DEADLINE_EXCEEDED: it took longer than rollout_timeout_seconds 0.05" in run.rows()[0]["warnings"][0]
 
 
-@pytest.mark.parametrize("flags", [(), ("--eval-exact-version",)])
-async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(
-    tmp_path: Path, load_with, flags: tuple[str, ...]
-) -> None:
+async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(tmp_path: Path, load_with) -> None:
     rollout = Rollout([RESULT])
     rollout.held.clear()
-    run = run_of(tmp_path, load_with, rollout, *flags)
+    run = run_of(tmp_path, load_with, rollout)
     training = asyncio.create_task(run.train())
     async with asyncio.timeout(60):
         while not rollout.asked:
@@ -236,7 +235,7 @@ async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(
     cut_off = next(row for row in run.rows() if row["step"] == 0)
     assert cut_off["warnings"] == ["the evaluation of step 0 was cut off: the run was stopped"]
     rollout.held.set()
-    again = run_of(tmp_path, load_with, rollout, *flags)
+    again = run_of(tmp_path, load_with, rollout)
     await again.train()
     assert (0, 0.0) in again.evaluated()
 
@@ -268,32 +267,66 @@ async def test_a_resumed_run_does_not_repeat_an_evaluation_that_has_its_result(t
     assert rollout.asked == [2]
 
 
-async def test_evaluated_samples_stay_in_the_runs_folder(tmp_path: Path, load_with) -> None:
-    run = run_of(tmp_path, load_with, Rollout([RESULT]), "--eval-exact-version")
-    await run.train()
-    samples = SampleLog(RunFolder(tmp_path).samples)
-    assert samples.evaluations() == [0, 1, 2]
-    (sample,) = samples.of_evaluation(1)
-    assert (sample.group_id, sample.response, sample.reward, sample.step) == ("eval/sums/0", " 4", 1.0, 1)
+class Asked:
+    """An evaluation that ends when it is let; it notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Sequence[str]]] = []
+        self.go = asyncio.Semaphore(0)
+
+    async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
+        self.calls.append((state.step, tuple(names)))
+        await self.go.acquire()
+        return Evaluated({"eval_error": 0.0} | {f"eval/{name}": 1.0 for name in names})
 
 
-async def test_a_row_that_cannot_be_written_ends_the_run(tmp_path: Path, load_with, monkeypatch) -> None:
-    run = run_of(tmp_path, load_with, Rollout([RESULT]))
+def scheduler_of(folder: Path, asked: Asked, **intervals: int) -> IntervalEvalScheduler:
+    sets = [EvalSet(name=name, path=Path("x"), interval=every) for name, every in intervals.items()]
+    section = EvalSection(skip_eval_before_train=True)
+    schedule = JobSchedule(100, publish_every=1, save_every=None, evaluation=section, eval_sets=sets)
+    return IntervalEvalScheduler(asked, schedule, RunReport(folder), exact=False)
+
+
+async def reach(scheduler: IntervalEvalScheduler, *steps: int) -> None:
+    for step in steps:
+        await scheduler.at(TrainState(step, step, 1))
+        await asyncio.sleep(0)
+
+
+async def test_an_evaluation_takes_over_the_data_sets_of_the_one_that_it_displaces(tmp_path: Path) -> None:
+    asked = Asked()
+    scheduler = scheduler_of(tmp_path, asked, often=1, seldom=2)
+    await reach(scheduler, 0, 1, 2, 3)
+    assert asked.calls == [(1, ("often",))]
+    asked.go.release()
+    asked.go.release()
+    async with asyncio.timeout(60):
+        await scheduler.finish()
+    assert asked.calls[1:] == [(3, ("often", "seldom"))]
+
+
+async def test_nothing_is_evaluated_after_a_stop(tmp_path: Path) -> None:
+    asked = Asked()
+    scheduler = scheduler_of(tmp_path, asked, often=1)
+    await reach(scheduler, 0)
+    scheduler.stop("the run was stopped")
+    await reach(scheduler, 1)
+    assert asked.calls == []
+
+
+async def test_a_row_that_cannot_be_written_ends_the_run_at_the_next_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    scheduler = scheduler_of(tmp_path, asked, often=1)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run.report, "write", full)
+    monkeypatch.setattr(scheduler._report, "write", full)
+    await reach(scheduler, 0, 1)
+    asked.go.release()
+    for _ in range(10):
+        await asyncio.sleep(0)
     with pytest.raises(OSError, match="No space left"):
-        await run.train()
-
-
-def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
-    before = RunReport(tmp_path)
-    before.write(1, {"eval_error": 1.0}, ["why"])
-    after = RunReport(tmp_path)
-    after.resume(1)
-    assert [(row.step, list(row.warnings), dict(row.metrics)) for row in after.rows()] == [
-        (1, ["why"], {"eval_error": 1.0})
-    ]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["warnings"] == ["why"]
+        await reach(scheduler, 2)

@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import passwords, without_secrets
 from services.trainer.control.build import TrainerBuild
-from services.trainer.serving.report import Wandb
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 TIMES = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "time/backward_seconds": 1.0}
@@ -59,53 +58,18 @@ async def test_wandb_gets_metrics_and_the_job_but_no_key(tmp_path: Path, monkeyp
 
 
 @needs_wandb
-@pytest.mark.parametrize(
-    ("flag", "name"), [("wandb_project", "project"), ("wandb_group", "group"), ("wandb_team", "entity")]
-)
-def test_wandb_is_asked_for_the_jobs_project_group_and_team(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, name: str
-) -> None:
+def test_wandb_is_asked_for_the_jobs_project_group_and_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at where they leave us: W&B's file has the whole job in it, so their being there shows nothing."""
     asked: dict[str, object] = {}
     monkeypatch.setattr("wandb.init", lambda **words: asked.update(words))
-    chosen = job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **{flag: "mine"})
-    TrainerBuild(chosen, tmp_path).report().resume(0)
-    assert asked[name] == "mine"
+    names = {"wandb_project": "p", "wandb_group": "g", "wandb_team": "t"}
+    TrainerBuild(job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **names), tmp_path).report().resume(0)
+    assert (asked["project"], asked["group"], asked["entity"]) == ("p", "g", "t")
 
 
 def test_secrets_are_known_by_their_names_and_by_their_place_in_a_url() -> None:
-    tree = {
-        "input_key": "prompt",
-        "api_key": "a",
-        "hf_token": "b",
-        "nested": [{"password": "c", "url": "postgresql://me:d@host/db"}],
-        "plain": "http://host:80/path@2",
-        "max_tokens": 5,
-    }
-    hidden = without_secrets(tree)
-    assert hidden == {
-        "input_key": "prompt",
-        "api_key": "***",
-        "hf_token": "***",
-        "nested": [{"password": "***", "url": "postgresql://***@host/db"}],
-        "plain": "http://host:80/path@2",
-        "max_tokens": 5,
-    }
+    open_ = {"input_key": "prompt", "plain": "http://host:80/path@2", "max_tokens": 5}
+    tree = open_ | {"hf_token": "b", "nested": [{"password": "c", "url": "postgresql://me:d@host/db"}]}
+    hidden = open_ | {"hf_token": "***", "nested": [{"password": "***", "url": "postgresql://***@host/db"}]}
+    assert without_secrets(tree) == hidden
     assert passwords(tree) == ["url"]
-
-
-@needs_wandb
-def test_wandb_keeps_a_row_that_comes_after_those_of_later_steps(tmp_path: Path, monkeypatch) -> None:
-    sent: list[int] = []
-
-    class Run:
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            sent.append(step)
-
-    import wandb
-
-    monkeypatch.setattr(wandb, "init", lambda **_: Run())
-    tracker = Wandb(job(use_wandb=True).tracking, "mine", {}, tmp_path)
-    for step in (1, 7, 5, 8):
-        tracker.log(step, {"eval/sums": 1.0})
-    assert sent == [1, 7, 7, 8]

@@ -7,23 +7,15 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from headrace.errors import FailedPrecondition, ResourceExhausted
-from headrace.process.scratch import SHARED_MEMORY, memory_folder
-from services.trainer.control.senders import WeightWriter
-from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import MemoryFiles, make_private, segments_of
-from tests.support.fakes.engine_checksums import engine_checksums
-from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
-from tests.support.models.tiny_model import make_tiny_qwen3
 
 FILE = "model.safetensors"
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -91,31 +83,3 @@ def test_a_folder_that_others_may_write_or_that_is_a_link_holds_no_weights(tmp_p
     for name in ("open", "link"):
         with pytest.raises((FailedPrecondition, FileExistsError), match="this user alone"):
             make_private(tmp_path / name)
-
-
-def test_each_run_has_a_folder_of_its_own_in_shared_memory(tmp_path: Path) -> None:
-    folders = {memory_folder(tmp_path / name) for name in ("a", "b", "a/../a")}
-    assert len(folders) == 2
-    assert {folder.parent for folder in folders} == {SHARED_MEMORY}
-
-
-def test_a_writer_says_the_checksums_of_what_it_laid_when_it_is_asked(tmp_path: Path) -> None:
-    checkpoint = make_tiny_qwen3(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    policy = cast(Policy, SameWeights(weights, checkpoint))
-    root = tmp_path / "memory"
-    writer = WeightWriter(policy, ALONE, lambda _: False, root=root, file_bytes=100_000, memory=MemoryFiles())
-    with all_ranks():
-        for version in (1, 2):
-            name = f"e1-v{version}-0a1b2c3d"
-            written = writer.send(name, {})
-            assert written is not None
-            assert (written.error, written.checksums) == (None, {})
-            kept = writer.send(name, {}, kept=True)
-            assert kept is not None
-            assert kept.checksums == engine_checksums(weights)
-            found = {k: t for file in (root / name).glob("*.safetensors") for k, t in load_file(file).items()}
-            assert found.keys() == weights.keys()
-            assert all(found[k].equal(weights[k]) for k in weights)
-    assert root.stat().st_mode & 0o077 == 0

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
+import json
 import os
-import signal
-import threading
-from datetime import timedelta
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Event
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from headrace.errors import DeadlineExceeded, PublicationAborted
 from headrace.publication import TensorSpec
 from services.trainer.weights.buckets import split_into_buckets
-from services.trainer.weights.engine_layout import EngineChecksums
-from services.trainer.weights.weight_group import WeightGroup, unreached
-
-
-def test_buckets_keep_the_order_and_the_limit() -> None:
-    specs = [TensorSpec(f"t{i}", (i + 1, 10), "float32") for i in range(6)]
-    buckets = split_into_buckets(specs, bucket_bytes=130)
-    assert [spec for bucket in buckets for spec in bucket] == specs
-    assert all(len(b) == 1 or sum(s.num_bytes for s in b) <= 130 for b in buckets)
-    assert [len(b) for b in buckets] == [2, 1, 1, 1, 1]
+from services.trainer.weights.engine_layout import DeviceHash, EngineChecksums
+from services.trainer.weights.weight_group import unreached
 
 
 def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
@@ -60,76 +48,46 @@ def test_experts_hash_as_the_two_tensors_that_an_engine_stacks_them_into() -> No
     }
 
 
-def live_or_die(name: str, port: int, rank: int, may_receive: Event, reports: Queue[str]) -> None:
-    """After one broadcast rank 2 dies; rank 1 asks for more when the sender has given up, until it is told so."""
-    store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timedelta(seconds=120))
-    group, _ = _new_process_group_helper(
-        3, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
-        backend_options=None, timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
-    reports.put("has the first")
-    assert may_receive.wait(120)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:  # what the sender had sent before it failed still arrives
-            group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
-    except RuntimeError as error:
-        reports.put(str(error))
-
-
-def test_an_engine_that_comes_late_to_a_broadcast_that_failed_is_told_so() -> None:
-    """It waited for the group's whole time limit, and was taken for a hung one: its sender kept the connection open."""
-    group = WeightGroup("headrace-test-d", "127.0.0.1", "gloo", 120.0)
-    spawn = multiprocessing.get_context("spawn")
-    # A queue for each: one who is killed while it still holds a queue's lock would silence the other.
-    reports: dict[int, Queue[str]] = {rank: spawn.Queue() for rank in (1, 2)}
-    may_receive = {rank: spawn.Event() for rank in reports}
-    survivor, victim = (
-        spawn.Process(target=live_or_die, args=(group.name, group.port, rank, may_receive[rank], reports[rank]))
-        for rank in reports
-    )
-    survivor.start()
-    victim.start()
-    group.join(3, lambda: not (survivor.is_alive() and victim.is_alive()))
-    group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
-    assert [report.get(timeout=120) for report in reports.values()] == ["has the first"] * 2
-
-    may_receive[2].set()
-    victim.join(60)
-    with pytest.raises(RuntimeError):
-        group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
-    may_receive[1].set()
-    assert "by peer" in reports[1].get(timeout=60)
-    survivor.join(60)
-
-
-def test_a_join_that_nobody_answers_ends_by_the_abort() -> None:
-    group = WeightGroup("headrace-test-b", "127.0.0.1", "gloo", 2.0)
-    with pytest.raises(PublicationAborted, match="given up"):
-        group.join(2, lambda: True)
-    outlive_thread_of(group)
-
-
-def test_a_join_that_nobody_answers_ends_by_its_deadline() -> None:
-    group = WeightGroup("headrace-test-c", "127.0.0.1", "gloo", 0.3)
-    with pytest.raises((DeadlineExceeded, RuntimeError)):
-        group.join(2, lambda: False)
-    outlive_thread_of(group)
-
-
-def outlive_thread_of(group: WeightGroup) -> None:
-    """What was left behind in the store ends by its timeout; at the interpreter's end it would take that down."""
-    for thread in threading.enumerate():
-        if thread.name == f"weights-{group.name}":
-            thread.join(30)
-            assert not thread.is_alive()
-
-
 def test_an_engine_that_says_it_is_at_loopback_is_named_with_the_way_out() -> None:
     refused = RuntimeError("Gloo connectFullMesh failed: SO_ERROR: Connection refused, remote=[127.0.0.1]:5014")
     assert "start it with GLOO_SOCKET_IFNAME=INTERFACE" in str(unreached("weights", "10.77.0.4", refused))
     assert unreached("weights", "127.0.0.1", refused) is refused
     other = RuntimeError("Connection closed by peer [10.77.0.2]:5014")
     assert unreached("weights", "10.77.0.4", other) is other
+
+
+KERNEL = Path(__file__).parents[3] / "support" / "fakes" / "interpreted_hash.py"
+SIZES = [0, 1, 3, 4, 20, 42, 32_767, 32_768, 32_769, 100_002, 8192 * 4 * 3 + 8]
+
+
+def patterned(num_bytes: int) -> torch.Tensor:
+    """Bytes that say where they are."""
+    places = torch.arange(num_bytes, dtype=torch.int64)
+    return ((places * 2654435761 >> 7) ^ places).to(torch.uint8)
+
+
+def hashed(*parts: torch.Tensor) -> str:
+    found = DeviceHash(torch.device("cpu"))
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def test_it_is_what_the_kernel_of_the_engine_computes() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(KERNEL), *map(str, SIZES)],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert json.loads(ran.stdout.splitlines()[-1]) == {str(size): hashed(patterned(size)) for size in SIZES}
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 40_000), max_size=4))
+def test_it_does_not_depend_on_how_bytes_are_divided(sizes: list[int]) -> None:
+    whole = patterned(sum(sizes))
+    assert hashed(*whole.split(sizes) if sizes else ()) == hashed(whole)
+
+
+def test_bytes_may_begin_anywhere_in_memory() -> None:
+    data = patterned(1001)
+    assert hashed(data[1:]) == hashed(data[1:].clone())

@@ -1,1 +1,0 @@
-"""Services that are restarted on purpose, under load."""

@@ -1,0 +1,203 @@
+"""A real SGLang engine takes new weights on every way, in float32 and in block FP8, bit for bit as they were sent.
+
+On a CPU it holds and hashes FP8; it cannot compute with it, because its FP8 kernels are Triton's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from headrace.errors import ChecksumMismatch, FailedPrecondition
+from headrace.job.schema.job import Job
+from headrace.models.folders import BlockFp8
+from headrace.process.scratch import memory_folder
+from headrace.publication import Probe
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.arguments import has_accelerator
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.fleet_build import sglang_factory
+from services.rollout.production.generator import Generator
+from services.rollout.publication.publication import CommitResult
+from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import GroupPlan, Plan
+from services.trainer.control.senders import WeightSender, WeightWriter
+from services.trainer.durable import remove
+from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
+from services.trainer.model.policy import Policy
+from services.trainer.weights.buckets import MemoryFiles
+from services.trainer.weights.quantization import quantized_specs
+from tests.long_forms import whole_run
+from tests.support.engine_stack import PROMPT, hugging_face_log_probs
+from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
+from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
+
+pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+
+@dataclass(frozen=True)
+class Stack:
+    model: Qwen3ForCausalLM
+    checkpoint: Path
+    form: BlockFp8 | None
+    fleet: Fleet
+    roots: dict[str, Path]
+    memory: MemoryFiles
+
+    @property
+    def source(self) -> SameWeights:
+        return SameWeights({name: each.detach() for name, each in self.model.named_parameters()}, self.checkpoint)
+
+    def plan(self, version: int, *, group: GroupPlan | None = None, root: Path | None = None) -> Plan:
+        specs = self.source.hf_tensor_specs()
+        name = f"e1-v{version}-0a1b2c3d"
+        return Plan(
+            publication_id=name,
+            epoch=1,
+            policy_version=version,
+            pause_mode="in_place",
+            backend="gloo",
+            deadline_seconds=240,
+            buckets={0: quantized_specs(self.form, specs) if self.form else specs},
+            groups=() if group is None else (group,),
+            folder=None if root is None else root / name,
+        )
+
+    def probe(self) -> Probe | None:
+        if self.form:
+            return None
+        return Probe(PROMPT, hugging_face_log_probs(self.model, PROMPT[:1], PROMPT[1:]).tolist(), 1e-3)
+
+
+@pytest.fixture(scope="module", params=["float32", "fp8"])
+async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp(request.param)
+    plain, form, dtype = folder / "model", None, torch.float32
+    if request.param == "fp8":
+        plain, dtype = folder / "plain", torch.bfloat16
+        config = Qwen3Config(
+            vocab_size=320, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).to(dtype).save_pretrained(plain)
+        make_tiny_tokenizer().save_pretrained(plain)
+        form = to_fp8(plain, folder / "model")
+    else:
+        make_tiny_qwen3(plain)
+    sections = {"model": {"hf_checkpoint": folder / "model"}} | ({"sglang": {"dtype": "bfloat16"}} if form else {})
+    factory = sglang_factory(Job.model_validate(sections), folder, has_accelerator=await has_accelerator())
+    fleet = Fleet(1, 1, factory, RememberedRouting(), FleetTiming(start_seconds=600, check_interval_seconds=0.5))
+    await fleet.start()
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+    with all_ranks():
+        roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
+        yield Stack(model, folder / "model", form, fleet, roots, MemoryFiles())
+    await fleet.stop()
+    remove(memory_folder(folder))
+
+
+async def broadcast(stack: Stack, version: int) -> CommitResult:
+    sender = WeightSender(
+        cast(Policy, stack.source),
+        ALONE,
+        lambda _: False,
+        host="127.0.0.1",
+        bucket_bytes=512 << 20,
+        timeout_seconds=240,
+        form=stack.form,
+    )
+    opened = sender.open(0)
+    assert opened is not None
+    plan = stack.plan(version, group=GroupPlan(opened.name, opened.host, opened.port, (0,), joined=False))
+    receiver = Receiver(stack.fleet)
+    begun = await receiver.begin(plan)
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, plan.publication_id, {0: begun.world_size}))
+    await receiver.receive(plan.publication_id, 0)
+    sent = await sending
+    sender.drop([0])
+    assert sent is not None
+    assert sent.error is None
+    return await receiver.commit(plan.publication_id, sent.checksums, stack.probe())
+
+
+async def through_files(
+    stack: Stack, way: str, version: int, *, torn_bytes: int = 0, flips: bool = False
+) -> CommitResult:
+    root, memory = stack.roots[way], stack.memory if way == "ipc" else None
+    writer = WeightWriter(
+        cast(Policy, stack.source),
+        ALONE,
+        lambda _: False,
+        root=root,
+        file_bytes=100_000,
+        memory=memory,
+        form=stack.form,
+    )
+    plan = stack.plan(version, root=root)
+    name = plan.publication_id
+    sent = await asyncio.to_thread(writer.send, name, {})
+    assert sent is not None
+    assert sent.error is None
+    file = max((root / name).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= flips
+    file.write_bytes(bytes(content[: len(content) - torn_bytes]))
+    receiver = Receiver(stack.fleet, root)
+    await receiver.begin(plan)
+    try:
+        await receiver.receive(name, 0)
+    except FailedPrecondition:
+        await receiver.abort(name, "the trainer heard of it")
+        raise
+    if memory:
+        sent = await asyncio.to_thread(writer.send, name, {}, kept=True)
+        assert sent is not None
+    return await receiver.commit(name, sent.checksums, stack.probe())
+
+
+async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_computes_with_them(stack: Stack) -> None:
+    digests = []
+    for version, way in enumerate(["collective", "disk", "ipc"], start=1):
+        with torch.no_grad():
+            for weight in stack.model.parameters():
+                weight.mul_(1.01)
+        committed = await (broadcast(stack, version) if way == "collective" else through_files(stack, way, version))
+        digests.append(committed.weights_digest)
+        if stack.form is None:
+            async with EngineClient(stack.fleet.engines[0].url) as client:
+                made = await Generator(client, stack.fleet.weights).generate(
+                    PROMPT, SamplingParams(max_new_tokens=8), request_id=way, seconds=240
+                )
+            assert {r.policy_version for r in made.policy_ranges} == {version}
+            expected = hugging_face_log_probs(stack.model, PROMPT, made.tokens)
+            assert torch.allclose(torch.tensor(made.log_probs), expected, atol=1e-4)
+        again = await through_files(stack, "disk", version + 10)
+        assert again.weights_digest == digests[-1], "what one way brought, the other would have brought"
+    assert len(set(digests)) == 3
+    if stack.form:
+        (folder,) = stack.roots["disk"].glob("e1-v13-*")
+        assert BlockFp8.of(folder) == stack.form, "engines that load it take it for what they serve"
+        found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        specs = {spec.name: spec.dtype for spec in stack.plan(0, root=folder).buckets[0]}
+        assert {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found.items()} == specs
+
+
+async def test_what_is_not_as_it_was_sent_is_not_served(stack: Stack) -> None:
+    fleet = stack.fleet
+    await through_files(stack, "disk", 20)
+    with pytest.raises(FailedPrecondition, match="is not a whole folder of weights"):
+        await through_files(stack, "disk", 21, torn_bytes=1)
+    assert [(engine.state, engine.restarts) for engine in fleet.engines] == [(EngineState.READY, 0)]
+    with pytest.raises(ChecksumMismatch, match=r"1 of \d+ tensors differ; first .*: sent"):
+        await through_files(stack, "ipc", 22, flips=True)
+    assert fleet.policy_version == 20
