@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 
 from headrace.errors import ConfigError
-from headrace.job.load.load import read
+from headrace.job.load.load import load, read
+from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job, toml_value
+from headrace.migrate.shell import COMPUTED, DECIDED_LATER, UNSET
 
 State = Literal["carried", "changed", "no counterpart"]
 
 _ANY_MODEL = ("--hf-checkpoint", "MODEL")
 """A job needs one before anything else of it can be checked."""
+_NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
+"""A job without them is not the one that was meant, so a rule that they break refuses it."""
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_LEAVE_OUT = re.compile(r"[Ll]eave (--[\w-]+) out")
+_MANY_MACHINES = "replace HOST by the address of the first machine, and make the folder tls with `headrace certs`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +53,19 @@ class Migration:
 
     def drop(self, source: str, why: str) -> None:
         """A setting without counterpart."""
-        self.moved.append(Moved(source, "no counterpart", note=why))
+        self.moved.append(Moved(_printable(source), "no counterpart", note=_printable(why)))
 
     def _take(self, source: str, state: State, words: Sequence[str], note: str) -> None:
+        if names := sorted({name for word in words for name in _VARIABLE.findall(word)}):
+            words = [_VARIABLE.sub(r"\1", word) for word in words]
+            unset = f"set {', '.join(names)} before `headrace migrate`, or replace {'it' if not names[1:] else 'them'}"
+            state, note = "changed", f"{note}; {unset}" if note else unset
         try:
             read(None, [*_ANY_MODEL, *words], {})
         except ConfigError as error:
-            self.moved.append(Moved(source, "no counterpart", note=error.message))
+            self.drop(source, error.message)
         else:
-            self.moved.append(Moved(source, state, words, note))
+            self.moved.append(Moved(_printable(source), state, words, _printable(note)))
 
     @property
     def words(self) -> list[str]:
@@ -64,6 +76,73 @@ class Migration:
         """Raises ConfigError where the source names no model, or its settings exclude each other."""
         return read(None, self.words, {})
 
+    def settle(self) -> str | None:
+        """Gives up settings that a rule of headrace refuses together with the others, with the rule's message.
+
+        Returns why the job is refused after that; None if `headrace check --elsewhere` takes it.
+        """
+        try:
+            self._engines_of_one_machine()
+            self._several_machines()
+        except ConfigError as error:
+            return error.message
+        refusal = ""
+        for _ in range(len(self.moved) + 1):
+            try:
+                load(None, self.words, {}, lambda job: scope_of_check(job, elsewhere=True))
+            except ConfigError as error:
+                refusal = error.message
+            else:
+                return None
+            number = self._named_in(refusal)
+            if number is None:
+                return refusal
+            self.moved[number] = Moved(self.moved[number].source, "no counterpart", note=_printable(refusal))
+        return refusal
+
+    def _named_in(self, refusal: str) -> int | None:
+        """The setting that a refusal says to leave out, or the first that it names."""
+        advised = _LEAVE_OUT.search(refusal)
+        for text in [advised[1], refusal] if advised else [refusal]:
+            places = {
+                number: place
+                for number, each in enumerate(self.moved)
+                if not set(each.words) & set(_NEEDED)
+                for word in each.words
+                if word.startswith("--") and (place := _place(word, text)) is not None
+            }
+            if places:
+                return min(places, key=lambda number: places[number])
+        return None
+
+    def _engines_of_one_machine(self) -> None:
+        placement = self.job().placement
+        gpus = placement.actor_num_gpus_per_node
+        if placement.rollout_num_gpus_per_engine <= gpus:
+            return
+        for number, each in enumerate(self.moved):
+            if "--rollout-num-gpus-per-engine" in each.words:
+                words = ("--rollout-num-gpus-per-engine", str(gpus))
+                self.moved[number] = Moved(each.source, "changed", words, "an engine is on one machine here")
+
+    def _several_machines(self) -> None:
+        placement = self.job().placement
+        if placement.actor_num_nodes < 2:
+            return
+        where = f"{placement.actor_num_nodes} machines"
+        if placement.colocate:
+            hosts = ",".join(f"HOST-{number}:7002" for number in range(placement.actor_num_nodes))
+            self.change(
+                f"{where}, shared by training and rollouts", "--placement", "ray", "--service-host", "HOST", "--tls-dir",
+                "tls", "--rollout-address", hosts, "--update-weight-disk-path", "SHARED", note=f"{_MANY_MACHINES}; replace "
+                "SHARED by a folder that all machines see; docs/placement.md starts a rollout service on each machine",
+            )  # fmt: skip
+        else:
+            self.change(
+                where, "--placement", "ray", "--rollout-placement", "ray", "--service-host", "HOST", "--tls-dir", "tls",
+                note=_MANY_MACHINES,
+            )  # fmt: skip
+
     def toml(self) -> str:
         """The job's file: its settings by section, and above them what a person has to know."""
         tree = self.job().model_dump(mode="python", exclude_unset=True, exclude_none=True)
@@ -71,7 +150,7 @@ class Migration:
         return "".join((*(f"# {line}\n" for line in self._head()), "\n", tomli_w.dumps(tables)))
 
     def _head(self) -> Iterable[str]:
-        yield f"From {self.origin}, by `headrace migrate`."
+        yield f"From {_printable(self.origin)}, by `headrace migrate`."
         for state in ("changed", "no counterpart"):
             for each in self.of(state):
                 yield f"{state}: {one_line(each)}"
@@ -82,11 +161,38 @@ class Migration:
 
 def one_line(moved: Moved) -> str:
     here = f" -> {' '.join(moved.words)}" if moved.words and moved.state == "changed" else ""
-    return " ".join(f"{moved.source}{here}{f': {moved.note}' if moved.note else ''}".split())
+    return _printable(f"{moved.source}{here}{f': {moved.note}' if moved.note else ''}")
+
+
+def _printable(text: str) -> str:
+    """One line that a terminal and a TOML comment take."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+
+
+def _place(flag: str, text: str) -> int | None:
+    """Where a text names a flag or its option."""
+    name = flag.removeprefix("--")
+    found = re.search(rf"--{name}(?![\w-])|(?<![\w-]){name.replace('-', '_')}\b", text)
+    return None if found is None else found.start()
+
+
+def unknown_value(text: str) -> str | None:
+    """Why a value of a script cannot be carried; None if it can."""
+    if text.startswith(DECIDED_LATER):
+        return "the script decides this when it runs: set it yourself"
+    if COMPUTED in text:
+        return "the script computes this value when it runs: set it yourself"
+    return None
+
+
+def is_unset(text: str) -> bool:
+    return UNSET in text
 
 
 Table = Mapping[str, str]
 """A name of the source, and the flag that means the same here."""
+Mover = Callable[[Migration, str, Any, Mapping[str, Any]], None]
+"""Takes a setting that needs more than another name: (migration, its source, its value, all settings)."""
 
 
 def carry_by_table(migration: Migration, source: str, flag: str, value: object) -> None:
@@ -99,3 +205,15 @@ def carry_by_table(migration: Migration, source: str, flag: str, value: object) 
         migration.carry(source, flag, *map(str, value))
     else:
         migration.carry(source, flag, str(value))
+
+
+def reason(name: str, reasons: Mapping[str, str]) -> str:
+    """The reason of a dotted name, or of the section that it is in."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((reasons[each] for each in prefixes if each in reasons), "no option of headrace means this")
+
+
+def classifier(model: str) -> tuple[str, ...]:
+    """A reward model of Hugging Face."""
+    return "--custom-rm-path", "headrace.hooks.kit.SequenceClassifier", "--reward-model-path", model

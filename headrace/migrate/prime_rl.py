@@ -64,7 +64,7 @@ _DROPPED: Mapping[str, str] = {
 _PROCESSES = ("orchestrator", "trainer", "inference")
 
 
-def migrate(path: Path) -> Migration:
+def migrate(path: Path, environment: Mapping[str, str], _: Sequence[str] = ()) -> Migration:
     """Raises InvalidArgument for a file that is none of prime-rl's."""
     try:
         tree = tomllib.loads(path.read_text())

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import InvalidArgument
-from headrace.migrate.moved import Migration
-from headrace.migrate.shell import COMPUTED, command_of, read_script
+from headrace.job.names import MEGATRON, SGLANG, SLIME
+from headrace.migrate.moved import Migration, unknown_value
+from headrace.migrate.shell import DECIDED_LATER, command_of, read_script
 
 _SYNCHRONOUS, _ASYNCHRONOUS = "train.py", "train_async.py"
 _FUNCTIONS = ("--custom-", "--rollout-function-path", "--eval-function-path", "--data-source-path", "--rollout-data-")
+_SECRETS = {"wandb_key", *(f"sglang_{name}" for name in SGLANG["secrets"])}
+_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_SUPERVISED = "slime.rollout.sft_rollout"
+_RENAMED = {
+    "sglang_cuda_graph_bs": "--sglang-cuda-graph-bs-decode",
+    "sglang_cuda_graph_max_bs": "--sglang-cuda-graph-max-bs-decode",
+    "sglang_tp": "--rollout-num-gpus-per-engine",
+    "sglang_ep": "--sglang-ep-size",
+    "sglang_expert_parallel_size": "--sglang-ep-size",
+}
+"""Earlier and shorter names of SGLang's arguments."""
+_NOT_GENERATED = ("--rollout-function-path", "--debug-train-only", "--apply-chat-template")
+"""Flags of slime's supervised scripts that turn its generation off."""
 
 
-def migrate(path: Path) -> Migration:
+def migrate(path: Path, environment: Mapping[str, str], _: Sequence[str] = ()) -> Migration:
     """Raises InvalidArgument for a script that starts neither train.py nor train_async.py."""
-    script = read_script(path)
+    script = read_script(path, environment)
     words = command_of(script, _SYNCHRONOUS, _ASYNCHRONOUS)
     if words is None:
         raise InvalidArgument(
@@ -24,13 +38,27 @@ def migrate(path: Path) -> Migration:
     migration = Migration(str(path))
     for name in script.missing:
         migration.change(f"source {name}", note="the file is not here; the model's shape is read from --hf-checkpoint")
-    if words[0].endswith(_ASYNCHRONOUS):
+    for name in script.unjoined:
+        migration.change(f"{name} …", note="bash would not pass this line on: a backslash is missing before it")
+    flags = list(_flags(words[1:]))
+    names = [flag for flag, _ in flags]
+    supervised = ("--loss-type", ["sft_loss"]) in flags
+    if words[0].endswith(_ASYNCHRONOUS) and not supervised:
         migration.change(
             _ASYNCHRONOUS, "--max-staleness", "1", note="generation is one step ahead of training, as there"
         )
-    for flag, values in _flags(words[1:]):
-        _move(migration, flag, values)
-    if any(flag.startswith(_FUNCTIONS) for flag, _ in _flags(words[1:])):
+    for flag, values in flags:
+        if supervised and flag in _NOT_GENERATED:
+            migration.change(" ".join((flag, *values)), note="--loss-type sft_loss trains conversations as they are")
+        elif supervised and flag == "--loss-mask-type" and not _is_taken(flag, *values):
+            migration.change(" ".join((flag, *values)), flag, "qwen", note="choose the marks of your chat template")
+        else:
+            _move(migration, flag, values)
+    if supervised and "--n-samples-per-prompt" not in names:
+        migration.change("one sample of each conversation", "--n-samples-per-prompt", "1", note="slime's default")
+    if supervised and "--loss-mask-type" not in names:
+        migration.change("slime's default mask", "--loss-mask-type", "qwen", note="name your template's marks")
+    if any(flag.startswith(_FUNCTIONS) for flag in names) and not supervised:
         migration.change(
             "functions that import slime", "--slime-imports", note="`from slime… import` finds headrace's own names"
         )
@@ -38,24 +66,42 @@ def migrate(path: Path) -> Migration:
 
 
 def _move(migration: Migration, flag: str, values: Sequence[str]) -> None:
-    source = " ".join((flag, *values))
-    if any(COMPUTED in value for value in values):
-        migration.drop(source, "the script computes this value when it runs: set it yourself")
+    known = flag.removeprefix(DECIDED_LATER)
+    name = known.removeprefix("--").replace("-", "_")
+    source = " ".join((known, *(values if name not in _SECRETS else ["…"])))
+    why = next((why for why in map(unknown_value, (flag, *values)) if why), None)
+    module = next((way for way in SLIME["modules"] if values and values[0].startswith(way)), None)
+    if why and name in MEGATRON["architectural"]:
+        migration.change(source, note="the model's shape is read from --hf-checkpoint")
+    elif why:
+        migration.drop(source.replace(DECIDED_LATER, ""), why)
+    elif flag == "--eval-prompt-data" and len(values) == 1:
+        migration.change(source, flag, Path(values[0]).stem, values[0], note="a data set has a name")
+    elif values and values[0] == _FILTERS:
+        migration.change(source, flag, "headrace.hooks.filter.check_reward_nonzero_std", note="the same function")
+    elif name in _RENAMED:
+        migration.change(source, _RENAMED[name], *values, note="SGLang's name today")
+    elif module is not None:
+        migration.drop(source, SLIME["modules"][module])
     else:
         migration.carry(source, flag, *values)
+
+
+def _is_taken(*words: str) -> bool:
+    trial = Migration("")
+    trial.carry("", *words)
+    return bool(trial.words)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Flags with their values; words before the first flag are none of the training's."""
     flag, values = "", list[str]()
     for word in words:
-        if word.startswith("--"):
+        if word.removeprefix(DECIDED_LATER).startswith("--"):
             if flag:
                 yield flag, values
             name, equals, value = word.partition("=")
             flag, values = name, [value] if equals else []
-        elif word in ("|", "&", "2>&1", ">", ">>", "&&", ";"):
-            break
         else:
             values.append(word)
     if flag:

@@ -64,7 +64,7 @@ _DROPPED: Mapping[str, str] = {
 }
 
 
-def migrate(path: Path) -> Migration:
+def migrate(path: Path, environment: Mapping[str, str], _: Sequence[str] = ()) -> Migration:
     """Raises InvalidArgument for a file that makes no trainer of TRL."""
     try:
         tree = syntax_tree(path.read_text())

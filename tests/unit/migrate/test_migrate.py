@@ -165,7 +165,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Migration], str, str]] = {
 def migrated(tmp_path: Path, project: str, text: str | None = None) -> Migration:
     migrate, name, own = SOURCES[project]
     (tmp_path / name).write_text(own if text is None else text)
-    return migrate(tmp_path / name)
+    return migrate(tmp_path / name, {}, ())
 
 
 def job_of(migration: Migration) -> Job:
