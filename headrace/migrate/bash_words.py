@@ -145,7 +145,9 @@ class _Reader:
             elif mark == "$":
                 parts.append(self._dollar(quoted=True))
             elif mark == "`":
-                parts.append(Part("command", self._until(self.at + 1, self.text.find("`", self.at + 1), 1), quoted=True))
+                parts.append(
+                    Part("command", self._until(self.at + 1, self.text.find("`", self.at + 1), 1), quoted=True)
+                )
             else:
                 parts.append(Part("text", mark, quoted=True))
                 self.at += 1
@@ -182,11 +184,11 @@ class _Reader:
         self.at += 1
         words: list[Word] = []
         while self.at < len(self.text):
-            token = self.next()
-            if token == ")":
+            found = self.next()
+            if found == ")":
                 break
-            if isinstance(token, Word):
-                words.append(token)
+            if isinstance(found, Word):
+                words.append(found)
         return Array(words)
 
     def _until(self, start: int, end: int, length: int) -> str:

@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job, toml_value
-from headrace.migrate.shell import COMPUTED, DECIDED_LATER, UNSET
+from headrace.migrate.shell import COMPUTED, DECIDED_LATER
 
 State = Literal["carried", "changed", "no counterpart"]
 
@@ -22,8 +22,14 @@ _ANY_MODEL = ("--hf-checkpoint", "MODEL")
 _NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
 """A job without them is not the one that was meant, so a rule that they break refuses it."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_PER_ENGINE = "--rollout-num-gpus-per-engine"
+_GPUS_OF_A_MACHINE = 8
 _LEAVE_OUT = re.compile(r"[Ll]eave (--[\w-]+) out")
-_MANY_MACHINES = "replace HOST by the address of the first machine, and make the folder tls with `headrace certs`"
+_REACHED = ("--service-host", "HOST", "--tls-dir", "tls")
+_REPLACE = "replace HOST by the address of the first machine, and make the folder tls with `headrace certs`"
+_REPLACE_ALL = (
+    "replace SHARED by a folder that all machines see, and start a rollout service on each HOST-k: docs/placement.md"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class Migration:
         Returns why the job is refused after that; None if `headrace check --elsewhere` takes it.
         """
         try:
-            self._engines_of_one_machine()
+            self._engines()
             self._several_machines()
         except ConfigError as error:
             return error.message
@@ -115,42 +121,48 @@ class Migration:
                 return min(places, key=lambda number: places[number])
         return None
 
-    def _engines_of_one_machine(self) -> None:
+    def _engines(self) -> None:
+        """An engine is on one machine, and the engines have GPUs for one at least."""
         placement = self.job().placement
-        gpus = placement.actor_num_gpus_per_node
-        if placement.rollout_num_gpus_per_engine <= gpus:
-            return
-        for number, each in enumerate(self.moved):
-            if "--rollout-num-gpus-per-engine" in each.words:
-                words = ("--rollout-num-gpus-per-engine", str(gpus))
-                self.moved[number] = Moved(each.source, "changed", words, "an engine is on one machine here")
+        wanted, most = placement.rollout_num_gpus_per_engine, max(placement.actor_num_gpus_per_node, _GPUS_OF_A_MACHINE)
+        if wanted > most:
+            self.moved = [
+                Moved(each.source, "changed", (_PER_ENGINE, str(most)), "an engine is on one machine here")
+                if _PER_ENGINE in each.words
+                else each
+                for each in self.moved
+            ]
+        if wanted > 1 and not placement.colocate and "--rollout-num-gpus" not in self.words:
+            gpus = str(min(wanted, most))
+            self.change("GPUs of the engines", "--rollout-num-gpus", gpus, note="one engine; give more for more")
 
     def _several_machines(self) -> None:
         placement = self.job().placement
         if placement.actor_num_nodes < 2:
             return
-        where = f"{placement.actor_num_nodes} machines"
+        where, common = f"{placement.actor_num_nodes} machines", ("--placement", "ray", *_REACHED)
         if placement.colocate:
             hosts = ",".join(f"HOST-{number}:7002" for number in range(placement.actor_num_nodes))
+            shared = ("--rollout-address", hosts, "--update-weight-disk-path", "SHARED")
             self.change(
-                f"{where}, shared by training and rollouts", "--placement", "ray", "--service-host", "HOST", "--tls-dir",
-                "tls", "--rollout-address", hosts, "--update-weight-disk-path", "SHARED", note=f"{_MANY_MACHINES}; replace "
-                "SHARED by a folder that all machines see; docs/placement.md starts a rollout service on each machine",
-            )  # fmt: skip
+                f"{where}, shared by training and rollouts", *common, *shared, note=f"{_REPLACE}; {_REPLACE_ALL}"
+            )
         else:
-            self.change(
-                where, "--placement", "ray", "--rollout-placement", "ray", "--service-host", "HOST", "--tls-dir", "tls",
-                note=_MANY_MACHINES,
-            )  # fmt: skip
+            self.change(where, *common, "--rollout-placement", "ray", note=_REPLACE)
 
-    def toml(self) -> str:
-        """The job's file: its settings by section, and above them what a person has to know."""
+    def toml(self, refusal: str | None = None) -> str:
+        """The job's file: its settings by section, and above them what a person has to know.
+
+        Raises ConfigError where the source names no model.
+        """
         tree = self.job().model_dump(mode="python", exclude_unset=True, exclude_none=True)
         tables = {section: toml_value(table) for section, table in tree.items() if table}
-        return "".join((*(f"# {line}\n" for line in self._head()), "\n", tomli_w.dumps(tables)))
+        return "".join((*(f"# {line}\n" for line in self._head(refusal)), "\n", tomli_w.dumps(tables)))
 
-    def _head(self) -> Iterable[str]:
+    def _head(self, refusal: str | None) -> Iterable[str]:
         yield f"From {_printable(self.origin)}, by `headrace migrate`."
+        if refusal is not None:
+            yield f"`headrace check` refuses it: {_printable(refusal)}"
         for state in ("changed", "no counterpart"):
             for each in self.of(state):
                 yield f"{state}: {one_line(each)}"
@@ -183,10 +195,6 @@ def unknown_value(text: str) -> str | None:
     if COMPUTED in text:
         return "the script computes this value when it runs: set it yourself"
     return None
-
-
-def is_unset(text: str) -> bool:
-    return UNSET in text
 
 
 Table = Mapping[str, str]

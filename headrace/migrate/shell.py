@@ -57,7 +57,7 @@ class _Block:
     """An if, a loop or a case. `runs` is None where only a run can say."""
 
     runs: bool | None
-    taken: bool | None = None
+    taken: bool | None = False
     """Whether an earlier branch of the if was taken."""
 
 
@@ -140,22 +140,24 @@ class Script:
             return True
         while words and _ASSIGNED.match(words[0].head):
             words = words[1:]
-        expanded = [text for word in words for text in self.expand(word)]
-        match expanded:
+        self._run([text for word in words for text in self.expand(word)])
+        return True
+
+    def _run(self, words: list[str]) -> None:
+        match words:
             case ["source" | ".", file, *_]:
                 self._load(file)
             case ["unset", *names]:
                 self.values = {name: value for name, value in self.values.items() if name not in names}
             case ["eval", *strings]:
                 self.read(" ".join(strings))
-            case [name, *_] if name in _READS and len(expanded) > abs(_READS[name]):
-                self.values[expanded[_READS[name]]] = f"{COMPUTED}{name})"
+            case [name, *_] if name in _READS and len(words) > abs(_READS[name]):
+                self.values[words[_READS[name]]] = f"{COMPUTED}{name})"
             case [name, *_] if name.startswith("--") and self.commands:
-                self.commands[-1] += expanded
+                self.commands[-1] += words
                 self.unjoined.append(name)
             case [_, *_]:
-                self.commands.append(expanded)
-        return True
+                self.commands.append(words)
 
     def _assign(self, word: Word) -> None:
         head = _ASSIGNED.match(word.head)
@@ -164,7 +166,9 @@ class Script:
         name, appends, certain = head[1], bool(head[2]), self._runs is True
         if word.array is not None:
             texts = [text for each in word.array.words for text in self.expand(each)]
-            marked = texts if certain else [text if text[:1] == DECIDED_LATER else DECIDED_LATER + text for text in texts]
+            marked = (
+                texts if certain else [text if text[:1] == DECIDED_LATER else DECIDED_LATER + text for text in texts]
+            )
             self.arrays[name] = [*(self.arrays.get(name, []) if appends or not certain else []), *marked]
             return
         value = "".join(self._text(part) for part in word.after(head.end()))
@@ -335,4 +339,3 @@ def _number(node: ast.expr) -> int:
         case ast.BinOp(left, sign, right) if type(sign) in _SUMS:
             return _SUMS[type(sign)](_number(left), _number(right))
     raise ValueError("no sum of whole numbers")
-

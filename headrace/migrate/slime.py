@@ -14,7 +14,6 @@ _SYNCHRONOUS, _ASYNCHRONOUS = "train.py", "train_async.py"
 _FUNCTIONS = ("--custom-", "--rollout-function-path", "--eval-function-path", "--data-source-path", "--rollout-data-")
 _SECRETS = {"wandb_key", *(f"sglang_{name}" for name in SGLANG["secrets"])}
 _FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-_SUPERVISED = "slime.rollout.sft_rollout"
 _RENAMED = {
     "sglang_cuda_graph_bs": "--sglang-cuda-graph-bs-decode",
     "sglang_cuda_graph_max_bs": "--sglang-cuda-graph-max-bs-decode",
@@ -27,8 +26,11 @@ _NOT_GENERATED = ("--rollout-function-path", "--debug-train-only", "--apply-chat
 """Flags of slime's supervised scripts that turn its generation off."""
 
 
-def migrate(path: Path, environment: Mapping[str, str], _: Sequence[str] = ()) -> Migration:
-    """Raises InvalidArgument for a script that starts neither train.py nor train_async.py."""
+def migrate(path: Path, environment: Mapping[str, str], more: Sequence[str] = ()) -> Migration:
+    """`more` are flags that come behind those of the script.
+
+    Raises InvalidArgument for a script that starts neither train.py nor train_async.py.
+    """
     script = read_script(path, environment)
     words = command_of(script, _SYNCHRONOUS, _ASYNCHRONOUS)
     if words is None:
@@ -40,29 +42,43 @@ def migrate(path: Path, environment: Mapping[str, str], _: Sequence[str] = ()) -
         migration.change(f"source {name}", note="the file is not here; the model's shape is read from --hf-checkpoint")
     for name in script.unjoined:
         migration.change(f"{name} …", note="bash would not pass this line on: a backslash is missing before it")
-    flags = list(_flags(words[1:]))
-    names = [flag for flag, _ in flags]
-    supervised = ("--loss-type", ["sft_loss"]) in flags
-    if words[0].endswith(_ASYNCHRONOUS) and not supervised:
+    flags = list(_flags([*words[1:], *more]))
+    if ("--loss-type", ["sft_loss"]) in flags:
+        _supervised(migration, flags)
+    else:
+        _generated(migration, flags, asynchronous=words[0].endswith(_ASYNCHRONOUS))
+    return migration
+
+
+_Flags = Sequence[tuple[str, Sequence[str]]]
+
+
+def _generated(migration: Migration, flags: _Flags, *, asynchronous: bool) -> None:
+    if asynchronous:
         migration.change(
             _ASYNCHRONOUS, "--max-staleness", "1", note="generation is one step ahead of training, as there"
         )
     for flag, values in flags:
-        if supervised and flag in _NOT_GENERATED:
-            migration.change(" ".join((flag, *values)), note="--loss-type sft_loss trains conversations as they are")
-        elif supervised and flag == "--loss-mask-type" and not _is_taken(flag, *values):
-            migration.change(" ".join((flag, *values)), flag, "qwen", note="choose the marks of your chat template")
-        else:
-            _move(migration, flag, values)
-    if supervised and "--n-samples-per-prompt" not in names:
-        migration.change("one sample of each conversation", "--n-samples-per-prompt", "1", note="slime's default")
-    if supervised and "--loss-mask-type" not in names:
-        migration.change("slime's default mask", "--loss-mask-type", "qwen", note="name your template's marks")
-    if any(flag.startswith(_FUNCTIONS) for flag in names) and not supervised:
+        _move(migration, flag, values)
+    if any(flag.startswith(_FUNCTIONS) for flag, _ in flags):
         migration.change(
             "functions that import slime", "--slime-imports", note="`from slime… import` finds headrace's own names"
         )
-    return migration
+
+
+def _supervised(migration: Migration, flags: _Flags) -> None:
+    for flag, values in flags:
+        source = " ".join((flag, *values))
+        if flag in _NOT_GENERATED:
+            migration.change(source, note="--loss-type sft_loss trains conversations as they are")
+        elif flag == "--loss-mask-type" and not _is_taken(flag, *values):
+            migration.change(source, flag, "qwen", note="choose the marks of your chat template")
+        else:
+            _move(migration, flag, values)
+    if "--n-samples-per-prompt" not in migration.words:
+        migration.change("one sample of each conversation", "--n-samples-per-prompt", "1", note="slime's default")
+    if "--loss-mask-type" not in migration.words:
+        migration.change("slime's default mask", "--loss-mask-type", "qwen", note="name your template's marks")
 
 
 def _move(migration: Migration, flag: str, values: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +16,6 @@ from headrace.cli.arg_types import PATH
 from headrace.cli.view.lines import print_no_wrap
 from headrace.disk import atomic_write
 from headrace.errors import ConfigError, FailedPrecondition
-from headrace.job.load.load import load
-from headrace.job.rules.scope import scope_of_check
 from headrace.migrate.moved import Migration, one_line
 
 _SOURCES = {"slime": "slime", "verl": "verl", "trl": "trl", "prime-rl": "prime_rl"}
@@ -25,38 +24,35 @@ _SOURCES = {"slime": "slime", "verl": "verl", "trl": "trl", "prime-rl": "prime_r
 @click.command(no_args_is_help=True)
 @click.argument("project", type=click.Choice(list(_SOURCES)))
 @click.argument("file", type=PATH)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("-o", "--output", type=PATH, default="job.toml", show_default=True, help="The job that is written.")
 @click.option("--json", "as_json", is_flag=True, help="Print what became of each setting as JSON, and write no file.")
-def migrate(project: str, file: Path, output: Path, as_json: bool) -> int:
+def migrate(project: str, file: Path, flags: tuple[str, ...], output: Path, as_json: bool) -> int:
     """Writes a job from slime's run.sh, verl's script or YAML, TRL's script, or prime-rl's TOML.
 
-    FILE is read and never run. Each of its settings is listed: carried, changed, or without counterpart. The exit code
-    is 1 if `headrace check --elsewhere` refuses the job.
+    FILE is read and never run. FLAGS behind `--` are those that FILE is started with. Each setting is listed: carried,
+    changed, or without counterpart. The exit code is 1 if `headrace check --elsewhere` refuses the job.
     """
-    migration: Migration = import_module(f"headrace.migrate.{_SOURCES[project]}").migrate(file)
-    refused = _refusal(migration)
-    if as_json:
-        print(json.dumps({"settings": [asdict(each) for each in migration.moved], "refused": refused}, indent=2))
-        return int(refused is not None)
-    if output.exists():
+    if not as_json and output.exists():
         raise FailedPrecondition(f"{output} is there already: name another file with --output")
+    migration: Migration = import_module(f"headrace.migrate.{_SOURCES[project]}").migrate(file, os.environ, flags)
+    refusal = migration.settle()
+    if as_json:
+        print(json.dumps({"settings": [asdict(each) for each in migration.moved], "refused": refusal}, indent=2))
+        return int(refusal is not None)
     _print(migration)
-    if refused is None:
-        with atomic_write(output) as draft:
-            draft.write_text(migration.toml())
+    try:
+        text = migration.toml(refusal)
+    except ConfigError as error:
+        print(f"no job is written: {error.message}")
+        return 1
+    with atomic_write(output) as draft:
+        draft.write_text(text)
+    if refusal is None:
         print(f"{output} written: `headrace check {output} --elsewhere` shows its plan")
         return 0
-    print(f"no job is written, because it is refused: {refused}")
+    print(f"{output} written. It is refused until you change it: {refusal}")
     return 1
-
-
-def _refusal(migration: Migration) -> str | None:
-    """What the rules of a job say, without looking at this machine."""
-    try:
-        load(None, migration.words, {}, lambda job: scope_of_check(job, elsewhere=True))
-    except ConfigError as error:
-        return error.message
-    return None
 
 
 def _print(migration: Migration) -> None:

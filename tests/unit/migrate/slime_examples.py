@@ -1,5 +1,7 @@
 """Launch scripts in the form of slime's own: which flags stand together, with what values. Written here, not copied."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -59,9 +61,7 @@ GSPO = (
     "--advantage-estimator gspo --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00 "
     "--eps-clip 4e-4"
 )
-ADAM = (
-    "--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98"
-)
+ADAM = "--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98"
 OFFLOAD = f"{ADAM} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
 MISC = (
     "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
@@ -114,7 +114,9 @@ _FSDP = "--train-backend fsdp --update-weight-buffer-size 536870912 --gradient-c
 _BASE = "$BASE_DIR"
 _NO_SAVE = "--hf-checkpoint D/M --ref-load D/M_torch_dist/"
 _PLAIN = (CKPT, BATCH, EVAL, layout(2), GRPO, ADAM, f"{_ENGINE} 2", MISC)
-_RETOOL = "--custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func"
+_RETOOL = (
+    "--custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func"
+)
 
 SCRIPTS: Mapping[str, str] = {
     "qwen3-4B": script(*_PLAIN),

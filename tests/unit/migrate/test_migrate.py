@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job
 from headrace.migrate import prime_rl, slime, trl, verl
 from headrace.migrate.moved import Migration
+from tests.unit.migrate import prime_rl_examples, slime_examples, trl_examples, verl_examples
 
 SLIME = """#!/bin/bash
 # for rerun the task
@@ -154,79 +155,206 @@ lr = 3e-6
 [inference]
 """
 
-SOURCES: dict[str, tuple[Callable[[Path], Migration], str, str]] = {
+SOURCES: dict[str, tuple[Callable[..., Migration], str, str]] = {
     "slime": (slime.migrate, "run.sh", SLIME),
     "verl": (verl.migrate, "run.sh", VERL),
     "trl": (trl.migrate, "train.py", TRL),
+    "trl.sh": (trl.migrate, "run.sh", "trl grpo --model_name_or_path Q --dataset_name D"),
     "prime-rl": (prime_rl.migrate, "rl.toml", PRIME_RL),
 }
 
 
-def migrated(tmp_path: Path, project: str, text: str | None = None) -> Migration:
+ENVIRONMENT = {"HOME": "/home/me"}
+
+
+def migrated(tmp_path: Path, project: str, text: str | None = None, flags: Sequence[str] = ()) -> Migration:
     migrate, name, own = SOURCES[project]
     (tmp_path / name).write_text(own if text is None else text)
-    return migrate(tmp_path / name, {}, ())
+    return migrate(tmp_path / name, ENVIRONMENT, flags)
 
 
-def job_of(migration: Migration) -> Job:
-    return migration.job()
+def settled(tmp_path: Path, project: str, text: str | None = None, flags: Sequence[str] = ()) -> Job:
+    """The job of the written file, as `headrace check --elsewhere` reads it."""
+    migration = migrated(tmp_path, project, text, flags)
+    assert migration.settle() is None
+    (tmp_path / "job.toml").write_text(migration.toml())
+    return load(tmp_path / "job.toml", (), {}, lambda job: scope_of_check(job, elsewhere=True))
+
+
+def sources(migration: Migration, state: str) -> list[str]:
+    return [each.source for each in migration.of(state)]
+
+
+def note(migration: Migration, source: str) -> str:
+    return next(each.note for each in migration.moved if each.source.startswith(source))
+
+
+EXAMPLES = [
+    *(("slime", name, text, ()) for name, text in slime_examples.SCRIPTS.items()),
+    *(("verl", name, text, ()) for name, text in verl_examples.SCRIPTS.items()),
+    *(("prime-rl", name, text, ()) for name, text in prime_rl_examples.SCRIPTS.items()),
+    *(
+        ("trl" if name.endswith(".py") else "trl.sh", name, text, flags)
+        for name, (text, *flags) in trl_examples.SCRIPTS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("project", "name", "text", "flags"), EXAMPLES, ids=[f"{e[0]}-{e[1]}" for e in EXAMPLES])
+def test_an_example_becomes_a_job_that_check_takes(tmp_path, project, name, text, flags):
+    job = settled(tmp_path, project, text, flags)
+    assert job.model.hf_checkpoint.name
+
+
+def test_every_flag_of_a_script_of_slime_is_listed(tmp_path):
+    text = slime_examples.SCRIPTS["deepseek-r1"]
+    listed = {each.source.split()[0] for each in migrated(tmp_path, "slime", text).moved}
+    given = {line.split()[0] for line in text.splitlines() if line.strip().startswith("--")}
+    assert given - listed - {'--runtime-env-json="${RUNTIME_ENV_JSON}"', "--"} == set()
 
 
 def test_a_script_of_slime_keeps_its_flags(tmp_path):
     migration = migrated(tmp_path, "slime")
-    job = job_of(migration)
+    job = migration.job()
     assert job.rollout.rollout_batch_size == 32
     assert job.train.eps_clip_high == 0.28
     assert str(job.model.hf_checkpoint) == "/root/Qwen3-4B", "the line that is a comment is none"
     assert job.placement.colocate
     assert job.megatron["lr"] == 1e-6
-    assert [each.source for each in migration.of("no counterpart")] == ["--wandb-key $(WANDB_KEY)"]
-    assert [each.source for each in migration.of("changed")] == ["source models/qwen3-4B.sh"]
+    assert sources(migration, "no counterpart") == ["--wandb-key …"], "a key is not written anywhere"
+    assert sources(migration, "changed") == ["source models/qwen3-4B.sh"]
 
 
 def test_slimes_asynchronous_script_is_a_staleness_of_one(tmp_path):
-    migration = migrated(tmp_path, "slime", SLIME.replace("train.py", "train_async.py").replace("--colocate", ""))
-    assert job_of(migration).buffer.max_staleness == 1
+    job = settled(tmp_path, "slime", SLIME.replace("train.py", "train_async.py").replace("--colocate", ""))
+    assert job.buffer.max_staleness == 1
+
+
+def test_slimes_supervised_script_trains_conversations_without_engines(tmp_path):
+    job = settled(tmp_path, "slime", slime_examples.SCRIPTS["qwen3-4B-base-sft"])
+    assert (job.train.loss_type, job.train.loss_mask_type, job.rollout.n_samples_per_prompt) == ("sft_loss", "qwen", 1)
+    assert not job.debug.debug_train_only
+
+
+def test_a_variable_that_nobody_sets_stays_by_its_name(tmp_path):
+    text = slime_examples.SCRIPTS["glm4.5-355B-A32B"]
+    migration = migrated(tmp_path, "slime", text)
+    assert str(migration.job().model.hf_checkpoint) == "BASE_DIR/M"
+    assert note(migration, "--hf-checkpoint") == "set BASE_DIR before `headrace migrate`, or replace it"
+
+
+def test_the_environment_sets_what_the_script_does_not(tmp_path):
+    (tmp_path / "run.sh").write_text(slime_examples.SCRIPTS["glm4.5-355B-A32B"])
+    migration = slime.migrate(tmp_path / "run.sh", {"BASE_DIR": "/data"})
+    assert str(migration.job().model.hf_checkpoint) == "/data/M"
+
+
+def test_several_machines_ask_for_their_addresses(tmp_path):
+    job = settled(tmp_path, "slime", slime_examples.SCRIPTS["minimax-m2"])
+    assert job.placement.actor_num_nodes == 4
+    assert job.services.rollout_address == "HOST-0:7002,HOST-1:7002,HOST-2:7002,HOST-3:7002"
+    assert job.placement.rollout_num_gpus_per_engine == 8, "16 in the script, and an engine is on one machine"
+
+
+def test_a_setting_that_a_rule_refuses_is_listed_with_the_rule(tmp_path):
+    migration = migrated(tmp_path, "slime", SLIME.replace("--use-kl-loss", "--ref-load /root/R"))
+    assert migration.settle() is None
+    assert "no effect without use_kl_loss" in note(migration, "--ref-load /root/R")
+
+
+def test_a_branch_that_only_a_run_can_choose_is_reported(tmp_path):
+    text = SLIME.replace("WANDB_ARGS=(", "if nvidia-smi; then GRPO_ARGS+=( --use-tis ); fi\nWANDB_ARGS=(")
+    migration = migrated(tmp_path, "slime", text)
+    assert note(migration, "--use-tis") == "the script decides this when it runs: set it yourself"
+    assert not migration.job().train.use_tis
+
+
+def test_a_line_without_its_backslash_is_taken_and_reported(tmp_path):
+    migration = migrated(
+        tmp_path, "slime", SLIME.replace("--colocate \\\n", "--colocate\n").replace("${MODEL_ARGS[@]}", "")
+    )
+    assert migration.job().rollout.num_rollout == 3000
+    assert "backslash" in note(migration, "--hf-checkpoint …")
 
 
 def test_a_script_of_verl_counts_its_mini_batches_as_steps(tmp_path):
     migration = migrated(tmp_path, "verl")
-    job = job_of(migration)
+    job = migration.job()
     assert (job.rollout.rollout_batch_size, job.train.num_steps_per_rollout) == (1024, 4)
     assert job.rollout.n_samples_per_prompt == 5
     assert job.eval.eval_prompt_data[0][0] == "test"
     assert job.checkpoint.save_interval == 20
-    dropped = [each.source.partition("=")[0] for each in migration.of("no counterpart")]
-    assert "data.train_files" in dropped, "HOME is what the script's machine says"
-    assert "actor_rollout_ref.actor.fsdp_config.param_offload" in dropped
+    assert job.data.prompt_data[0] == "/home/me/data/gsm8k/train.parquet"
+    assert job.train.calculate_per_token_loss, "verl's default"
+    assert "actor_rollout_ref.actor.fsdp_config.param_offload=False" in sources(migration, "no counterpart")
+
+
+def test_sums_and_megatrons_fields_of_verl_are_carried(tmp_path):
+    job = settled(tmp_path, "verl", verl_examples.SCRIPTS["grpo_trainer/run_qwen3moe-30b_megatron_96gb"])
+    assert job.rollout.rollout_max_response_len == 8192
+    assert job.train.max_tokens_per_gpu == 10240
+    assert (job.megatron["moe_router_dtype"], job.megatron["apply_rope_fusion"]) == ("fp32", False)
+
+
+def test_a_yaml_of_verl_is_read_as_its_overrides_are(tmp_path):
+    (tmp_path / "ppo.yaml").write_text(
+        "data: {train_files: [a.parquet, b.parquet], train_batch_size: 64}\n"
+        "actor_rollout_ref: {model: {path: /m/Q}, rollout: {n: 4}, actor: {optim: {lr: 1e-6}}}\n"
+        "algorithm: {adv_estimator: grpo}\n"
+    )
+    migration = verl.migrate(tmp_path / "ppo.yaml", ENVIRONMENT, ["actor_rollout_ref.rollout.n=8", "~trainer.x"])
+    assert migration.job().rollout.n_samples_per_prompt == 8
+    assert migration.job().data.prompt_data == ("a.parquet", "b.parquet")
 
 
 def test_a_script_of_trl_is_read_and_not_run(tmp_path):
     migration = migrated(tmp_path, "trl")
-    job = job_of(migration)
+    job = migration.job()
     assert str(job.model.hf_checkpoint) == "Qwen/Qwen2.5-0.5B-Instruct"
     assert job.rollout.rollout_batch_size == 4, "8 samples x 4 steps are 4 prompts of 8 samples"
     assert job.train.kl_loss_coef == 0.04
-    assert job.reward.custom_rm_path == "train.py:reward_len"
-    assert "GRPOConfig(seed=…)" in [each.source for each in migration.of("no counterpart")], "it is computed"
+    assert job.reward.custom_rm_path == f"{tmp_path}/train.py:reward_len"
+    assert "importing this one trains" in note(migration, "reward_funcs: reward_len")
+    assert "GRPOConfig(seed=…)" in sources(migration, "no counterpart"), "it is computed"
+
+
+def test_flags_of_a_script_of_trl_come_behind_it(tmp_path):
+    text, *flags = trl_examples.SCRIPTS["gspo.py"]
+    job = settled(tmp_path, "trl", text, flags)
+    assert job.model.hf_checkpoint.match("Qwen/Qwen3-0.6B")
+    assert (job.train.advantage_estimator, job.lora.lora_rank) == ("gspo", 16)
+
+
+def test_a_script_of_trl_without_its_flags_says_what_is_missing(tmp_path):
+    migration = migrated(tmp_path, "trl", trl_examples.SCRIPTS["gspo.py"][0])
+    assert "--model_name_or_path" in note(migration, "model")
+    assert "hf_checkpoint" in (migration.settle() or "")
+
+
+def test_bash_that_starts_a_script_of_trl_is_read_with_it(tmp_path):
+    text, *flags = trl_examples.SCRIPTS["gspo.py"]
+    (tmp_path / "gspo.py").write_text(text)
+    launch = "accelerate launch --config_file z.yaml examples/scripts/gspo.py " + " ".join(flags)
+    migration = migrated(tmp_path, "trl.sh", launch)
+    assert "reward_funcs: think_format_reward" in sources(migration, "no counterpart")
+    assert str(migration.job().model.hf_checkpoint) == "Qwen/Qwen3-0.6B"
 
 
 def test_prime_rls_batch_is_counted_in_prompts(tmp_path):
     migration = migrated(tmp_path, "prime-rl")
-    job = job_of(migration)
+    job = migration.job()
     assert (job.rollout.rollout_batch_size, job.rollout.n_samples_per_prompt) == (8, 16)
-    assert [each.source for each in migration.of("no counterpart")] == ["orchestrator.env = [{'id': 'reverse-text'}]"]
-
-
-@pytest.mark.parametrize("project", ["slime"])
-def test_the_rules_take_the_job_that_comes_of_it(tmp_path, project):
-    migration = migrated(tmp_path, project)
-    (tmp_path / "job.toml").write_text(migration.toml())
-    job = load(tmp_path / "job.toml", (), {}, lambda job: scope_of_check(job, elsewhere=True))
-    assert job.rollout.num_rollout == 3000
+    assert sources(migration, "no counterpart") == ["orchestrator.env = [{'id': 'reverse-text'}]"]
 
 
 @pytest.mark.parametrize("project", SOURCES)
 def test_another_file_is_refused(tmp_path, project):
     with pytest.raises(InvalidArgument):
         migrated(tmp_path, project, "print(1)\n")
+
+
+@pytest.mark.parametrize("text", ["\x1b[31m", "a\nb", "\u2028"])
+def test_what_a_source_says_cannot_leave_its_comment(tmp_path, text):
+    migration = migrated(tmp_path, "verl", VERL.replace("trainer.critic_warmup=0", f"trainer.odd='{text}'"))
+    (tmp_path / "job.toml").write_text(migration.toml("refused\nfor a test"))
+    assert load(tmp_path / "job.toml", (), {}, lambda job: scope_of_check(job, elsewhere=True))

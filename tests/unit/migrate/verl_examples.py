@@ -1,5 +1,7 @@
 """Scripts in the form of verl's own examples: which settings stand together, with what values. Written here."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -70,7 +72,7 @@ _DAPO = (
     'data.train_files="${TRAIN_FILE}" data.val_files="${TEST_FILE}" data.prompt_key=prompt data.truncation=\'left\' '
     "data.max_prompt_length=${max_prompt_length} data.max_response_length=${max_response_length} "
     "data.train_batch_size=512 actor_rollout_ref.rollout.n=16 algorithm.adv_estimator=grpo "
-    "algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0 actor_rollout_ref.model.path=\"${MODEL_PATH}\" "
+    'algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0 actor_rollout_ref.model.path="${MODEL_PATH}" '
     "actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.0 "
     "actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 "
     "actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.model.use_fused_kernels=False "
@@ -90,7 +92,7 @@ _DAPO = (
     "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=${COMMON_VPP} "
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size=${EP:-8} "
     "+actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=False "
-    "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=\"flex\" "
+    '+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type="flex" '
     "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 "
     "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_enable_deepep=True "
     "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full "
