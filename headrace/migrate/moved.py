@@ -24,6 +24,8 @@ _NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samp
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 _GPUS_OF_A_MACHINE = 8
+_MISSING = "not given"
+"""In a refusal of a job that lacks something: what it names is not too much."""
 _LEAVE_OUT = re.compile(r"[Ll]eave (--[\w-]+) out")
 _REACHED = ("--service-host", "HOST", "--tls-dir", "tls")
 _REPLACE = "replace HOST by the address of the first machine, and make the folder tls with `headrace certs`"
@@ -69,7 +71,7 @@ class Migration:
         try:
             read(None, [*_ANY_MODEL, *words], {})
         except ConfigError as error:
-            self.drop(source, error.message)
+            self.drop(source, error.message.removeprefix(f"{words[0]} is not a flag of headrace: "))
         else:
             self.moved.append(Moved(_printable(source), state, words, _printable(note)))
 
@@ -100,7 +102,7 @@ class Migration:
                 refusal = error.message
             else:
                 return None
-            number = self._named_in(refusal)
+            number = None if _MISSING in refusal else self._named_in(refusal)
             if number is None:
                 return refusal
             self.moved[number] = Moved(self.moved[number].source, "no counterpart", note=_printable(refusal))

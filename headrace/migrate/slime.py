@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ _RENAMED = {
     "sglang_expert_parallel_size": "--sglang-ep-size",
 }
 """Earlier and shorter names of SGLang's arguments."""
+_NEEDED = ("--hf-checkpoint", "--prompt-data", "--eval-prompt-data")
+_COMMAND = re.compile(r"\$\(.*\)|\0")
 _NOT_GENERATED = ("--rollout-function-path", "--debug-train-only", "--apply-chat-template")
 """Flags of slime's supervised scripts that turn its generation off."""
 
@@ -89,6 +92,9 @@ def _move(migration: Migration, flag: str, values: Sequence[str]) -> None:
     module = next((way for way in SLIME["modules"] if values and values[0].startswith(way)), None)
     if why and name in MEGATRON["architectural"]:
         migration.change(source, note="the model's shape is read from --hf-checkpoint")
+    elif why and known in _NEEDED and not flag.startswith(DECIDED_LATER):
+        words = [_COMMAND.sub("COMPUTED", value) for value in values]
+        migration.change(source, known, *words, note="replace COMPUTED, which the script finds when it runs")
     elif why:
         migration.drop(source.replace(DECIDED_LATER, ""), why)
     elif flag == "--eval-prompt-data" and len(values) == 1:

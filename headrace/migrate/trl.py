@@ -278,18 +278,20 @@ class _Source:
 
     def _named_rewards(self, migration: Migration, names: Sequence[str]) -> None:
         """One function scores here: TRL's comparison with a solution, a classifier, or one of the script's own."""
-        top = {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        inner = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)} - top
-        chosen = next((name for name in names if name in _ACCURACY and name not in top | inner), None)
+        top = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        inner = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        chosen = next((name for name in names if name in _ACCURACY and name not in inner), None)
         chosen = chosen or (names[0] if len(names) == 1 else None)
         for name in names:
             source = f"reward_funcs: {name}"
             if name != chosen:
                 migration.drop(source, "one function here: write one that adds the rewards, for --custom-rm-path")
-            elif name in _ACCURACY and name not in top | inner:
+            elif name in _ACCURACY and name not in inner:
                 migration.change(source, "--rm-type", "math", "--label-key", "solution", note="compares with the label")
             elif name in top:
-                migration.change(source, "--custom-rm-path", f"{self.path}:{name}", note=self._note_of_reward())
+                label = _label(top[name])
+                words = ("--custom-rm-path", f"{self.path}:{name}", *label)
+                migration.change(source, *words, note=self._note_of_reward())
             elif name in inner:
                 migration.drop(source, "it is inside of a block: move it to a file's top level, for --custom-rm-path")
             elif "/" in name:
@@ -342,6 +344,13 @@ class _Source:
 
     def _keywords(self, call: ast.Call | None) -> list[tuple[str, Any]]:
         return [(each.arg, _value(each.value, self.values)) for each in call.keywords if each.arg] if call else []
+
+
+def _label(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
+    """The column that a reward function of TRL's form asks for by name."""
+    names = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+    columns = [name for name in names if name not in ("prompts", "completions", "completion_ids", "environments")]
+    return ("--label-key", columns[0]) if columns else ()
 
 
 _MAX_STEPS = 12

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.errors import InvalidArgument
 from headrace.job.load.load import load
 from headrace.job.rules.scope import scope_of_check
@@ -358,3 +360,32 @@ def test_what_a_source_says_cannot_leave_its_comment(tmp_path, text):
     migration = migrated(tmp_path, "verl", VERL.replace("trainer.critic_warmup=0", f"trainer.odd='{text}'"))
     (tmp_path / "job.toml").write_text(migration.toml("refused\nfor a test"))
     assert load(tmp_path / "job.toml", (), {}, lambda job: scope_of_check(job, elsewhere=True))
+
+
+def test_the_command_writes_a_job_and_lists_each_setting(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(SLIME)
+    assert main(["migrate", "slime", "run.sh"]) == 0
+    assert "31 of 33 settings carried" in capsys.readouterr().out
+    assert "WANDB_API_KEY" in Path("job.toml").read_text(), "what is missing stands above the job"
+    assert main(["migrate", "slime", "run.sh"]) != 0, "a file that is there is kept"
+
+
+def test_a_job_that_is_refused_is_written_with_the_refusal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(
+        SLIME.replace("--rollout-batch-size 32", "").replace("--global-batch-size 256", "--num-steps-per-rollout 1")
+    )
+    assert main(["migrate", "slime", "run.sh"]) == 1
+    assert "refuses it" in Path("job.toml").read_text()
+    capsys.readouterr()
+    assert main(["migrate", "slime", "run.sh", "--json", "--", "--rollout-batch-size", "32"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["refused"] is None
+
+
+def test_a_value_that_the_script_computes_is_not_guessed(tmp_path):
+    text = SLIME.replace("/root/dapo-math-17k/dapo-math-17k.jsonl", "/data/$(basename $SET)/train.jsonl")
+    migration = migrated(tmp_path, "slime", text)
+    assert migration.job().data.prompt_data == ("/data/COMPUTED/train.jsonl",)
+    assert "replace COMPUTED" in note(migration, "--prompt-data")
