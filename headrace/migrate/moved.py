@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job, toml_value
-from headrace.migrate.shell import COMPUTED, DECIDED_LATER
+from headrace.migrate.shell import COMPUTED, DECIDED_LATER, script_text
 
 State = Literal["carried", "changed", "no counterpart"]
 
@@ -222,6 +223,18 @@ def reason(name: str, reasons: Mapping[str, str]) -> str:
     parts = name.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((reasons[each] for each in prefixes if each in reasons), "no option of headrace means this")
+
+
+def parsed_yaml(path: Path) -> Any:
+    """Raises InvalidArgument for what is no YAML, or where PyYAML is missing."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise InvalidArgument(f"{path} is YAML, and PyYAML is not installed: `pip install pyyaml`") from error
+    try:
+        return yaml.safe_load(script_text(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is no YAML: {error}") from error
 
 
 def classifier(model: str) -> tuple[str, ...]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.limits import syntax_tree
-from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, unknown_value
+from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, parsed_yaml, unknown_value
 from headrace.migrate.shell import command_of, read_script, script_text
 
 _UNKNOWN = object()
@@ -145,7 +144,8 @@ def migrate(path: Path, environment: Mapping[str, str], flags: Sequence[str] = (
 
 def _tree(path: Path) -> ast.Module:
     try:
-        return syntax_tree(script_text(path))
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            return syntax_tree(script_text(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArgument(f"{path} is no Python script: {error}") from error
 
@@ -418,10 +418,7 @@ def _of_config(folder: Path, name: str) -> Iterator[tuple[str, Any]]:
     file = next((file for file in (Path(name), folder / name) if file.is_file()), None)
     if file is None:
         raise InvalidArgument(f"--config {name} is not here: run the command where it is, or beside the script")
-    try:
-        tree = yaml.safe_load(script_text(file))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{file} is no YAML: {error}") from error
+    tree = parsed_yaml(file)
     if isinstance(tree, dict):
         yield from ((str(name), value) for name, value in tree.items())
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
-from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, reason, unknown_value
+from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, parsed_yaml, reason, unknown_value
 from headrace.migrate.shell import COMPUTED, DECIDED_LATER, UNSET, command_of, read_script
 
 _PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main", "main_ppo.py")
@@ -22,6 +21,8 @@ _OVERRIDES = (
     f"{_ACTOR}.megatron.override_ddp_config.",
     f"{_ACTOR}.optim.override_optimizer_config.",
 )
+_PATH = re.compile(r"(?:\$\{\w+\}|[^$])*/(?:\$\{\w+\}|[^$])*")
+"""A path with variables, which keeps their names."""
 _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang."
 
 _SAME: Mapping[str, str] = {
@@ -202,10 +203,7 @@ def migrate(path: Path, environment: Mapping[str, str], overrides: Sequence[str]
 
 
 def _of_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no YAML: {error}") from error
+    tree = parsed_yaml(path)
     if not isinstance(tree, dict) or not {"actor_rollout_ref", "data"} & set(tree):
         raise InvalidArgument(f"{path} has neither actor_rollout_ref nor data: name verl's YAML or its script")
     yield from _leaves("", tree)
@@ -238,20 +236,20 @@ def _of_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
+    """Hydra's lists have no quotes once bash has read them: [console,wandb]."""
     if COMPUTED in text or UNSET in text:
         return text
-    try:
-        value = yaml.safe_load(text)  # hydra's lists have YAML's form: [console,wandb]
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    return value if isinstance(value, list | bool) or value is None else literal(text.strip("'\""))
+    if text.startswith("[") and text.endswith("]"):
+        return [each.strip(" '\"") for each in text[1:-1].split(",") if each.strip()]
+    constants = {"true": True, "false": False, "null": None, "none": None}
+    return constants[text.lower()] if text.lower() in constants else literal(text.strip("'\""))
 
 
 def _move(migration: Migration, name: str, value: Any, settings: Mapping[str, Any]) -> None:
     source = f"{name}={value}".replace(DECIDED_LATER, "")
     if isinstance(value, str) and (why := unknown_value(value)):
         migration.drop(source, why)
-    elif isinstance(value, str) and UNSET in value and "/" not in value:
+    elif isinstance(value, str) and UNSET in value and not _PATH.fullmatch(value):
         migration.drop(source, "neither the script nor the environment sets this: set it yourself")
     elif name in _SPECIAL:
         _SPECIAL[name](migration, source, value, settings)
