@@ -23,6 +23,14 @@ _RENAMED = {
     "sglang_expert_parallel_size": "--sglang-ep-size",
 }
 """Earlier and shorter names of SGLang's arguments."""
+_DEFAULTS = {
+    "--input-key": "input",
+    "--n-samples-per-prompt": "1",
+    "--actor-num-gpus-per-node": "8",
+    "--kl-loss-type": "k1",
+    "--lr-decay-style": "linear",
+}
+"""What slime does without a flag, where headrace does something else."""
 _NEEDED = ("--hf-checkpoint", "--prompt-data", "--eval-prompt-data")
 _COMMAND = re.compile(r"\$\(.*\)|\0")
 _NOT_GENERATED = ("--rollout-function-path", "--debug-train-only", "--apply-chat-template")
@@ -50,6 +58,9 @@ def migrate(path: Path, environment: Mapping[str, str], more: Sequence[str] = ()
         _supervised(migration, flags)
     else:
         _generated(migration, flags, asynchronous=words[0].endswith(_ASYNCHRONOUS))
+    for flag, value in _DEFAULTS.items():
+        if flag not in migration.words and (flag != "--kl-loss-type" or "--use-kl-loss" in migration.words):
+            migration.change(f"without {flag}", flag, value, note="slime's default")
     return migration
 
 
@@ -78,8 +89,6 @@ def _supervised(migration: Migration, flags: _Flags) -> None:
             migration.change(source, flag, "qwen", note="choose the marks of your chat template")
         else:
             _move(migration, flag, values)
-    if "--n-samples-per-prompt" not in migration.words:
-        migration.change("one sample of each conversation", "--n-samples-per-prompt", "1", note="slime's default")
     if "--loss-mask-type" not in migration.words:
         migration.change("slime's default mask", "--loss-mask-type", "qwen", note="name your template's marks")
 

@@ -153,9 +153,9 @@ def _tree(path: Path) -> ast.Module:
 def _launched(path: Path, environment: Mapping[str, str]) -> tuple[str | None, Path | None, list[str]]:
     """The trainer's class where the command says it, the script where it is here, and the flags."""
     script = read_script(path, environment)
-    words = command_of(script, "trl") or []
-    if words[1:] and words[1] in _COMMANDS:
-        return _COMMANDS[words[1]], None, words[2:]
+    started = command_of(script, "trl") or []
+    if started[1:] and started[1] in _COMMANDS:
+        return _COMMANDS[started[1]], None, started[2:]
     for name, trainer in _COMMANDS.items():
         if words := command_of(script, f"trl.scripts.{name}", f"trl/scripts/{name}.py"):
             return trainer, None, words[1:]

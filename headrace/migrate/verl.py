@@ -93,7 +93,6 @@ _DEFAULTS: Mapping[str, Sequence[str]] = {
     "data.shuffle": ("--rollout-shuffle",),
     f"{_ROLLOUT}.n": ("--n-samples-per-prompt", "1"),
     f"{_ACTOR}.loss_agg_mode": ("--calculate-per-token-loss",),
-    f"{_ACTOR}.optim.lr_decay_style": ("--lr-decay-style", "constant"),
     "algorithm.adv_estimator": ("--advantage-estimator", "ppo"),
     "data.apply_chat_template_kwargs": ("--apply-chat-template",),
 }

@@ -269,4 +269,60 @@ SCRIPTS: Mapping[str, str] = {
         layout(2), GRPO.replace("grpo", "on_policy_distillation"), ADAM, f"{_ENGINE} 1", MISC,
         launch="--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 4",
     ).replace("--rm-type deepscaler", ""),
+    "qwen3-30B-A3B-nvfp4": script(
+        CKPT, BATCH, layout(1, expert=2), GRPO, OFFLOAD, f"{_ENGINE} 2", GRAPHS, MISC,
+        "--use-wandb --wandb-mode offline --wandb-project slime-dev --wandb-dir /home/x --use-pytorch-profiler "
+        "--profile-step-start 5 --tensorboard-dir /home/x --record-memory-history",
+        "--transformer-impl transformer_engine --bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
+        launch="--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate",
+    ),
+    "qwen3-0.6B-single-gpu": """#!/usr/bin/env bash
+set -euo pipefail
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+source "${SCRIPT_DIR}/models/qwen3-0.6B.sh"
+HF_CHECKPOINT="${HF_CHECKPOINT:-/m/Qwen3-0.6B}"
+NUM_ROLLOUT="${NUM_ROLLOUT:-10}"
+if [[ -z "${LOAD_CHECKPOINT:-}" ]]; then
+   if [[ -f "/m/latest_checkpointed_iteration.txt" ]]; then
+      LOAD_CHECKPOINT="/m/saved"
+   else
+      LOAD_CHECKPOINT="/m/first"
+   fi
+fi
+for path in "$HF_CHECKPOINT"; do
+   if [[ ! -e "$path" ]]; then
+      echo "Missing: $path" >&2
+      exit 2
+   fi
+done
+if ! ray status >/dev/null 2>&1; then
+   ray start --head --num-gpus 1
+fi
+ray job submit --runtime-env-json="{\\"env_vars\\":{\\"PYTHONPATH\\":\\"${MEGATRON_ROOT}\\"}}" \\
+   -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate --hf-checkpoint "$HF_CHECKPOINT" \\
+   --load "$LOAD_CHECKPOINT" --prompt-data /m/gsm8k.parquet --input-key messages --label-key label --rm-type math \\
+   --num-rollout "$NUM_ROLLOUT" --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8 \\
+   --eval-interval "$NUM_ROLLOUT" --eval-prompt-data gsm8k /m/test.parquet --use-kl-loss "${MODEL_ARGS[@]}"
+""",
+    "geo3k_vlm": script(
+        "--hf-checkpoint D/${MODEL_NAME}", "--prompt-data D/${LOCAL}/train.parquet --input-key problem --label-key answer "
+        "--rm-type math --rollout-batch-size 64 --n-samples-per-prompt 8", "--eval-interval 20 --eval-prompt-data ${LOCAL} "
+        "D/${LOCAL}/test.parquet", GRPO, ADAM, launch=f"{ONE_MACHINE} ${{BACKEND_ARGS[@]}} --multimodal-keys \"${{KEYS}}\"",
+    ).replace("#!/bin/bash", """#!/bin/bash
+TRAIN_BACKEND=${SLIME_SCRIPT_TRAIN_BACKEND:-"megatron"}
+MODEL_NAME=${SLIME_SCRIPT_MODEL_NAME:-"Qwen3-VL-8B-Instruct"}
+LOCAL=$(basename "$DATASET_NAME")
+KEYS='{"image": "images"}'
+if ! echo "$MODEL_NAME" | grep -qw Qwen3; then
+   exit 1
+fi
+if [ "$TRAIN_BACKEND" = "fsdp" ]; then
+   BACKEND_ARGS=( --train-backend fsdp --gradient-checkpointing )
+else
+   BACKEND_ARGS=(
+      --train-backend megatron
+      --tensor-model-parallel-size 4
+   )
+   MODEL_ARGS+=(--rotary-base 5000000)
+fi"""),
 }  # fmt: skip

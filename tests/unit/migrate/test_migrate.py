@@ -238,6 +238,19 @@ def test_slimes_supervised_script_trains_conversations_without_engines(tmp_path)
     assert not job.debug.debug_train_only
 
 
+def test_what_slime_does_without_a_flag_is_done_here(tmp_path):
+    text = SLIME.replace("--input-key prompt", "").replace("--kl-loss-type low_var_kl", "")
+    job = settled(tmp_path, "slime", text.replace("--lr-decay-style constant", ""))
+    assert (job.data.input_key, job.train.kl_loss_type, job.megatron["lr_decay_style"]) == ("input", "k1", "linear")
+
+
+def test_a_branch_that_the_script_decides_is_taken(tmp_path):
+    job = settled(tmp_path, "slime", slime_examples.SCRIPTS["geo3k_vlm"])
+    assert job.megatron["tensor_model_parallel_size"] == 4
+    assert job.data.multimodal_keys == {"image": "images"}
+    assert job.data.prompt_data[0].endswith("/COMPUTED/train.parquet")
+
+
 def test_a_variable_that_nobody_sets_stays_by_its_name(tmp_path):
     text = slime_examples.SCRIPTS["glm4.5-355B-A32B"]
     migration = migrated(tmp_path, "slime", text)
