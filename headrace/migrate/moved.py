@@ -22,6 +22,7 @@ _ANY_MODEL = ("--hf-checkpoint", "MODEL")
 """A job needs one before anything else of it can be checked."""
 _NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
 """A job without them is not the one that was meant, so a rule that they break refuses it."""
+_SECRET = re.compile(r"((?:token|secret|password|api[-_]key|wandb[-_]key)[= ]+)\S.*", re.IGNORECASE | re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 _GPUS_OF_A_MACHINE = 8
@@ -62,7 +63,7 @@ class Migration:
 
     def drop(self, source: str, why: str) -> None:
         """A setting without counterpart."""
-        self.moved.append(Moved(_printable(source), "no counterpart", note=_printable(why)))
+        self.moved.append(Moved(_without_secret(source), "no counterpart", note=_printable(why)))
 
     def _take(self, source: str, state: State, words: Sequence[str], note: str) -> None:
         if names := sorted({name for word in words for name in _VARIABLE.findall(word)}):
@@ -74,12 +75,12 @@ class Migration:
         except ConfigError as error:
             self.drop(source, error.message.removeprefix(f"{words[0]} is not a flag of headrace: "))
         else:
-            self.moved.append(Moved(_printable(source), state, words, _printable(note)))
+            self.moved.append(Moved(_without_secret(source), state, words, _printable(note)))
 
     @property
     def words(self) -> list[str]:
         """The flags of the whole job; of one that is set twice the last counts, as on a command line."""
-        return [word for each in self.moved for word in each.words]
+        return [word for setting in self.moved for word in setting.words]
 
     def job(self) -> Job:
         """Raises ConfigError where the source names no model, or its settings exclude each other."""
@@ -115,9 +116,9 @@ class Migration:
         for text in [advised[1], refusal] if advised else [refusal]:
             places = {
                 number: place
-                for number, each in enumerate(self.moved)
-                if not set(each.words) & set(_NEEDED)
-                for word in each.words
+                for number, setting in enumerate(self.moved)
+                if not set(setting.words) & set(_NEEDED)
+                for word in setting.words
                 if word.startswith("--") and (place := _place(word, text)) is not None
             }
             if places:
@@ -130,10 +131,10 @@ class Migration:
         wanted, most = placement.rollout_num_gpus_per_engine, max(placement.actor_num_gpus_per_node, _GPUS_OF_A_MACHINE)
         if wanted > most:
             self.moved = [
-                Moved(each.source, "changed", (_PER_ENGINE, str(most)), "an engine is on one machine here")
-                if _PER_ENGINE in each.words
-                else each
-                for each in self.moved
+                Moved(setting.source, "changed", (_PER_ENGINE, str(most)), "an engine is on one machine here")
+                if _PER_ENGINE in setting.words
+                else setting
+                for setting in self.moved
             ]
         if wanted > 1 and not placement.colocate and "--rollout-num-gpus" not in self.words:
             gpus = str(min(wanted, most))
@@ -167,11 +168,11 @@ class Migration:
         if refusal is not None:
             yield f"`headrace check` refuses it: {_printable(refusal)}"
         for state in ("changed", "no counterpart"):
-            for each in self.of(state):
-                yield f"{state}: {one_line(each)}"
+            for setting in self.of(state):
+                yield f"{state}: {one_line(setting)}"
 
     def of(self, state: str) -> list[Moved]:
-        return [each for each in self.moved if each.state == state]
+        return [setting for setting in self.moved if setting.state == state]
 
 
 def one_line(moved: Moved) -> str:
@@ -184,10 +185,16 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
 
 
+def _without_secret(source: str) -> str:
+    """A key's name without its value, because the list is shown and kept."""
+    return _printable(_SECRET.sub(r"\1…", source))
+
+
 def _place(flag: str, text: str) -> int | None:
     """Where a text names a flag or its option."""
     name = flag.removeprefix("--")
-    found = re.search(rf"--{name}(?![\w-])|(?<![\w-]){name.replace('-', '_')}\b", text)
+    option = re.escape(name.replace("-", "_"))
+    found = re.search(rf"--{re.escape(name)}(?![\w-])|(?<![\w-]){option}\b", text)
     return None if found is None else found.start()
 
 
@@ -222,7 +229,7 @@ def reason(name: str, reasons: Mapping[str, str]) -> str:
     """The reason of a dotted name, or of the section that it is in."""
     parts = name.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((reasons[each] for each in prefixes if each in reasons), "no option of headrace means this")
+    return next((reasons[prefix] for prefix in prefixes if prefix in reasons), "no option of headrace means this")
 
 
 def parsed_yaml(path: Path) -> Any:

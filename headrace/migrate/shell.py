@@ -165,7 +165,7 @@ class Script:
             return
         name, appends, certain = head[1], bool(head[2]), self._runs is True
         if word.array is not None:
-            texts = [text for each in word.array.words for text in self.expand(each)]
+            texts = [text for inner in word.array.words for text in self.expand(inner)]
             marked = (
                 texts if certain else [text if text[:1] == DECIDED_LATER else DECIDED_LATER + text for text in texts]
             )

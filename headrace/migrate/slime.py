@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import InvalidArgument
-from headrace.job.names import MEGATRON, SGLANG, SLIME
+from headrace.job.names import MEGATRON, SLIME
 from headrace.migrate.moved import Migration, unknown_value
 from headrace.migrate.shell import DECIDED_LATER, command_of, read_script
 
 _SYNCHRONOUS, _ASYNCHRONOUS = "train.py", "train_async.py"
 _FUNCTIONS = ("--custom-", "--rollout-function-path", "--eval-function-path", "--data-source-path", "--rollout-data-")
-_SECRETS = {"wandb_key", *(f"sglang_{name}" for name in SGLANG["secrets"])}
 _FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _RENAMED = {
     "sglang_cuda_graph_bs": "--sglang-cuda-graph-bs-decode",
@@ -96,7 +95,7 @@ def _supervised(migration: Migration, flags: _Flags) -> None:
 def _move(migration: Migration, flag: str, values: Sequence[str]) -> None:
     known = flag.removeprefix(DECIDED_LATER)
     name = known.removeprefix("--").replace("-", "_")
-    source = " ".join((known, *(values if name not in _SECRETS else ["…"])))
+    source = " ".join((known, *values))
     why = next((why for why in map(unknown_value, (flag, *values)) if why), None)
     module = next((way for way in SLIME["modules"] if values and values[0].startswith(way)), None)
     if why and name in MEGATRON["architectural"]:

@@ -38,7 +38,7 @@ def migrate(project: str, file: Path, flags: tuple[str, ...], output: Path, as_j
     migration: Migration = import_module(f"headrace.migrate.{_SOURCES[project]}").migrate(file, os.environ, flags)
     refusal = migration.settle()
     if as_json:
-        print(json.dumps({"settings": [asdict(each) for each in migration.moved], "refused": refusal}, indent=2))
+        print(json.dumps({"settings": [asdict(setting) for setting in migration.moved], "refused": refusal}, indent=2))
         return int(refusal is not None)
     _print(migration)
     try:
@@ -59,8 +59,8 @@ def _print(migration: Migration) -> None:
     carried = migration.of("carried")
     table = Table("", "setting", box=None, pad_edge=False, show_header=False)
     for state in ("changed", "no counterpart"):
-        for each in migration.of(state):
-            table.add_row(state, one_line(each))
+        for setting in migration.of(state):
+            table.add_row(state, one_line(setting))
     print_no_wrap(Console(), table)
     total = len(migration.moved)
     print(f"{len(carried)} of {total} settings carried, {len(migration.of('changed'))} changed, "

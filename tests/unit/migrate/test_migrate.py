@@ -402,3 +402,18 @@ def test_a_value_that_the_script_computes_is_not_guessed(tmp_path):
     migration = migrated(tmp_path, "slime", text)
     assert migration.job().data.prompt_data == ("/data/COMPUTED/train.jsonl",)
     assert "replace COMPUTED" in note(migration, "--prompt-data")
+
+
+@pytest.mark.parametrize(
+    ("project", "text", "flags"),
+    [
+        ("slime", SLIME.replace("${WANDB_KEY}", "hidden"), ()),
+        ("verl", VERL, ["trainer.api_key=hidden"]),
+        ("trl", TRL.replace("learning_rate=1e-5", "hub_token='hidden'"), ["--hub_token", "hidden"]),
+    ],
+)
+def test_a_key_is_written_nowhere(tmp_path, project, text, flags):
+    migration = migrated(tmp_path, project, text, flags)
+    assert migration.settle() is None
+    assert "hidden" not in migration.toml()
+    assert "…" in migration.toml()
