@@ -38,8 +38,9 @@ _OTHERS_FLAGS = {
     *("--require-hashes", "--security-opt"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
+    *("--torch-backend", "--python"),
 }
-"""Of Slurm, Ray, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
+"""Of Slurm, Ray, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
