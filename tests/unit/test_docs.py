@@ -127,7 +127,7 @@ def names() -> list[str]:
 def own_flags(name: str) -> frozenset[str]:
     """What `headrace NAME --help` lists."""
     if name in _OF_A_JOB:
-        return frozenset({"--kind", "--job", "--fast", "--json"}) if name == "check" else frozenset()
+        return frozenset({"--kind", "--job", "--fast", "--elsewhere", "--json"}) if name == "check" else frozenset()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         command_line.main([*name.split(), "--help"])

@@ -251,19 +251,19 @@ def check(words: Sequence[str], fast: bool, elsewhere: bool, as_json: bool) -> i
     read_seconds = _FAST_READ_SECONDS if fast else READ_SECONDS
     report = preflight(
         job,
-        scopes[0],
+        scopes[-1],
         fast=fast,
         read_seconds=read_seconds,
         tries=not fast,
         tell=lambda sentence: print(sentence, file=sys.stderr),
     )
-    if "buffer" in scopes[0].services:
-        _check_ledger(job, report, scopes[0])
-    report.warnings += too_little_memory(job, scopes[0])
+    if "buffer" in scopes[-1].services:
+        _check_ledger(job, report, scopes[-1])
+    report.warnings += too_little_memory(job, scopes[-1])
     if as_json:
-        print_json(report_tree(plan(job, scopes[0]), report, scopes[0]))
+        print_json(report_tree(plan(job, scopes[-1]), report, scopes[-1]))
     else:
-        print_report(Console(), plan(job, scopes[0]), report, scopes[0])
+        print_report(Console(), plan(job, scopes[-1]), report, scopes[-1])
     return _REFUSED_EXIT_CODE if report.refusals else _FAILED_EXIT_CODE if report.failed else 0
 
 

@@ -27,6 +27,7 @@ FILES = {
     "postgres": ("buffer.txt",),
     "parquet": ("buffer.txt",),
     "certs": CPU,
+    "hub": CPU,
     "ray": ("ray.txt",),
     "wandb": ("wandb.txt",),
     "ifbench": ("ifbench.txt",),
