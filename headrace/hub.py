@@ -87,10 +87,10 @@ def _chosen(
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(files):
         match file.split("/"):
-            case [config, split, name] if name.endswith(".parquet"):
-                found[config][split].append(file)
+            case [of_config, of_split, name] if name.endswith(".parquet"):
+                found[of_config][of_split].append(file)
     config = dataset.config or _usual(list(found))
-    if config not in found:
+    if config is None or config not in found:
         there = ", ".join(found) or "none in Parquet"
         raise ConfigError(
             f"{option} {dataset.name}: name one of its configurations ({there}): "

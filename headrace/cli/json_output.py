@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -41,7 +40,7 @@ def _fields(message: Message) -> dict[str, Any]:
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
-def _field(message: Message, field: FieldDescriptor) -> Any:
+def _field(message: Message, field: Any) -> Any:
     if field.has_presence and not message.HasField(field.name):
         return None
     value = getattr(message, field.name)

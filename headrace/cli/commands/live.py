@@ -99,8 +99,9 @@ async def _status(folder: RunFolder, *, as_json: bool) -> int:
     details = {name: state.detail for name, state in states.items()}
     details |= {name: _not_ready(folder, name) for name in silent}
     trainer, fleet, stats = (states[name].said if name in states else None for name in ("trainer", ROLLOUT, BUFFER))
-    waits = isinstance(trainer, trainer_pb2.GetStatusResponse) and waits_too_long(trainer, folder.metrics)
-    waiting = awaited(trainer, fleet, stats) if waits else None
+    waiting = None
+    if isinstance(trainer, trainer_pb2.GetStatusResponse) and waits_too_long(trainer, folder.metrics):
+        waiting = awaited(trainer, fleet, stats)
     if as_json:
         tree = {
             name: {
