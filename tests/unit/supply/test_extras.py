@@ -6,8 +6,10 @@ import importlib.metadata
 import tomllib
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import headrace
 from tools.pinned import FOLDER, ROOT, pins_of
@@ -61,6 +63,16 @@ def test_the_client_asks_for_no_package_of_a_model() -> None:
 def test_both_distributions_carry_the_same_licence() -> None:
     for name in ("LICENSE", "NOTICE"):
         assert (ROOT / "services" / name).read_text() == (ROOT / name).read_text()
+
+
+def test_the_citation_says_what_the_package_says() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = CLIENT["project"]
+    assert cited["version"] == Version(project["version"]).base_version
+    assert (cited["title"], cited["license"]) == (project["name"], project["license"])
+    assert cited["abstract"].strip() == project["description"]
+    assert cited["keywords"] == project["keywords"] == SERVICES["project"]["keywords"]
+    assert [each["name"] for each in cited["authors"]] == [each["name"] for each in project["authors"]]
 
 
 def test_uv_is_told_which_extras_have_an_environment_of_their_own() -> None:
