@@ -62,6 +62,10 @@ def test_the_client_alone_has_its_commands_and_writes_a_job(wheels: dict[str, Pa
     assert "headrace train JOB.toml" in _run(binaries / "headrace", "--help", folder=tmp_path)
     _run(binaries / "headrace", "init", "x", "--model", model, folder=tmp_path)
     assert (tmp_path / "x" / "job.toml").is_file()
+    refused = subprocess.run(
+        [binaries / "headrace", "train"], cwd=tmp_path / "x", capture_output=True, text=True, timeout=60
+    )
+    assert (refused.returncode, "headrace[buffer,reward,rollout-cpu,trainer-cpu]" in refused.stderr) == (2, True)
     program = """
 import sys
 from importlib.util import find_spec

@@ -26,6 +26,7 @@ from headrace.cli.arg_types import PATH, RUNS
 from headrace.cli.json_output import json_option, print_json
 from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
+from headrace.installed import EXTRAS
 from headrace.process.child import run_once
 from headrace.process.memory import free_bytes
 from headrace.process.scratch import SHARED_MEMORY
@@ -127,7 +128,7 @@ def _services() -> Iterator[Finding]:
                 service,
                 "warning",
                 f"not installed here: {', '.join(missing)}",
-                f"to run it with this Python install the extra {service}: requirements/README.md",
+                f"to run it with this Python install the extra {EXTRAS[service]}: requirements/README.md",
             )
         else:
             yield Finding(service, "ok", ", ".join(f"{name} {each}" for name, each in versions.items()))

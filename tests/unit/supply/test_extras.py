@@ -12,6 +12,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import headrace
+from headrace import installed
+from headrace.errors import ConfigError
 from tools.pinned import FOLDER, ROOT, pins_of
 from tools.requirements import PROJECTS, allowed
 
@@ -98,3 +100,16 @@ def test_sglang_for_uv_is_what_its_wheel_says_and_without_cuda_what_cpu_txt_has(
 
 def _versions(requirement: Requirement) -> tuple[str, frozenset[str], str]:
     return canonicalize_name(requirement.name), frozenset(requirement.extras), str(requirement.specifier)
+
+
+def test_the_extras_that_a_message_names_are_there() -> None:
+    assert set(installed.EXTRAS.values()) <= set(EXTRAS)
+
+
+def test_a_python_without_services_is_refused_with_the_extras_that_bring_them(
+    load_with, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"headrace\[buffer,reward,rollout-cpu,trainer-cpu\]"):
+        load_with()
+    load_with(*(f"--{name}-python=/bin/true" for name in installed.EXTRAS))
