@@ -89,7 +89,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py \
 		tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py \
 		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py tests/unit/trainer/rl/test_algorithm_ranks.py \
-		tests/contract/test_placement.py tests/unit/rollout/engine/test_fleet.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
+		tests/contract/test_placement.py tests/contract/test_wheels.py tests/unit/rollout/engine/test_fleet.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
@@ -150,8 +150,8 @@ $(STAMPS)/cpu: requirements/cpu.txt requirements/cpu-no-deps.txt | $(BIN)/python
 	@tools/install.sh $(PIP) -r requirements/cpu.txt -r requirements/cpu-no-deps.txt
 	@touch $@
 
-$(STAMPS)/headrace: pyproject.toml $(STAMPS)/cpu
-	@$(PIP) --quiet -e .
+$(STAMPS)/headrace: pyproject.toml services/pyproject.toml $(STAMPS)/cpu
+	@$(PIP) --quiet -e . -e ./services
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python

@@ -22,10 +22,13 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
+PROJECTS = ("pyproject.toml", "services/pyproject.toml")
+"""headrace and headrace-services."""
 PARTS = {"buffer": ("buffer", "postgres"), "reward": ("reward",)}
 CUDA = ("rollout", "trainer")
 _COMPILE = (
     *("uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"),
+    *("--no-emit-package", "headrace", "--no-emit-package", "headrace-services"),
     *("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34"),
 )
 _SECONDS = 600.0
@@ -42,16 +45,29 @@ def needed(extras: Sequence[str]) -> list[str]:
 
     Read from pyproject.toml and from the packages that are installed here.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    todo = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    found: set[tuple[str, frozenset[str]]] = set()
+    todo = list(allowed(extras))
+    seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
-        requirement = Requirement(todo.pop())
+        requirement = todo.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
-        if key not in found:
-            found.add(key)
-            todo += _needs(requirement)
-    return sorted({name for name, _ in found})
+        if key not in seen:
+            seen.add(key)
+            todo += map(Requirement, _needs(requirement))
+    return sorted({name for name, _ in seen})
+
+
+def allowed(extras: Sequence[str]) -> list[Requirement]:
+    """The requirements that both distributions of this repository state themselves, for some extras of headrace."""
+    project, services = (tomllib.loads((ROOT / file).read_text())["project"] for file in PROJECTS)
+    own = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    stated = []
+    for requirement in map(Requirement, own):
+        if requirement.name != services["name"]:
+            stated.append(requirement)
+            continue
+        for extra in requirement.extras:
+            stated += map(Requirement, services["optional-dependencies"][extra])
+    return stated
 
 
 def _needs(requirement: Requirement) -> Iterable[str]:
@@ -70,8 +86,7 @@ def part(name: str) -> str:
 
 def resolve(name: str, output: Path) -> None:
     """Lets uv write a CUDA set; pins that `output` has already are kept where they still fit. Raises what uv raises."""
-    sources = (ROOT / "pyproject.toml", FOLDER / f"cuda-{name}.in")
-    words = (*_COMPILE, *map(str, sources), "--extra", name, "-o", str(output))
+    words = (*_COMPILE, "pyproject.toml", "--extra", f"{name}-cuda", "-o", str(output))
     subprocess.run((sys.executable, "-m", *words), check=True, timeout=_SECONDS, cwd=ROOT)
 
 

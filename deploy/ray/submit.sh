@@ -11,7 +11,7 @@
 # checkpoint (--save-interval).
 #
 # The cluster: `ray start --head --dashboard-host=HEAD` on the first machine and `ray start --address=HEAD:6379` on the
-# others, each with 'headrace[ray]'; here and on the head also 'ray[default]', which has the jobs. Everyone who reaches a Ray
+# others, each with headrace-services and 'headrace[ray]'; here and on the head also 'ray[default]', which has the jobs. Everyone who reaches a Ray
 # cluster runs programs on it: give all machines RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN.
 set -euo pipefail
 

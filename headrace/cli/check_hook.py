@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from headrace.cli.arg_types import PATH
+from headrace.cli.json_output import json_option, print_json
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.hooks.slime_names import SLIME_IMPORTS
-from headrace.hooks.trial.check import KINDS
+from headrace.hooks.trial.check import KINDS, CheckReport
 from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.hook_files import hooks_of
 from headrace.job.load.load import read
@@ -24,24 +25,31 @@ from headrace.rpc.log import drop_logs
 @click.option("--kind", type=click.Choice(KINDS), help="Kind of the hook (default: recognized by its arguments).")
 @click.option("--job", type=PATH, help="Job whose values the hook gets (default: a job with every default).")
 @click.option("--reward-model-path", help="Folder for a reward class (default: the job's).")
-def check_hook(path: str, kind: str | None, job: Path | None, reward_model_path: str | None) -> int:
+@json_option
+def check_hook(path: str, kind: str | None, job: Path | None, reward_model_path: str | None, as_json: bool) -> int:
     """Loads a hook and tries it on samples.
 
     PATH is pkg.mod.fn or file.py:fn. Of file.py every function is tried that is a hook. The exit code is 1 when
     something failed.
     """
     drop_logs()
-    code = 0
+    reports = []
     for each in _paths(path):
-        report = run_check(each, kind, _job_args(job), reward_model_path)
-        if each != path:
-            print(each)
-        for line in report.passed:
-            print(f"ok      {line}")
-        for line in report.failed:
-            print(f"failed  {line}")
-        code = max(code, int(bool(report.failed)))
-    return code
+        reports.append(run_check(each, kind, _job_args(job), reward_model_path))
+        if not as_json:
+            _print(reports[-1], with_path=each != path)
+    if as_json:
+        print_json(reports)
+    return int(any(report.failed for report in reports))
+
+
+def _print(report: CheckReport, *, with_path: bool) -> None:
+    if with_path:
+        print(report.path)
+    for line in report.passed:
+        print(f"ok      {line}")
+    for line in report.failed:
+        print(f"failed  {line}")
 
 
 def _job_args(job: Path | None) -> HookArgs | None:

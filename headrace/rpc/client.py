@@ -52,11 +52,14 @@ async def stream(
     method: Callable[..., Any], request: Any, *, deadline_seconds: float | None, peer: str = "the server"
 ) -> AsyncIterator[Any]:
     """A server stream; errors are mapped, nothing is retried. Only an endless watch goes without a deadline."""
+    replies = method(request, timeout=deadline_seconds, wait_for_ready=True)
     try:
-        async for reply in method(request, timeout=deadline_seconds, wait_for_ready=True):
+        async for reply in replies:
             yield reply
     except grpc.aio.AioRpcError as error:
         raise _mapped(error, deadline_seconds, peer) from error
+    finally:
+        replies.cancel()  # a reader that leaves ends the call, which would wait at the server
 
 
 def _mapped(error: grpc.aio.AioRpcError, deadline_seconds: float | None, peer: str) -> HeadraceError:

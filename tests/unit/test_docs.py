@@ -38,9 +38,9 @@ _OTHERS_FLAGS = {
     *("--require-hashes", "--security-opt"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
-    "--use-slime-router",
+    *("--torch-backend", "--python", "--use-slime-router"),
 }
-"""Of Slurm, Ray, slime, SGLang's server, pip, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
+"""Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
@@ -127,7 +127,7 @@ def names() -> list[str]:
 def own_flags(name: str) -> frozenset[str]:
     """What `headrace NAME --help` lists."""
     if name in _OF_A_JOB:
-        return frozenset({"--kind", "--job", "--fast", "--elsewhere"}) if name == "check" else frozenset()
+        return frozenset({"--kind", "--job", "--fast", "--elsewhere", "--json"}) if name == "check" else frozenset()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         command_line.main([*name.split(), "--help"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from headrace.cli.arg_types import PATH, Group
+from headrace.cli.json_output import json_option, print_json
 from headrace.errors import ConfigError
 from headrace.rpc.access import add_token, revoke_token, tokens_in
 from headrace.rpc.roles import OF_CLIENTS, Role, role_named
@@ -82,9 +83,14 @@ def add(file: Path, name: str, role: str) -> int:
 
 @tokens.command("list")
 @click.argument("file", type=PATH)
-def list_tokens(file: Path) -> int:
+@json_option
+def list_tokens(file: Path, as_json: bool) -> int:
     """Lists the tokens by name and role."""
-    for name, entry in tokens_in(file).items():
+    listed = tokens_in(file)
+    if as_json:
+        print_json([{"name": name, "role": entry.role, "added": entry.added} for name, entry in listed.items()])
+        return 0
+    for name, entry in listed.items():
         print(f"{name}  {entry.role}  since {entry.added}")
     return 0
 

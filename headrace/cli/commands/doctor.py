@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -23,8 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.arg_types import PATH, RUNS
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
+from headrace.installed import EXTRAS
 from headrace.process.child import run_once
 from headrace.process.memory import free_bytes
 from headrace.process.scratch import SHARED_MEMORY
@@ -73,7 +75,7 @@ class Finding:
 @click.command()
 @click.option("--run-dir", type=PATH, default=RUNS, show_default=True, help="Where runs will be: its disk is tried.")
 @click.option("--fast", is_flag=True, help="Do not import torch, which takes some seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def doctor(run_dir: Path, fast: bool, as_json: bool) -> int:
     """Looks at Python, packages, devices, disk, memory, network and sandbox, and says what mends each finding.
 
@@ -87,7 +89,7 @@ def doctor(run_dir: Path, fast: bool, as_json: bool) -> int:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        print_json(found)
     else:
         print_no_wrap(Console(), _table(found))
     return int(any(each.state == "problem" for each in found))
@@ -126,7 +128,7 @@ def _services() -> Iterator[Finding]:
                 service,
                 "warning",
                 f"not installed here: {', '.join(missing)}",
-                f"to run it with this Python install the extra {service}: requirements/README.md",
+                f"to run it with this Python install the extra {EXTRAS[service]}: requirements/README.md",
             )
         else:
             yield Finding(service, "ok", ", ".join(f"{name} {each}" for name, each in versions.items()))

@@ -22,8 +22,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, PATH, run_argument
 from headrace.cli.commands.policy import export_step
 from headrace.cli.job_arguments import JobCommand, load_job
+from headrace.cli.json_output import json_option, print_json, teller
 from headrace.cli.runs import address_of, find_run
-from headrace.cli.view.lines import history_table, print_no_wrap
+from headrace.cli.view.lines import evaluated_rows, history_table, print_no_wrap
 from headrace.client.open import open_rollout
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.job.eval_sets import EvalSet, eval_dataset, eval_sets
@@ -60,7 +61,7 @@ class _Evaluate(click.Command):
 def _common(function: Callable[..., int]) -> Callable[..., int]:
     samples = click.option("--samples", type=PATH, metavar="FILE", help="Write all samples there as JSON lines.")
     return click.option("--max-prompts", type=COUNT, help="How many prompts of each data set to use, from its first.")(
-        samples(function)
+        samples(json_option(function))
     )
 
 
@@ -83,6 +84,7 @@ def evaluate(
     history: bool,
     max_prompts: int | None,
     samples: Path | None,
+    as_json: bool,
 ) -> int:
     """Evaluates a run, and prints one line for each data set.
 
@@ -95,35 +97,37 @@ def evaluate(
     """
     folder = find_run(run)
     if history:
-        return _show_history(folder)
+        return _show_history(folder, as_json=as_json)
     named = [EvalSet(name=name, path=Path(path).absolute()) for name, path in data]
     job = folder.job()
     datasets = _datasets(job, named or eval_sets(job.eval), max_prompts)
     if step is None and not has_ended(folder):
-        return _show(_ask(address_of(run, "rollout"), datasets, samples))
+        return _show(_ask(address_of(run, "rollout"), datasets, samples), as_json)
     with _scratch() as place:
         exported = export_step(folder, step, place / "weights")
-        print(f"evaluating the checkpoint of step {exported}", flush=True)
+        teller(as_json)(f"evaluating the checkpoint of step {exported}")
         alone = _with_data(serving(job, place, hf_checkpoint=place / "weights"), named)
-        return _show(_beside(alone, _SERVICES, lambda launcher: _ask_when_ready(launcher, datasets, samples)))
+        return _show(_beside(alone, _SERVICES, lambda launcher: _ask_when_ready(launcher, datasets, samples)), as_json)
 
 
 @click.command(cls=JobCommand)
 @_common
-def _of_folder(words: Sequence[str], max_prompts: int | None, samples: Path | None) -> int:
+def _of_folder(words: Sequence[str], max_prompts: int | None, samples: Path | None, as_json: bool) -> int:
     """Evaluates a Hugging Face folder. The sizes of the job's batches are of no account."""
     with _scratch() as folder:
         job = load_job([*_with_sizes(words), "--run-dir", str(folder)], lambda _: Scope(_SERVICES))
         alone = serving(job, folder, hf_checkpoint=job.model.hf_checkpoint)
         datasets = _datasets(job, eval_sets(job.eval), max_prompts)
-        return _show(_beside(alone, _SERVICES, lambda launcher: _ask_when_ready(launcher, datasets, samples)))
+        return _show(_beside(alone, _SERVICES, lambda launcher: _ask_when_ready(launcher, datasets, samples)), as_json)
 
 
 @click.command(cls=JobCommand)
 @click.option("--url", required=True)
 @click.option("--model", required=True)
 @_common
-def _of_url(url: str, model: str, words: Sequence[str], max_prompts: int | None, samples: Path | None) -> int:
+def _of_url(
+    url: str, model: str, words: Sequence[str], max_prompts: int | None, samples: Path | None, as_json: bool
+) -> int:
     """Evaluates a server that speaks OpenAI's API. The flags of a job say what to ask and how to score it."""
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(f"--url {shown(url)} must begin with http:// or https://, and mostly ends with /v1")
@@ -132,7 +136,8 @@ def _of_url(url: str, model: str, words: Sequence[str], max_prompts: int | None,
         job = load_job(flags, lambda _: Scope(["reward"]))
         alone = serving(job, folder, hf_checkpoint=folder)
         datasets = _datasets(job, eval_sets(job.eval), max_prompts)
-        return _show(_beside(alone, ["reward"], lambda launcher: _ask_url(launcher, datasets, samples, url, model)))
+        asked = _beside(alone, ["reward"], lambda launcher: _ask_url(launcher, datasets, samples, url, model))
+        return _show(asked, as_json)
 
 
 def _with_sizes(words: Sequence[str]) -> Sequence[str]:
@@ -153,8 +158,12 @@ def _with_data(job: Job, named: Sequence[EvalSet]) -> Job:
     return job.model_copy(update={"eval": job.eval.model_copy(update={"eval_prompt_data": data, "eval_config": None})})
 
 
-def _show(evaluation: Coroutine[Any, Any, Sequence[rollout_pb2.EvalResult]]) -> int:
-    for result in asyncio.run(evaluation):
+def _show(evaluation: Coroutine[Any, Any, Sequence[rollout_pb2.EvalResult]], as_json: bool) -> int:
+    results = asyncio.run(evaluation)
+    if as_json:
+        print_json(list(results))
+        return 0
+    for result in results:
         print(described(result))
     return 0
 
@@ -171,10 +180,13 @@ def described(result: rollout_pb2.EvalResult) -> str:
     )
 
 
-def _show_history(run: RunFolder) -> int:
+def _show_history(run: RunFolder, *, as_json: bool) -> int:
     table = history_table(run.metrics)
     if table is None:
         raise NotFound(f"{run.path} has no evaluation yet: pass --eval-prompt-data NAME PATH to `headrace train`")
+    if as_json:
+        print_json(evaluated_rows(run.metrics))
+        return 0
     console = Console()
     print_no_wrap(console, table)
     picture = run.path / "evaluations.png"

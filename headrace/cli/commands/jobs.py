@@ -15,9 +15,10 @@ from rich.console import Console
 
 from headrace.cli.arg_types import PATH
 from headrace.cli.job_arguments import JobCommand, load_job, note
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import find_run
 from headrace.cli.view.lines import compared
-from headrace.cli.view.plan import in_short, plan, print_report, too_little_memory
+from headrace.cli.view.plan import in_short, plan, print_report, report_tree, too_little_memory
 from headrace.cli.view.run_view import RunView, follow, show
 from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.job.load.load import read
@@ -234,7 +235,8 @@ class _Check(JobCommand):
     is_flag=True,
     help="The job is for another machine: missing files and GPUs are listed, and do not refuse the job.",
 )
-def check(words: Sequence[str], fast: bool, elsewhere: bool) -> int:
+@json_option
+def check(words: Sequence[str], fast: bool, elsewhere: bool, as_json: bool) -> int:
     """Prints the plan of a job and what every service found. `headrace check hook PATH` tries a hook.
 
     The exit code is 2 when a service refuses the job, with its sentence, and 1 when a service's check itself failed.
@@ -249,16 +251,19 @@ def check(words: Sequence[str], fast: bool, elsewhere: bool) -> int:
     read_seconds = _FAST_READ_SECONDS if fast else READ_SECONDS
     report = preflight(
         job,
-        scopes[0],
+        scopes[-1],
         fast=fast,
         read_seconds=read_seconds,
         tries=not fast,
         tell=lambda sentence: print(sentence, file=sys.stderr),
     )
-    if "buffer" in scopes[0].services:
-        _check_ledger(job, report, scopes[0])
-    report.warnings += too_little_memory(job, scopes[0])
-    print_report(Console(), plan(job, scopes[0]), report, scopes[0])
+    if "buffer" in scopes[-1].services:
+        _check_ledger(job, report, scopes[-1])
+    report.warnings += too_little_memory(job, scopes[-1])
+    if as_json:
+        print_json(report_tree(plan(job, scopes[-1]), report, scopes[-1]))
+    else:
+        print_report(Console(), plan(job, scopes[-1]), report, scopes[-1])
     return _REFUSED_EXIT_CODE if report.refusals else _FAILED_EXIT_CODE if report.failed else 0
 
 

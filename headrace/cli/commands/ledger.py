@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import click
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.arg_types import PATH, TEXT, Finite, Group, buffer_address_option, run_argument, stream_option
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
 from headrace.client.buffer import Buffer, BufferClient
 from headrace.client.open import open_buffer
@@ -317,7 +319,8 @@ def prompt_of(row: Mapping[str, Any], prompt_id: str, chat: bool) -> sample_pb2.
     default=TIMEOUT_SECONDS,
     help="How long to wait for a silent buffer (20).",
 )
-def audit(run: str | None, stream: str, deep: bool, timeout_seconds: float) -> int:
+@json_option
+def audit(run: str | None, stream: str, deep: bool, timeout_seconds: float, as_json: bool) -> int:
     """Compares the ledger with itself and with trained.jsonl, the trainer's own record of what every step was fed.
 
     A run that has ended is read by starting its buffer once more over a copy of its ledger. Nothing is written into
@@ -325,7 +328,10 @@ def audit(run: str | None, stream: str, deep: bool, timeout_seconds: float) -> i
     could be audited, and 2 for a mistake in the command.
     """
     found = asyncio.run(audited(find_run(run), stream, timeout_seconds, deep=deep))
-    print(described(found))
+    if as_json:
+        print_json({"clean": found.verdict.is_clean, **asdict(found)})
+    else:
+        print(described(found))
     return 0 if found.verdict.is_clean else 1
 
 

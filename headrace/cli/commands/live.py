@@ -19,6 +19,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.arg_types import COUNT, Finite, Group, rollout_address_option, run_argument
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import Coming, duration, failures_line, print_no_wrap
 from headrace.cli.view.run_view import WARNING_CHARACTERS
@@ -53,51 +54,74 @@ _AGENT_PATIENCE_SECONDS = 300.0
 
 @click.command()
 @run_argument
-def status(run: str | None) -> int:
+@json_option
+def status(run: str | None, as_json: bool) -> int:
     """Shows the services of a run, its trainer, its engines, its ledger.
 
     The exit code is 0 when every service serves or the run has finished, else 1.
     """
     folder = find_run(run)
-    return _ended(folder) if has_ended(folder) else asyncio.run(_status(folder))
+    return _ended(folder, as_json=as_json) if has_ended(folder) else asyncio.run(_status(folder, as_json=as_json))
 
 
-def _ended(folder: RunFolder) -> int:
+def _ended(folder: RunFolder, *, as_json: bool) -> int:
     """Returns 0 for a run that has finished, and 1 for one that the same command would continue."""
     previous = previous_run(folder)
-    if previous is None:
+    steps, wanted = (previous.saved_step, previous.job.rollout.num_rollout) if previous else (None, None)
+    is_finished = steps is not None and wanted is not None and steps >= wanted
+    ending = None if is_finished else ExitStatus.read(folder.exit_status)
+    if as_json:
+        state = "finished" if is_finished else "interrupted" if previous else "unreadable"
+        reason = ending.message if ending else None
+        print_json({"run": folder.path, "state": state, "saved_step": steps, "num_steps": wanted, "reason": reason})
+    elif previous is None:
         print(f"{folder.path}: ended; its job.json cannot be read, so its progress is unknown")
-        return 1
-    steps, wanted = previous.saved_step, previous.job.rollout.num_rollout
-    if steps >= wanted:
+    elif is_finished:
         print(
             f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` can read it"
         )
-        return 0
-    if ending := ExitStatus.read(folder.exit_status):
-        print(f"{folder.path}: the trainer ended: {ending.message}")
-    print(
-        f"{folder.path}: ended; its checkpoints hold {steps} of {wanted} steps: the command that started it continues "
-        f"from there; the logs in {folder.logs} say why it ended"
-    )
-    return 1
+    else:
+        if ending:
+            print(f"{folder.path}: the trainer ended: {ending.message}")
+        print(
+            f"{folder.path}: ended; its checkpoints hold {steps} of {wanted} steps: the command that started it "
+            f"continues from there; the logs in {folder.logs} say why it ended"
+        )
+    return 0 if is_finished else 1
 
 
-async def _status(folder: RunFolder) -> int:
-    table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
+async def _status(folder: RunFolder, *, as_json: bool) -> int:
     services = folder.services()
-    states = await asyncio.gather(*(_State.of(name, entry.address) for name, entry in services.items()))
-    for name, state in zip(services, states, strict=True):
-        detail = state.detail
-        if detail == _SILENT and name in folder.running_services():
-            detail = _not_ready(folder, name)
-        table.add_row(name, *_where(name, services), Text(detail))
-    print_no_wrap(Console(), table)
-    said = {name: state.said for name, state in zip(services, states, strict=True)}
-    trainer, fleet, stats = (said.get(name) for name in ("trainer", ROLLOUT, BUFFER))
+    asked = await asyncio.gather(*(_State.of(name, entry.address) for name, entry in services.items()))
+    states = dict(zip(services, asked, strict=True))
+    running = folder.running_services()
+    silent = [name for name, state in states.items() if state.detail == _SILENT and name in running]
+    details = {name: state.detail for name, state in states.items()}
+    details |= {name: _not_ready(folder, name) for name in silent}
+    trainer, fleet, stats = (states[name].said if name in states else None for name in ("trainer", ROLLOUT, BUFFER))
+    waiting = None
     if isinstance(trainer, trainer_pb2.GetStatusResponse) and waits_too_long(trainer, folder.metrics):
-        print(awaited(trainer, fleet, stats))
-    return 0 if all(state.serves for state in states) else 1
+        waiting = awaited(trainer, fleet, stats)
+    if as_json:
+        tree = {
+            name: {
+                "address": services[name].address,
+                "pid": services[name].pid,
+                "serves": state.serves,
+                "detail": details[name],
+                "status": state.said,
+            }
+            for name, state in states.items()
+        }
+        print_json({"run": folder.path, "state": "running", "services": tree, "waiting": waiting})
+    else:
+        table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
+        for name, detail in details.items():
+            table.add_row(name, *_where(name, services), Text(detail))
+        print_no_wrap(Console(), table)
+        if waiting:
+            print(waiting)
+    return 0 if all(state.serves for state in states.values()) else 1
 
 
 def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.arg_types import COUNT, PATH, TEXT, Finite, rollout_address_option, run_argument
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import print_no_wrap
 from headrace.client.open import open_rollout
@@ -23,6 +25,7 @@ from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.previous_run import checkpoints_of, has_ended
 from headrace.limits import MAX_SCHEMA_BYTES
+from headrace.models.family import Preset
 from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.registry import PRESETS, architecture, table
 from headrace.models.torch_dist import FORMAT
@@ -55,6 +58,7 @@ def _schema(ctx: click.Context, param: click.Parameter, path: str | None) -> str
 @click.option("--json-schema", callback=_schema, metavar="FILE", help="A JSON schema that the response must fit.")
 @click.option("--regex", type=TEXT, help="A regular expression that the response must fit as a whole.")
 @click.option("--raw", is_flag=True, help="Give the text to the tokenizer without the chat template.")
+@json_option
 def generate(
     text: str,
     run: str | None,
@@ -66,6 +70,7 @@ def generate(
     json_schema: str | None,
     regex: str | None,
     raw: bool,
+    as_json: bool,
 ) -> int:
     """Asks the policy that the engines serve now, with TEXT as the user's message.
 
@@ -79,22 +84,38 @@ def generate(
         request.text = text
     else:
         request.messages.messages.append(sample_pb2.ChatMessage(role="user", content=text))
-    asyncio.run(_generate(address_of(run, "rollout", rollout_address), request))
+    asyncio.run(_generate(address_of(run, "rollout", rollout_address), request, as_json=as_json))
     return 0
 
 
-async def _generate(address: str, request: rollout_pb2.GenerateRequest) -> None:
+async def _generate(address: str, request: rollout_pb2.GenerateRequest, *, as_json: bool) -> None:
     versions: set[int] = set()
     texts: dict[int, str] = {}
+    responses: list[dict[str, object]] = []
     async with open_rollout(address) as rollout:
         async for reply in rollout.generate(request):
             texts[reply.index] = texts.get(reply.index, "") + reply.text
-            if request.n == 1:
+            if as_json:
+                responses += [_response(reply, texts[reply.index])] if reply.status else []
+            elif request.n == 1:
                 print(reply.text, end="", flush=True)
             elif reply.status:
                 print(f"── {reply.index + 1} of {request.n}\n{texts[reply.index]}", flush=True)
             versions |= {each.policy_version for each in reply.policy_ranges}
+    if as_json:
+        print_json(responses)
+        return
     print(f"\n(policy version {', '.join(str(version) for version in sorted(versions)) or 'unknown'})")
+
+
+def _response(last: rollout_pb2.GenerateResponse, text: str) -> dict[str, object]:
+    return {
+        "index": last.index,
+        "text": text,
+        "status": sample_pb2.SampleStatus.Name(last.status),
+        "prompt_tokens": last.prompt_tokens,
+        "policy_ranges": list(last.policy_ranges),
+    }
 
 
 @click.command()
@@ -169,14 +190,33 @@ _SHORT = {
 }
 
 
-@click.command()
-def models() -> int:
-    """Prints a line for each preset of --model: name, model_type, parameters, layers, layout."""
-    listing = Table("model", "model_type", "parameters", "layers", "layout (arithmetic, not run)", box=None)
-    for preset in PRESETS.values():
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A preset of --model. `layout` has the Megatron options that it sets: arithmetic, not run."""
+
+    name: str
+    model_type: str
+    parameters: int
+    layers: int
+    layout: Mapping[str, int]
+
+    @classmethod
+    def of(cls, preset: Preset) -> ListedModel:
         found = architecture(preset.config)
-        size = table(found).num_parameters
-        listing.add_row(preset.name, found.family, _billions(size), str(found.num_layers), _layout(preset.layout))
+        return cls(preset.name, found.family, table(found).num_parameters, found.num_layers, dict(preset.layout))
+
+
+@click.command()
+@json_option
+def models(as_json: bool) -> int:
+    """Prints a line for each preset of --model: name, model_type, parameters, layers, layout."""
+    found = [ListedModel.of(preset) for preset in PRESETS.values()]
+    if as_json:
+        print_json(found)
+        return 0
+    listing = Table("model", "model_type", "parameters", "layers", "layout (arithmetic, not run)", box=None)
+    for each in found:
+        listing.add_row(each.name, each.model_type, _billions(each.parameters), str(each.layers), _layout(each.layout))
     print_no_wrap(Console(), listing)
     return 0
 

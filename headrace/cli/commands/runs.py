@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.arg_types import PATH, RUNS
+from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import find_run
 from headrace.cli.view.lines import evaluations, print_no_wrap
 from headrace.cli.view.run_view import sparkline
@@ -53,7 +53,7 @@ class RunSummary:
 @click.command()
 @click.argument("names", nargs=-1, metavar="[RUN RUN]")
 @click.option("--run-dir", type=PATH, default=RUNS, show_default=True, help="The folder that holds the runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def runs(names: Sequence[str], run_dir: Path, as_json: bool) -> int:
     """Lists the runs here, the newest first. With two names it compares their jobs and their metrics."""
     if names and len(names) != 2:
@@ -63,7 +63,7 @@ def runs(names: Sequence[str], run_dir: Path, as_json: bool) -> int:
         return _compare(first, second, as_json)
     found = sorted(map(_summary, _folders(run_dir)), key=lambda each: each.changed, reverse=True)
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        print_json(found)
     elif not found:
         print(f"no runs in {run_dir.absolute()}: `headrace init` makes a job, `headrace train` starts it")
     else:
@@ -132,7 +132,7 @@ def _compare(first: RunFolder, second: RunFolder, as_json: bool) -> int:
             "job": [{"flag": each.flag, "values": [each.old, each.new]} for each in differing],
             "metrics": {name: list(values) for name, values in figures.items()},
         }
-        print(json.dumps(tree, indent=2))
+        print_json(tree)
         return 0
     console = Console()
     print_no_wrap(console, _options(differing, first, second))

@@ -178,21 +178,26 @@ _MEAN = "eval/"
 
 def history_table(file: Path) -> Table | None:
     """Returns None where no evaluation has ended. Of a step that was evaluated twice, the later row counts."""
-    rows = {row["step"]: row for row in fields_in(file) if "eval_error" in row}
+    rows = evaluated_rows(file)
     if not rows:
         return None
-    names = sorted({name.removeprefix(_MEAN) for row in rows.values() for name in row if name.startswith(_MEAN)})
+    names = sorted({name.removeprefix(_MEAN) for row in rows for name in row if name.startswith(_MEAN)})
     table = Table(box=None, pad_edge=False)
     table.add_column("step", justify="right")
     for name in names:
         table.add_column(escape(printable(name)))
     table.add_column("versions")
-    for step in sorted(rows):
-        row = rows[step]
-        table.add_row(str(step), *(_mean_cell(row, name) for name in names), _versions(row, names))
+    for row in rows:
+        table.add_row(str(row["step"]), *(_mean_cell(row, name) for name in names), _versions(row, names))
         for warning in row.get("warnings", ()):
             table.add_row("", *("" for _ in names), f"[dim]{escape(printable(str(warning)))}[/]")
     return table
+
+
+def evaluated_rows(file: Path) -> list[Mapping[str, Any]]:
+    """A run's metrics of its evaluations, in the order of steps; of a step that was evaluated twice, the later ones."""
+    rows = {row["step"]: row for row in fields_in(file) if "eval_error" in row}
+    return [rows[step] for step in sorted(rows)]
 
 
 def _mean_cell(row: Mapping[str, Any], name: str) -> str:

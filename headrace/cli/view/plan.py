@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -467,8 +468,7 @@ def print_report(console: Console, plan: Sequence[tuple[str, str]], report: Repo
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    replaced = {what for what, _ in report.facts}
-    for what, how in [*(row for row in plan if row[0] not in replaced), *report.facts]:
+    for what, how in _rows(plan, report):
         table.add_row(what, Text(encodable(how)))
     print_no_wrap(console, table)
     _lines(console, "unchecked", report.unchecked)
@@ -478,6 +478,24 @@ def print_report(console: Console, plan: Sequence[tuple[str, str]], report: Repo
     if not report.refusals and not report.failed:
         here = "that can be checked here " if scope.elsewhere else ""
         console.print(Text(f"nothing {here}prevents a start", style="bold green"))
+
+
+def report_tree(plan: Sequence[tuple[str, str]], report: Report, scope: Scope) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "elsewhere": scope.elsewhere,
+        "plan": {what: encodable(how) for what, how in _rows(plan, report)},
+        "unchecked": report.unchecked,
+        "warnings": report.warnings,
+        "refused": report.refusals,
+        "failed": report.failed,
+    }
+
+
+def _rows(plan: Sequence[tuple[str, str]], report: Report) -> list[tuple[str, str]]:
+    """What a service has found replaces the plan's own row."""
+    replaced = {what for what, _ in report.facts}
+    return [*(row for row in plan if row[0] not in replaced), *report.facts]
 
 
 def _for_another_machine(why: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from headrace.errors import ConfigError
 from headrace.job.load import flags
 from headrace.job.load.flags import UNSUPPORTED, option_value, parse_flags
+from headrace.job.load.from_hub import with_hub_files
 from headrace.job.load.resolve import resolve
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.option import ALIASES, Arity, Option, Setting, options
@@ -139,9 +140,10 @@ def load(
 ) -> Job:
     """The job with everything derived, checked for the services that a command starts.
 
-    `note` is called for flags that are given more than once. Raises ConfigError that names the place of the mistake.
+    Names of the hub become paths. `note` is called for what is downloaded, and for flags that are given more than once.
+    Raises ConfigError that names the place of the mistake, and Unavailable where the hub is needed and not there.
     """
-    job = resolve(read(path, argv, environment, note))
+    job = resolve(with_hub_files(read(path, argv, environment, note), scope_of, note))
     check(job, scope_of(job))
     return job
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.installed import has_services, how_to_install
 from headrace.job.eval_sets import eval_sets
 from headrace.job.hook_files import HOOK_LEAVES, definitions, refuse_slimes
 from headrace.job.option import options
@@ -26,6 +27,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.jso
 
 def check_files(job: Job, scope: Scope) -> None:
     """Raises ConfigError that names the option and the path."""
+    _installed(job, scope)
     for service in scope.services:
         _python(job, service, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
@@ -42,6 +44,12 @@ def check_files(job: Job, scope: Scope) -> None:
         _of_reward(job, scope)
     if "trainer" in scope.services:
         _of_trainer(job, scope)
+
+
+def _installed(job: Job, scope: Scope) -> None:
+    own = [service for service in scope.services if getattr(job.services, f"{service}_python") is None]
+    if own and not has_services():
+        scope.missing(f"{', '.join(own)} cannot start here: {how_to_install(own)}")
 
 
 def _python(job: Job, service: str, scope: Scope) -> None:

@@ -53,7 +53,8 @@ def _resolved(name: str, value: int | None) -> int:
 
 class DataSection(Section):
     prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
-    """JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them."""
+    """JSONL, Parquet, JSON or CSV of prompts, PATH or PATH@[a:b], or OWNER/NAME:SPLIT of the hub; absent: SubmitPrompts
+    brings them."""
     prompt_data_weights: tuple[Above, ...] = ()
     """Each file's share of every trained batch, relative to the others; absent: equal shares."""
     streaming_data: bool = False
@@ -196,7 +197,7 @@ class RolloutSection(Section):
 
 class EvalSection(Section):
     eval_prompt_data: tuple[tuple[str, Path], ...] = ()
-    """NAME and PATH or PATH@[a:b] of an evaluation; repeatable."""
+    """NAME and PATH or PATH@[a:b] of an evaluation, or OWNER/NAME:SPLIT of the hub; repeatable."""
     eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = None
     """TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in docs/evaluation.md;
     beside eval_prompt_data."""

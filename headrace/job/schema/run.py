@@ -40,7 +40,7 @@ class ModelSection(Section):
     """A name of `headrace models`: hf_checkpoint must be that model, and its parallel sizes are taken where the job
     gives none."""
     hf_checkpoint: Path
-    """Hugging Face folder: weights, config, tokenizer."""
+    """Hugging Face folder: weights, config, tokenizer. Or OWNER/NAME of the hub, which is downloaded once."""
     trust_remote_code: bool = False
     """Run the code that hf_checkpoint brings for its tokenizer: in the rollout service, its check, and where a hook
     uses headrace.hooks.kit. Engines have --sglang-trust-remote-code; no other process runs any."""

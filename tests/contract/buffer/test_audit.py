@@ -79,6 +79,15 @@ def test_a_tampered_record_is_told_by_sample(run: RunFolder, capsys: pytest.Capt
         assert line in said.splitlines()
 
 
+def test_an_audit_in_json_has_its_verdict_and_its_amounts(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["audit", str(run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["clean"] is True
+    assert found["verdict"] == {"lost": [], "doubled": [], "unaccounted": [], "others": []}
+    assert (found["num_steps"], found["num_payloads"]) == (5, None)
+
+
 def test_a_record_that_is_gone_is_missed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     run.training_record.unlink()
     assert main(["audit", str(run.path)]) == 1

@@ -128,7 +128,7 @@ def asyncio_run(launcher: Launcher) -> None:
 def test_what_nobody_expected_is_one_line_and_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> int:
+    def broken(**_: object) -> int:
         raise ZeroDivisionError("\ud800")
 
     monkeypatch.setattr("headrace.cli.commands.policy.models.callback", broken)
