@@ -7,11 +7,14 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.limits import MAX_PROMPT_LINE_BYTES, MAX_TABLE_BYTES, canonical, shown
+
+if TYPE_CHECKING:
+    from headrace.api.rollout.v1 import rollout_pb2
 
 LABEL_IS_JSON = "label_is_json"
 """The key of `hook_json` that says so: users' functions are given the object or the list itself."""
@@ -151,12 +154,12 @@ def content_of(row: Mapping[str, Any], key: str) -> str | list[dict[str, Any]]:
     )
 
 
-def set_content(prompt: sample_pb2.Prompt, content: str | Sequence[Mapping[str, Any]]) -> None:
-    """Gives the prompt what `content_of` has read."""
+def set_content(prompt: sample_pb2.Prompt | rollout_pb2.AgentTask, content: str | Sequence[Mapping[str, Any]]) -> None:
+    """Gives a prompt, or a task of an agent host, what `content_of` has read."""
     if isinstance(content, str):
         prompt.text = content
     else:
-        prompt.messages.messages.extend(map(chat_message, content))
+        prompt.messages.CopyFrom(sample_pb2.ChatMessages(messages=map(chat_message, content)))
 
 
 def typed_value(row: Mapping[str, Any], key: str | None, kind: type) -> Any:

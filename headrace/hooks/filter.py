@@ -1,4 +1,4 @@
-"""Functions that see what was generated before it is stored: filters, sample hooks, and those shown a whole step."""
+"""User functions that get samples before they are stored: filters, sample hooks, functions for a whole step."""
 
 from __future__ import annotations
 

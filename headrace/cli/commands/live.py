@@ -144,7 +144,7 @@ class _State:
     serves: bool
     detail: str
     said: Any = None
-    """The answer that it gave about itself, of its own type."""
+    """The service's own status message; None if there is none."""
 
     @classmethod
     async def of(cls, name: str, address: str) -> _State:

@@ -24,7 +24,7 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Keeps what was generated in `buffer`; what `buffer_filter` chooses of it is trained once more."""
+    """Keeps generated samples in `buffer`. `buffer_filter` chooses those that are trained again."""
 
     def __init__(self, dataset: Any, args: Any) -> None:
         super().__init__(dataset, args)

@@ -171,7 +171,7 @@ def read(
 
 def _require_normal(setting: Setting) -> None:
     if setting.value is None:
-        raise ConfigError(f"{setting.origin} null is no value: leave it out for SGLang's default")
+        raise ConfigError(f"{setting.origin} is null: leave it out to get SGLang's default")
     try:
         normalize(setting.value)
     except ValueError as error:

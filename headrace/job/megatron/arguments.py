@@ -72,7 +72,7 @@ class ArchitectureArgs(MegatronFields):
     swiglu: bool | None = None
     """Gated SiLU in the MLP."""
     untie_embeddings_and_output_weights: bool | None = None
-    """Output layer with weights of its own."""
+    """The output layer has its own weights, not those of the embedding."""
     position_embedding_type: Literal["rope"] | None = None
     """How positions are known."""
     no_position_embedding: bool | None = None

@@ -163,7 +163,7 @@ def meeting_of(placement: PlacementSection, environment: Mapping[str, str] = os.
         )
     port = placement.master_port or _number(environment, "MASTER_PORT", _DEFAULT_PORT)
     if not 0 < port <= LAST_PORT:
-        raise ConfigError(f"MASTER_PORT {port} is no port: set one of 1 to {LAST_PORT}")
+        raise ConfigError(f"MASTER_PORT {port} is not a port: set a number from 1 to {LAST_PORT}")
     return Meeting(rank, Address(host.strip("[]"), port))
 
 

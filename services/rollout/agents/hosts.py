@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import Aborted, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.hooks.agent import Task
@@ -34,7 +33,7 @@ from headrace.limits import (
     require_name,
     require_path,
 )
-from headrace.prompts import chat_message, label_mark, label_text, ordered_json
+from headrace.prompts import label_mark, label_text, ordered_json, set_content
 from headrace.rpc.log import kept_running, log
 from services.rollout.agents.sampler import Played
 from services.rollout.agents.session import Session
@@ -277,10 +276,7 @@ class AgentHosts:
             seconds=lent.seconds,
             sample_id=lent.sample_id,
         )
-        if isinstance(task.prompt, str):
-            made.text = task.prompt
-        else:
-            made.messages.CopyFrom(sample_pb2.ChatMessages(messages=[chat_message(each) for each in task.prompt]))
+        set_content(made, task.prompt)
         return made
 
     # What becomes of hosts that are not heard of
