@@ -15,9 +15,8 @@ from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
 from headrace.hooks import hook_args
 from headrace.hooks.trial.check import check_hook
 from headrace.job.load.resolve import resolve
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, read_job
 from headrace.rpc.log import drop_logs
-from headrace.run_folder import read_job
 
 _REWARD = "reward"
 
