@@ -101,4 +101,4 @@ async def _run(python: str, words: tuple[str, ...], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(starter_model(sys.executable, lambda line: print(line, flush=True)))
+    asyncio.run(starter_model(sys.executable, lambda line: print(line, flush=True)))  # noqa: T201  # a command
