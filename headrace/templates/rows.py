@@ -24,8 +24,8 @@ _FACTS = (
 
 
 def sums() -> tuple[Sequence[Row], Sequence[Row]]:
-    """Sums and differences of two digits. A worked sum shows what is wanted, and where a response ends."""
-    example = f"2 + 2 = 4{_END}\n"
+    """Sums and differences of two digits. Worked ones show what is wanted, and where a response ends."""
+    example = f"2 + 2 = 4{_END}\n2 - 5 = -3{_END}\n"
     pairs = [(a, b) for a in range(10) for b in range(10)]
     tasks = [*((f"{a} + {b} =", a + b) for a, b in pairs), *((f"{a} - {b} =", a - b) for a, b in pairs)]
     return _split([{"prompt": f"{example}{task}", "label": str(result)} for task, result in tasks])
