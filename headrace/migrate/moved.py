@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job, toml_value
-from headrace.migrate.shell import COMPUTED, DECIDED_LATER, script_text
+from headrace.migrate.bash import COMPUTED, DECIDED_LATER, script_text
 
 State = Literal["carried", "changed", "no counterpart"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.errors import InvalidArgument
 from headrace.job.names import MEGATRON, SLIME
 from headrace.migrate.moved import Migration, unknown_value
-from headrace.migrate.shell import DECIDED_LATER, command_of, read_script
+from headrace.migrate.bash import DECIDED_LATER, read_script
 
 _SYNCHRONOUS, _ASYNCHRONOUS = "train.py", "train_async.py"
 _FUNCTIONS = ("--custom-", "--rollout-function-path", "--eval-function-path", "--data-source-path", "--rollout-data-")
@@ -42,7 +42,7 @@ def migrate(path: Path, environment: Mapping[str, str], more: Sequence[str] = ()
     Raises InvalidArgument for a script that starts neither train.py nor train_async.py.
     """
     script = read_script(path, environment)
-    words = command_of(script, _SYNCHRONOUS, _ASYNCHRONOUS)
+    words = script.command_of(_SYNCHRONOUS, _ASYNCHRONOUS)
     if words is None:
         raise InvalidArgument(
             f"{path} starts neither {_SYNCHRONOUS} nor {_ASYNCHRONOUS}: name the script that starts slime's training"

@@ -13,7 +13,7 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.limits import syntax_tree
 from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, parsed_yaml, unknown_value
-from headrace.migrate.shell import command_of, read_script, script_text
+from headrace.migrate.bash import read_script, script_text
 
 _UNKNOWN = object()
 _TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "AsyncGRPOTrainer")
@@ -153,11 +153,11 @@ def _tree(path: Path) -> ast.Module:
 def _launched(path: Path, environment: Mapping[str, str]) -> tuple[str | None, Path | None, list[str]]:
     """The trainer's class where the command says it, the script where it is here, and the flags."""
     script = read_script(path, environment)
-    started = command_of(script, "trl") or []
+    started = script.command_of("trl") or []
     if started[1:] and started[1] in _COMMANDS:
         return _COMMANDS[started[1]], None, started[2:]
     for name, trainer in _COMMANDS.items():
-        if words := command_of(script, f"trl.scripts.{name}", f"trl/scripts/{name}.py"):
+        if words := script.command_of(f"trl.scripts.{name}", f"trl/scripts/{name}.py"):
             return trainer, None, words[1:]
     for command in reversed(script.commands):
         for number, word in enumerate(command):

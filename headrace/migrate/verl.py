@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.migrate.moved import Migration, Mover, carry_by_table, classifier, parsed_yaml, reason, unknown_value
-from headrace.migrate.shell import COMPUTED, DECIDED_LATER, UNSET, command_of, read_script
+from headrace.migrate.bash import COMPUTED, DECIDED_LATER, UNSET, read_script
 
 _PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main", "main_ppo.py")
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -218,7 +218,7 @@ def _leaves(prefix: str, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_script(path: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    words = command_of(read_script(path, environment), *_PROGRAMS)
+    words = read_script(path, environment).command_of(*_PROGRAMS)
     if words is None:
         raise InvalidArgument(f"{path} starts none of {', '.join(_PROGRAMS)}: name the script that starts verl")
     yield from _of_words(words[1:])
