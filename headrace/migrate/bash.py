@@ -253,11 +253,11 @@ class Script:
             return []
         values = self.values.get(name, [])
         values = values if index in ("@", "*") else values[int(index or 0) :][:1]
-        is_empty = not values or (action or "").startswith(":") and values == [""]
+        is_empty = not values or ((action or "").startswith(":") and values == [""])
         if action and "?" not in action and ("+" in action) is not is_empty:
             after = next(child.end_byte for child in node.children if child.type == action) - node.start_byte
             return [self._joined(node, after, -1)]
-        if values or index in ("@", "*") or action and "+" in action:
+        if values or index in ("@", "*") or (action and "+" in action):
             return values
         return [""] if name in self.values else [f"{COMPUTED}{name})" if name.isdigit() else f"{UNSET}{name}}}"]
 

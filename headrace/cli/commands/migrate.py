@@ -16,7 +16,7 @@ from headrace.cli.arg_types import PATH
 from headrace.cli.view.lines import print_no_wrap
 from headrace.disk import atomic_write
 from headrace.errors import ConfigError, FailedPrecondition
-from headrace.migrate.moved import Migration, one_line
+from headrace.migrate.moved import Migration
 
 _SOURCES = {"slime": "slime", "verl": "verl", "trl": "trl", "prime-rl": "prime_rl"}
 
@@ -60,7 +60,7 @@ def _print(migration: Migration) -> None:
     table = Table("", "setting", box=None, pad_edge=False, show_header=False)
     for state in ("changed", "no counterpart"):
         for setting in migration.of(state):
-            table.add_row(state, one_line(setting))
+            table.add_row(state, setting.line)
     print_no_wrap(Console(), table)
     total = len(migration.moved)
     print(f"{len(carried)} of {total} settings carried, {len(migration.of('changed'))} changed, "

@@ -9,6 +9,7 @@ import pytest
 from headrace.errors import InvalidArgument
 from headrace.migrate.bash import DECIDED_LATER, Script, read_script
 
+
 def words(text: str) -> list[str]:
     """The words behind `run`."""
     script = Script(Path("run.sh"), {"HOME": ["/home/me"]})

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import InvalidArgument
-from headrace.job.load.load import load
+from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job
 from headrace.migrate import prime_rl, slime, trl, verl
@@ -175,6 +175,10 @@ def migrated(tmp_path: Path, project: str, text: str | None = None, flags: Seque
     return migrate(tmp_path / name, ENVIRONMENT, flags)
 
 
+def job_of(migration: Migration) -> Job:
+    return read(None, migration.words, {})
+
+
 def settled(tmp_path: Path, project: str, text: str | None = None, flags: Sequence[str] = ()) -> Job:
     """The job of the written file, as `headrace check --elsewhere` reads it."""
     migration = migrated(tmp_path, project, text, flags)
@@ -217,7 +221,7 @@ def test_every_flag_of_a_script_of_slime_is_listed(tmp_path):
 
 def test_a_script_of_slime_keeps_its_flags(tmp_path):
     migration = migrated(tmp_path, "slime")
-    job = migration.job()
+    job = job_of(migration)
     assert job.rollout.rollout_batch_size == 32
     assert job.train.eps_clip_high == 0.28
     assert str(job.model.hf_checkpoint) == "/root/Qwen3-4B", "the line that is a comment is none"
@@ -254,14 +258,14 @@ def test_a_branch_that_the_script_decides_is_taken(tmp_path):
 def test_a_variable_that_nobody_sets_stays_by_its_name(tmp_path):
     text = slime_examples.SCRIPTS["glm4.5-355B-A32B"]
     migration = migrated(tmp_path, "slime", text)
-    assert str(migration.job().model.hf_checkpoint) == "BASE_DIR/M"
+    assert str(job_of(migration).model.hf_checkpoint) == "BASE_DIR/M"
     assert note(migration, "--hf-checkpoint") == "set BASE_DIR before `headrace migrate`, or replace it"
 
 
 def test_the_environment_sets_what_the_script_does_not(tmp_path):
     (tmp_path / "run.sh").write_text(slime_examples.SCRIPTS["glm4.5-355B-A32B"])
     migration = slime.migrate(tmp_path / "run.sh", {"BASE_DIR": "/data"})
-    assert str(migration.job().model.hf_checkpoint) == "/data/M"
+    assert str(job_of(migration).model.hf_checkpoint) == "/data/M"
 
 
 def test_several_machines_ask_for_their_addresses(tmp_path):
@@ -281,20 +285,20 @@ def test_a_branch_that_only_a_run_can_choose_is_reported(tmp_path):
     text = SLIME.replace("WANDB_ARGS=(", "if nvidia-smi; then GRPO_ARGS+=( --use-tis ); fi\nWANDB_ARGS=(")
     migration = migrated(tmp_path, "slime", text)
     assert note(migration, "--use-tis") == "the script decides this when it runs: set it yourself"
-    assert not migration.job().train.use_tis
+    assert not job_of(migration).train.use_tis
 
 
 def test_a_line_without_its_backslash_is_taken_and_reported(tmp_path):
     migration = migrated(
         tmp_path, "slime", SLIME.replace("--colocate \\\n", "--colocate\n").replace("${MODEL_ARGS[@]}", "")
     )
-    assert migration.job().rollout.num_rollout == 3000
+    assert job_of(migration).rollout.num_rollout == 3000
     assert "backslash" in note(migration, "--hf-checkpoint …")
 
 
 def test_a_script_of_verl_counts_its_mini_batches_as_steps(tmp_path):
     migration = migrated(tmp_path, "verl")
-    job = migration.job()
+    job = job_of(migration)
     assert (job.rollout.rollout_batch_size, job.train.num_steps_per_rollout) == (1024, 4)
     assert job.rollout.n_samples_per_prompt == 5
     assert job.eval.eval_prompt_data[0][0] == "test"
@@ -318,13 +322,13 @@ def test_a_yaml_of_verl_is_read_as_its_overrides_are(tmp_path):
         "algorithm: {adv_estimator: grpo}\n"
     )
     migration = verl.migrate(tmp_path / "ppo.yaml", ENVIRONMENT, ["actor_rollout_ref.rollout.n=8", "~trainer.x"])
-    assert migration.job().rollout.n_samples_per_prompt == 8
-    assert migration.job().data.prompt_data == ("a.parquet", "b.parquet")
+    assert job_of(migration).rollout.n_samples_per_prompt == 8
+    assert job_of(migration).data.prompt_data == ("a.parquet", "b.parquet")
 
 
 def test_a_script_of_trl_is_read_and_not_run(tmp_path):
     migration = migrated(tmp_path, "trl")
-    job = migration.job()
+    job = job_of(migration)
     assert str(job.model.hf_checkpoint) == "Qwen/Qwen2.5-0.5B-Instruct"
     assert job.rollout.rollout_batch_size == 4, "8 samples x 4 steps are 4 prompts of 8 samples"
     assert job.train.kl_loss_coef == 0.04
@@ -352,12 +356,12 @@ def test_bash_that_starts_a_script_of_trl_is_read_with_it(tmp_path):
     launch = "accelerate launch --config_file z.yaml examples/scripts/gspo.py " + " ".join(flags)
     migration = migrated(tmp_path, "trl.sh", launch)
     assert "reward_funcs: think_format_reward" in sources(migration, "no counterpart")
-    assert str(migration.job().model.hf_checkpoint) == "Qwen/Qwen3-0.6B"
+    assert str(job_of(migration).model.hf_checkpoint) == "Qwen/Qwen3-0.6B"
 
 
 def test_prime_rls_batch_is_counted_in_prompts(tmp_path):
     migration = migrated(tmp_path, "prime-rl")
-    job = migration.job()
+    job = job_of(migration)
     assert (job.rollout.rollout_batch_size, job.rollout.n_samples_per_prompt) == (8, 16)
     assert sources(migration, "no counterpart") == ["orchestrator.env = [{'id': 'reverse-text'}]"]
 
@@ -400,7 +404,7 @@ def test_a_job_that_is_refused_is_written_with_the_refusal(tmp_path, monkeypatch
 def test_a_value_that_the_script_computes_is_not_guessed(tmp_path):
     text = SLIME.replace("/root/dapo-math-17k/dapo-math-17k.jsonl", "/data/$(basename $SET)/train.jsonl")
     migration = migrated(tmp_path, "slime", text)
-    assert migration.job().data.prompt_data == ("/data/COMPUTED/train.jsonl",)
+    assert job_of(migration).data.prompt_data == ("/data/COMPUTED/train.jsonl",)
     assert "replace COMPUTED" in note(migration, "--prompt-data")
 
 
