@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 
@@ -26,23 +26,17 @@ DECIDED_LATER = "\0"
 """Begins the words of a branch or loop of which only a run can say whether it is taken."""
 
 _MAX_BYTES = 1 << 20
-_MAX_DEPTH = 8
+_MAYBE, _YES = 0.5, 1.0
+"""Whether a command runs or a test holds; 0 is no. `and` is the least of two, `or` the greatest."""
 _VARIABLE = re.compile(r"\$\{?(\w+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?]).*)?\}?", re.DOTALL)
 _ESCAPED, _ESCAPED_IN_QUOTES = re.compile(r"\\(.)", re.DOTALL), re.compile(r'\\(["\\$`\n])')
 _REPLACED = ("simple_expansion", "expansion")
 _NOT_LITERAL = (*_REPLACED, "command_substitution", "arithmetic_expansion", "concatenation", "string", "raw_string")
 _CLAUSES = ("elif_clause", "else_clause")
-_TESTS: Mapping[str, Callable[[str, str], bool]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "-eq": lambda a, b: int(a) == int(b),
-    "-ne": lambda a, b: int(a) != int(b),
-    "-gt": lambda a, b: int(a) > int(b),
-    "-ge": lambda a, b: int(a) >= int(b),
-    "-lt": lambda a, b: int(a) < int(b),
-    "-le": lambda a, b: int(a) <= int(b),
-}
+_TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq, "==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne,
+    "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le,
+}  # fmt: skip
 _SUMS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod,
 }  # fmt: skip
@@ -60,20 +54,15 @@ class Script:
     """Files that it reads and that are not here."""
     unjoined: list[str] = field(default_factory=list)
     """Flags that begin a line, because the line before has no backslash: they are added to its command."""
-    certain: bool = True
-    """Whether what is read now runs for sure."""
-    depth: int = 0
+    runs: float = _YES
+    """Whether what is read now runs."""
 
     def read(self, text: str) -> None:
         """Takes a script's text, or that of a string which it runs."""
-        if self.depth >= _MAX_DEPTH:
-            raise InvalidArgument(f"{self.path} reads files or strings more than {_MAX_DEPTH} deep")
-        self.depth += 1
         try:
             self._run(_parsed(text))
         except RecursionError as error:
-            raise InvalidArgument(f"{self.path} has brackets too deep inside of each other") from error
-        self.depth -= 1
+            raise InvalidArgument(f"{self.path} is too deep: a file loads itself, or brackets have no end") from error
 
     def command_of(self, *programs: str) -> list[str] | None:
         """The last command that has one of `programs`, from there on. A string of `bash -c` is looked into."""
@@ -81,126 +70,122 @@ class Script:
             for number, word in enumerate(words):
                 if any(word == program or word.endswith(f"/{program}") for program in programs):
                     return words[number:]
-                if any(program in word for program in programs) and len(word.split()) > 1 and self.depth < _MAX_DEPTH:
-                    inner = replace(self, commands=[], depth=self.depth + 1)
+                if any(program in word for program in programs) and len(word.split()) > 1:
+                    inner = replace(self, commands=[])
                     inner.read(word)
-                    return inner.command_of(*programs)
+                    if inner.commands != [[word]] and (found := inner.command_of(*programs)):
+                        return found
         return None
 
-    def _run(self, node: Node) -> bool | None:
-        """Its result: of a test whether it holds, None where only a run can say, and True of anything else."""
+    def _run(self, node: Node) -> float:
+        """Its result: of a test whether it holds, of anything else that it succeeds."""
         children = node.named_children
         match node.type:
             case "command":
-                return self._command(node)
-            case "redirected_statement" if children[:1] and children[0].type == "command":
-                return self._command(children[0], [word for file in children[1:] for word in _after_redirection(file)])
+                return self._command(children)
+            case "redirected_statement" if children and children[0].type == "command":
+                return self._command([*children[0].named_children, *_behind_redirections(children[1:])])
             case "variable_assignment":
                 self._assign(node)
-            case "test_command":
-                return self._run(children[0]) if children else None
-            case "list" | "binary_expression" if node.children[1].type in ("&&", "||"):
-                left, either, right = self._run(node.children[0]), node.children[1].type == "||", node.children[2:]
-                after = self._branch(_not(left) if either else left, right)
-                return left if left is either or left is None else after
-            case "binary_expression" | "unary_expression" | "word" | "string" | "raw_string" | "expansion":
+            case "test_command" | "negated_command" | "binary_expression":
                 return self._holds(node)
-            case "negated_command":
-                return _not(self._run(children[0]))
+            case "list":
+                left = self._run(node.children[0])
+                if node.children[1].type == "&&":
+                    return min(left, self._branch(left, node.children[2:]))
+                return max(left, self._branch(1 - left, node.children[2:]))
             case "if_statement":
-                reachable: bool | None = True
+                reachable = _YES
                 for clause in (node, *(child for child in node.children if child.type in _CLAUSES)):
                     reachable = self._clause(clause, reachable)
             case "for_statement" | "c_style_for_statement" | "while_statement" | "case_statement":
-                self._branch(None, [child for child in children if child.type.endswith(("_group", "_item"))])
-            case "compound_statement" if node.children[0].type == "((":
-                return None
-            case "comment" | "heredoc_redirect":
-                pass
+                return self._branch(_MAYBE, children)
             case _:
-                self._branch(True, children)
-        return True
+                return self._branch(_YES, children)
+        return _YES
 
-    def _branch(self, runs: bool | None, nodes: Sequence[Node]) -> bool | None:
-        if runs is False:
-            return False
-        certain, self.certain = self.certain, self.certain and runs is True
-        result: bool | None = True
-        for node in nodes:
+    def _branch(self, runs: float, nodes: Sequence[Node]) -> float:
+        result, before, self.runs = _YES, self.runs, min(self.runs, runs)
+        for node in nodes if runs else ():
             result = self._run(node)
-        self.certain = certain
+        self.runs = before
         return result
 
-    def _clause(self, clause: Node, reachable: bool | None) -> bool | None:
+    def _clause(self, clause: Node, reachable: float) -> float:
         """Returns whether the next clause of an if can be reached."""
         types = [child.type for child in clause.children]
         then = types.index("then") if "then" in types else 0
         conditions = [child for child in clause.children[:then] if child.is_named]
-        holds = self._run(conditions[0]) if len(conditions) == 1 and _is_test(conditions[0]) else None
-        holds = True if clause.type == "else_clause" else holds
-        body = [child for child in clause.children[then + 1 :] if child.type not in _CLAUSES]
-        self._branch(_and(reachable, holds), body)
-        return _and(reachable, _not(holds))
+        holds = self._holds(conditions[0]) if len(conditions) == 1 else _YES if not then else _MAYBE
+        self._branch(min(reachable, holds), [node for node in clause.children[then + 1 :] if node.type not in _CLAUSES])
+        return min(reachable, 1 - holds)
 
-    def _command(self, node: Node, more: Sequence[Node] = ()) -> bool | None:
-        own = [child.children[0] if child.type == "command_name" else child for child in node.named_children]
-        nodes = [child for child in (*own, *more) if not child.type.endswith(("_assignment", "_redirect"))]
-        words = [word for argument in nodes for word in self._words(argument)]
+    def _command(self, nodes: Sequence[Node]) -> float:
+        nodes = [node.children[0] if node.type == "command_name" else node for node in nodes]
+        nodes = [node for node in nodes if not node.type.endswith(("_assignment", "_redirect"))]
+        words = [word for node in nodes for word in self._words(node)]
         match words:
             case ["source" | ".", file, *_]:
                 self._load(file)
             case ["eval", *strings]:
                 self.read(" ".join(strings))
             case ["test", *_]:
-                return None
+                return _MAYBE
             case [name, *_] if name.startswith("--") and self.commands:
                 self.commands[-1] += words
                 self.unjoined.append(name)
             case [_, *_]:
                 self.commands.append(words)
-        return True
+        return _YES
 
     def _assign(self, node: Node) -> None:
         name, value = _source(node.children[0]), node.child_by_field_name("value")
-        before, appends = self.values.get(name, []), node.children[1].type == "+="
+        appends, certain = node.children[1].type == "+=", self.runs == _YES
+        before = self.values.get(name, [])
         if value is not None and value.type == "array":
             words = [word for child in value.named_children if child.type != "comment" for word in self._words(child)]
-            if not self.certain:
-                words = [DECIDED_LATER + word.removeprefix(DECIDED_LATER) for word in words]
-            self.values[name] = [*(before if appends or not self.certain else []), *words]
-            return
-        text = "".join([*(before[:1] if appends else []), "" if value is None else self._text(value)])
-        self.values[name] = [text if self.certain or [text] == before else f"{COMPUTED}{name})"]
+            marked = words if certain else [DECIDED_LATER + word.removeprefix(DECIDED_LATER) for word in words]
+            self.values[name] = [*(before if appends or not certain else []), *marked]
+        else:
+            text = "".join([*(before[:1] if appends else []), "" if value is None else self._text(value)])
+            self.values[name] = [text if certain or [text] == before else f"{COMPUTED}{name})"]
 
-    def _holds(self, node: Node) -> bool | None:
-        """Whether a test of strings or numbers holds; None for any other."""
-        texts = [_source(child) if child.type == "test_operator" else self._text(child) for child in node.children]
-        texts = texts if node.type.endswith("_expression") else [self._text(node)]
-        if any(COMPUTED in text or UNSET in text or "*" in text for text in texts):
-            return None
-        match texts:
-            case ["!", _]:
-                return _not(self._run(node.children[1]))
+    def _holds(self, node: Node) -> float:
+        children = node.children
+        match node.type:
+            case "test_command" | "parenthesized_expression" if node.named_children:
+                return self._holds(node.named_children[0])
+            case "negated_command" | "unary_expression" if children[0].type == "!":
+                return 1 - self._holds(children[1])
+            case "list" | "binary_expression" if children[1].type in ("&&", "||"):
+                both = self._holds(children[0]), self._holds(children[2])
+                return min(both) if children[1].type == "&&" else max(both)
+            case "binary_expression" | "unary_expression":
+                nodes = children
+            case _:
+                nodes = [node]
+        if any(part.type.endswith(("_expression", "command")) for part in nodes):
+            return _MAYBE
+        match [UNSET if is_computed(text := self._text(part)) or "*" in text else text for part in nodes]:
+            case texts if UNSET in texts:
+                return _MAYBE
             case ["-n", text] | [text]:
-                return bool(text)
+                return float(bool(text))
             case ["-z", text]:
-                return not text
+                return float(not text)
             case [left, test, right] if test in _TESTS:
-                try:
-                    return _TESTS[test](left, right)
-                except ValueError:
-                    return None
-        return None
+                numbers = left.isdecimal() and right.isdecimal()
+                return float(_TESTS[test](int(left), int(right)) if numbers else _TESTS[test](left, right))
+        return _MAYBE
 
     def _words(self, node: Node) -> list[str]:
         """The words that bash makes of an argument."""
         texts, quoted = [""], False
         for part in node.children if node.type == "concatenation" else [node]:
-            whole = part.type == "string" and len(part.children) == 3 and part.children[1].type in _REPLACED
-            inner = part.children[1] if whole else part
-            pieces = self._values(inner) if inner.type in _REPLACED else [self._text(part)]
-            if inner is part and part.type in _REPLACED and not re.search(r"\[[@*]\]", _source(part)):
-                pieces = [word for text in pieces for word in ([text] if _is_computed(text) else text.split())]
+            only = part.children[1] if part.type == "string" and len(part.children) == 3 else part
+            pieces = self._values(only) if only.type in _REPLACED else [self._text(part)]
+            if part.type in _REPLACED and not re.search(r"\[[@*]\]", _source(part)):
+                pieces = [word for text in pieces for word in ([text] if is_computed(text) else text.split())]
             if pieces:
                 quoted = quoted or part.type not in _REPLACED
                 texts[-1] += pieces[0]
@@ -210,54 +195,46 @@ class Script:
     def _text(self, node: Node) -> str:
         """The value of an argument that is not split into words."""
         source = _source(node)
-        blank = source[: len(source) - len(source.lstrip())]
         match node.type:
-            case "raw_string":
-                return source[1:-1]
-            case "ansi_c_string":
-                return source[2:-1]
-            case "string":
-                return self._joined(node, 1, -1)
-            case "concatenation":
-                return "".join(map(self._text, node.children))
+            case "raw_string" | "ansi_c_string":
+                return source.removeprefix("$")[1:-1]
             case "simple_expansion" | "expansion":
-                return blank + " ".join(self._values(node))
+                return " ".join(self._values(node))
             case "command_substitution":
-                return f"{blank}{COMPUTED}{source.strip().strip('`').removeprefix('$(').removesuffix(')')})"
+                return f"{COMPUTED}{source.strip('`').removeprefix('$(').removesuffix(')')})"
             case "arithmetic_expansion":
                 try:
-                    return blank + str(self._sum(node))
+                    return str(self._sum(node))
                 except (ArithmeticError, LookupError, ValueError):
                     return source
-        return _unescaped(source, _ESCAPED)
+        return self._joined(node, 1, -1) if node.type == "string" else self._joined(node, 0, None)
 
-    def _joined(self, node: Node, start: int, end: int) -> str:
+    def _joined(self, node: Node, start: int, end: int | None) -> str:
         """A stretch of a node: what is replaced in it, and the text between."""
         source, text = node.text or b"", ""
         escaped = _ESCAPED_IN_QUOTES if node.type == "string" else _ESCAPED
         for child in node.named_children:
-            first = child.start_byte - node.start_byte
+            last = child.end_byte - node.start_byte
+            first = last - len(_source(child).encode())
             if child.type in _NOT_LITERAL and first >= start:
-                text += _unescaped(source[start:first].decode(), escaped) + self._text(child)
-                start = child.end_byte - node.start_byte
-        return text + _unescaped(source[start:end].decode(), escaped)
+                text += _unescaped(source[start:first], escaped) + self._text(child)
+                start = last
+        return text + _unescaped(source[start:end], escaped)
 
     def _values(self, node: Node) -> list[str]:
         """The elements of an array, or one text. Of a variable that nobody sets, its name."""
-        source = _source(node).strip()
-        parsed = _VARIABLE.fullmatch(source)
+        parsed = _VARIABLE.fullmatch(_source(node))
         if parsed is None:
-            return [f"{COMPUTED}{source.strip('${}')})"]
-        name, index, action = parsed.groups()
-        if name in "@*":
-            return []
-        values = self.values.get(name, [])
-        values = values if index in ("@", "*") else values[int(index or 0) :][:1]
-        is_empty = not values or ((action or "").startswith(":") and values == [""])
+            return [f"{COMPUTED}{_source(node).strip('${}')})"]
+        name, index, action = parsed[1], parsed[2], parsed[3] or ""
+        whole = index in ("@", "*")
+        values = [] if name in "@*" else self.values.get(name, [])
+        values = values if whole else values[int(index or 0) :][:1]
+        is_empty = not values or (action.startswith(":") and values == [""])
         if action and "?" not in action and ("+" in action) is not is_empty:
             after = next(child.end_byte for child in node.children if child.type == action) - node.start_byte
             return [self._joined(node, after, -1)]
-        if values or index in ("@", "*") or (action and "+" in action):
+        if values or whole or name in "@*" or "+" in action:
             return values
         return [""] if name in self.values else [f"{COMPUTED}{name})" if name.isdigit() else f"{UNSET}{name}}}"]
 
@@ -301,6 +278,11 @@ def script_text(path: Path) -> str:
     return text
 
 
+def is_computed(text: str) -> bool:
+    """Whether only a run, or another environment, knows the value."""
+    return COMPUTED in text or UNSET in text
+
+
 def _parsed(text: str) -> Node:
     try:
         from tree_sitter import Language, Parser
@@ -311,33 +293,15 @@ def _parsed(text: str) -> Node:
 
 
 def _source(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")
+    """A node's text: the parser counts the blanks before a variable in quotes to it."""
+    return (node.text or b"").decode(errors="replace").lstrip()
 
 
-def _after_redirection(file: Node) -> list[Node]:
-    """The arguments behind `> file`, which the parser counts to it."""
-    words = [child for child in file.named_children if child.type != "file_descriptor"]
-    return words[1:] if file.type == "file_redirect" else []
+def _behind_redirections(nodes: Sequence[Node]) -> list[Node]:
+    """Arguments behind `> file`, which the parser counts to the redirection."""
+    files = [[word for word in file.named_children if word.type != "file_descriptor"] for file in nodes]
+    return [word for words in files for word in words[1:] if not word.type.startswith("heredoc")]
 
 
-def _unescaped(text: str, escaped: re.Pattern[str]) -> str:
-    return escaped.sub(lambda found: found[1].strip("\n"), text)
-
-
-def _is_computed(text: str) -> bool:
-    return COMPUTED in text or UNSET in text
-
-
-def _is_test(node: Node) -> bool:
-    """Whether it is made of tests alone."""
-    if node.type in ("list", "negated_command"):
-        return all(map(_is_test, node.named_children))
-    return node.type == "test_command"
-
-
-def _not(result: bool | None) -> bool | None:
-    return None if result is None else not result
-
-
-def _and(left: bool | None, right: bool | None) -> bool | None:
-    return False if False in (left, right) else None if None in (left, right) else True
+def _unescaped(text: bytes, escaped: re.Pattern[str]) -> str:
+    return escaped.sub(lambda found: found[1].strip("\n"), text.decode(errors="replace"))

@@ -20,6 +20,7 @@ _COMMAND = re.compile(r"\$\(.*\)|\0")
 _NOT_GENERATED = ("--rollout-function-path", "--debug-train-only", "--apply-chat-template")
 """Flags of slime's supervised scripts that turn its generation off."""
 _TABLE = Table("slime")
+_Flags = Sequence[tuple[str, Sequence[str]]]
 
 
 def migrate(path: Path, environment: Mapping[str, str], more: Sequence[str] = ()) -> Migration:
@@ -38,24 +39,35 @@ def migrate(path: Path, environment: Mapping[str, str], more: Sequence[str] = ()
     for name in script.unjoined:
         migration.change(f"{name} …", note="bash would not pass this line on: a backslash is missing before it")
     flags = list(flags_of([*words[1:], *more]))
-    supervised = ("--loss-type", ["sft_loss"]) in flags
-    if words[0].endswith(_ASYNCHRONOUS) and not supervised:
+    if ("--loss-type", ["sft_loss"]) in flags:
+        _supervised(migration, flags)
+    else:
+        _generated(migration, flags, asynchronous=words[0].endswith(_ASYNCHRONOUS))
+    for flag, value in _TABLE.defaults.items():
+        if flag not in migration.words and (flag != "--kl-loss-type" or "--use-kl-loss" in migration.words):
+            migration.change(flag, flag, value, note="the default there")
+    return migration
+
+
+def _generated(migration: Migration, flags: _Flags, *, asynchronous: bool) -> None:
+    if asynchronous:
         note = "generation is one step ahead of training, as there"
         migration.change(_ASYNCHRONOUS, "--max-staleness", "1", note=note)
     for flag, values in flags:
-        if supervised and flag in _NOT_GENERATED:
+        _move(migration, flag, values)
+    if any(flag.startswith(_FUNCTIONS) for flag, _ in flags):
+        note = "`from slime… import` finds headrace's own names"
+        migration.change("functions that import slime", "--slime-imports", note=note)
+
+
+def _supervised(migration: Migration, flags: _Flags) -> None:
+    for flag, values in flags:
+        if flag in _NOT_GENERATED:
             migration.change(" ".join((flag, *values)), note="--loss-type sft_loss trains conversations as they are")
         else:
             _move(migration, flag, values)
-    if not supervised and any(flag.startswith(_FUNCTIONS) for flag, _ in flags):
-        note = "`from slime… import` finds headrace's own names"
-        migration.change("functions that import slime", "--slime-imports", note=note)
-    if supervised and "--loss-mask-type" not in migration.words:
+    if "--loss-mask-type" not in migration.words:
         migration.change("slime's mask", "--loss-mask-type", "qwen", note="name the marks of your chat template")
-    for flag, value in _TABLE.defaults.items():
-        if flag not in migration.words and (flag != "--kl-loss-type" or "--use-kl-loss" in migration.words):
-            migration.change(f"without {flag}", flag, value, note="slime's default")
-    return migration
 
 
 def _move(migration: Migration, marked: str, values: Sequence[str]) -> None:

@@ -76,16 +76,11 @@ Mover = Callable[[Migration, str, Any, Values], None]
 class Table:
     """The rows of a project, and what it does without a setting where headrace does something else."""
 
-    def __init__(
-        self,
-        project: str,
-        own: Mapping[str, Mover] | None = None,
-        further: Callable[[str], Row | None] = lambda name: None,
-    ) -> None:
+    def __init__(self, project: str, own: Mapping[str, Mover] | None = None) -> None:
         tree = tomllib.loads(Path(__file__).with_name(f"{project}.toml").read_text(encoding="utf-8"))
         self.defaults: Values = tree["defaults"]
         self.rows = {name: _row(entry) for name, entry in tree["settings"].items()}
-        self._own, self._further = own or {}, further
+        self._own = own or {}
 
     def move(self, migration: Migration, settings: Mapping[str, tuple[str, Any]], defaults: Values) -> None:
         """Settings by name, each with its source and value, and then the defaults of those that are missing."""
@@ -110,13 +105,20 @@ class Table:
             self.row(name).move(migration, source, value, values)
 
     def row(self, name: str) -> Row:
-        """A reason holds for the names below its own, too."""
-        parts = name.split(".")
-        above = (self.rows.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-        reasons = (row for row in above if row and not row.flag and not row.words)
-        return (
-            self.rows.get(name) or self._further(name) or next(reasons, Row(other="no option of headrace means this"))
-        )
+        """That of the name, or of a table that it is in: a reason, or a flag with {name} in it."""
+        if name in self.rows:
+            return self.rows[name]
+        above, _, last = name.rpartition(".")
+        while above:
+            row = self.rows.get(above)
+            if row and "{name}" in row.flag:
+                flag = last.replace("_", "-")
+                words = {value: words.replace("{name}", flag) for value, words in row.words.items()}
+                return replace(row, flag=row.flag.replace("{name}", flag), words=words)
+            if row and not row.flag and not row.words:
+                return row
+            above = above.rpartition(".")[0]
+        return Row(other="no option of headrace means this")
 
 
 def _row(entry: str | Mapping[str, Any]) -> Row:

@@ -10,17 +10,11 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.migrate.bash import COMPUTED, DECIDED_LATER, UNSET, read_script
 from headrace.migrate.moved import Migration
-from headrace.migrate.table import Row, Table, Values, leaves, parsed_yaml
+from headrace.migrate.table import Table, Values, leaves, parsed_yaml
 
 _PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main", "main_ppo.py")
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 _WHOLE = ("data.apply_chat_template_kwargs",)
-_MEGATRON = (
-    "actor_rollout_ref.actor.megatron.override_transformer_config.",
-    "actor_rollout_ref.actor.megatron.override_ddp_config.",
-    "actor_rollout_ref.actor.optim.override_optimizer_config.",
-)
-_SGLANG = "actor_rollout_ref.rollout.engine_kwargs.sglang."
 
 
 def migrate(path: Path, environment: Mapping[str, str], overrides: Sequence[str] = ()) -> Migration:
@@ -66,14 +60,6 @@ def _value(text: str) -> Any:
     return text if UNSET in text else literal(text.strip("'\""))
 
 
-def _overridden(name: str) -> Row | None:
-    """Fields of Megatron's configurations and arguments of SGLang are flags here."""
-    field = name.rpartition(".")[2].replace("_", "-")
-    if name.startswith(_MEGATRON):
-        return Row(flag=f"--{field}", words={"false": f"--no-{field}"})
-    return Row(flag=f"--sglang-{field}") if name.startswith(_SGLANG) else None
-
-
 def _files(value: Any) -> list[str]:
     return [str(file) for file in (value if isinstance(value, list | tuple) else [value])]
 
@@ -103,6 +89,6 @@ def _reward_file(migration: Migration, source: str, value: Any, settings: Values
 
 
 _TABLE = Table(
-    "verl", {"data.val_files": _val_files, _MINI_BATCH: _mini_batch, "custom_reward_function.path": _reward_file},
-    _overridden,
-)  # fmt: skip
+    "verl",
+    {"data.val_files": _val_files, _MINI_BATCH: _mini_batch, "custom_reward_function.path": _reward_file},
+)
