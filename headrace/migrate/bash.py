@@ -73,8 +73,8 @@ class Script:
                 if any(program in word for program in programs) and len(word.split()) > 1:
                     inner = replace(self, commands=[])
                     inner.read(word)
-                    if inner.commands != [[word]] and (found := inner.command_of(*programs)):
-                        return found
+                    if inner.commands != [[word]] and (started := inner.command_of(*programs)):
+                        return started
         return None
 
     def _run(self, node: Node) -> float:

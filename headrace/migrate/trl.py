@@ -86,7 +86,7 @@ def _launched(path: Path, environment: Mapping[str, str]) -> tuple[str | None, P
 def _of_flags(words: Sequence[str], folder: Path) -> dict[str, tuple[str, Any]]:
     """Flags of TrlParser; those of a YAML file that --config names come first."""
     flags = [(flag.lstrip(f"{DECIDED_LATER}-").replace("-", "_"), flag, values) for flag, values in flags_of(words)]
-    settings = {}
+    settings: dict[str, tuple[str, Any]] = {}
     for file in (values[0] for name, _, values in flags if name == "config" and values):
         settings |= {name: (f"{name}: {value}", value) for name, value in _of_config(file, folder).items()}
     for name, flag, values in flags:
@@ -115,7 +115,7 @@ class _Source:
 
     def settings(self, trainer: ast.Call | None) -> dict[str, tuple[str, Any]]:
         """Arguments of configurations and of the trainer, and what is assigned to `training_args.x`."""
-        settings = {}
+        settings: dict[str, tuple[str, Any]] = {}
         for config in (*_CONFIGS, "LoraConfig"):
             for name, value in self._arguments(self.calls.get(config)):
                 key = name if config in _CONFIGS else f"{config}.{name}"
@@ -179,16 +179,16 @@ class _Source:
             case ast.Name(name) if depth < _MAX_STEPS:
                 sources = self._sources(name)
                 others = [value for value in sources if name not in {_name(part) for part in ast.walk(value)}]
-                found = [self._loaded(value, depth + 1) for value in others]
-                loaded = next((call for call, _ in found if call is not None), None)
-                return loaded, len(sources) > 1 or any(changes for _, changes in found)
+                origins = [self._loaded(value, depth + 1) for value in others]
+                loaded = next((call for call, _ in origins if call is not None), None)
+                return loaded, len(sources) > 1 or any(changes for _, changes in origins)
         return None, False
 
     def _sources(self, name: str) -> list[ast.expr]:
         """The expressions that are assigned to a name; of a tuple, the whole as a part of it."""
         sources: list[ast.expr] = []
-        for node in ast.walk(self.tree):
-            for target in node.targets if isinstance(node, ast.Assign) else []:
+        for node in [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]:
+            for target in node.targets:
                 if _name(target) == name and isinstance(target, ast.Name):
                     sources.append(node.value)
                 elif isinstance(target, ast.Tuple) and name in map(_name, target.elts):
