@@ -15,7 +15,7 @@ from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job
 from headrace.migrate import prime_rl, slime, trl, verl
-from headrace.migrate.moved import Migration
+from headrace.migrate.moved import Migration, State
 from tests.unit.migrate import prime_rl_examples, slime_examples, trl_examples, verl_examples
 
 SLIME = slime_examples.SCRIPTS["qwen3-4B"]
@@ -73,7 +73,7 @@ def written(tmp_path: Path, text: str) -> Job:
     return load(tmp_path / "job.toml", (), {}, lambda job: scope_of_check(job, elsewhere=True))
 
 
-def sources(migration: Migration, state: str) -> list[str]:
+def sources(migration: Migration, state: State) -> list[str]:
     return [moved.source for moved in migration.of(state)]
 
 
