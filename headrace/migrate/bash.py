@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import isfile  # unlike Path.is_file it takes any text for a name
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,10 @@ _MAYBE, _YES = 0.5, 1.0
 """Whether a command runs or a test holds; 0 is no. `and` is the least of two, `or` the greatest."""
 _VARIABLE = re.compile(r"\$\{?(\w+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?]).*)?\}?", re.DOTALL)
 _ESCAPED, _ESCAPED_IN_QUOTES = re.compile(r"\\(.)", re.DOTALL), re.compile(r'\\(["\\$`\n])')
-_REPLACED = ("simple_expansion", "expansion")
-_NOT_LITERAL = (*_REPLACED, "command_substitution", "arithmetic_expansion", "concatenation", "string", "raw_string")
+_REPLACED = (
+    *("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"),
+    *("concatenation", "string", "raw_string", "ansi_c_string"),
+)
 _CLAUSES = ("elif_clause", "else_clause")
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq, "==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne,
@@ -178,48 +181,45 @@ class Script:
                 return float(_TESTS[test](int(left), int(right)) if numbers else _TESTS[test](left, right))
         return _MAYBE
 
-    def _words(self, node: Node) -> list[str]:
+    def _words(self, node: Node, *, quoted: bool = False) -> list[str]:
         """The words that bash makes of an argument."""
-        texts, quoted = [""], False
-        for part in node.children if node.type == "concatenation" else [node]:
-            only = part.children[1] if part.type == "string" and len(part.children) == 3 else part
-            pieces = self._values(only) if only.type in _REPLACED else [self._text(part)]
-            if part.type in _REPLACED and not re.search(r"\[[@*]\]", _source(part)):
-                pieces = [word for text in pieces for word in ([text] if is_computed(text) else text.split())]
-            if pieces:
-                quoted = quoted or part.type not in _REPLACED
-                texts[-1] += pieces[0]
-                texts += pieces[1:]
-        return texts if quoted or texts != [""] else []
-
-    def _text(self, node: Node) -> str:
-        """The value of an argument that is not split into words."""
         source = _source(node)
         match node.type:
             case "raw_string" | "ansi_c_string":
-                return source.removeprefix("$")[1:-1]
+                return [source.removeprefix("$")[1:-1]]
             case "simple_expansion" | "expansion":
-                return " ".join(self._values(node))
+                values = self._values(node)
+                if quoted or re.search(r"\[[@*]\]", source) or any(map(is_computed, values)):
+                    return values
+                return [word for text in values for word in text.split()]
             case "command_substitution":
-                return f"{COMPUTED}{source.strip('`').removeprefix('$(').removesuffix(')')})"
+                return [f"{COMPUTED}{source.strip('`').removeprefix('$(').removesuffix(')')})"]
             case "arithmetic_expansion":
                 try:
-                    return str(self._sum(node))
+                    return [str(self._sum(node))]
                 except (ArithmeticError, LookupError, ValueError):
-                    return source
-        return self._joined(node, 1, -1) if node.type == "string" else self._joined(node, 0, None)
+                    return [source]
+            case "string":
+                return self._joined(node, 1, -1, quoted=True)
+        return self._joined(node, 0, None, quoted=quoted)
 
-    def _joined(self, node: Node, start: int, end: int | None) -> str:
+    def _text(self, node: Node) -> str:
+        """The value of an argument that is not split into words."""
+        return " ".join(self._words(node, quoted=True))
+
+    def _joined(self, node: Node, start: int, end: int | None, *, quoted: bool) -> list[str]:
         """A stretch of a node: what is replaced in it, and the text between."""
-        source, text = node.text or b"", ""
-        escaped = _ESCAPED_IN_QUOTES if node.type == "string" else _ESCAPED
+        pieces: list[list[str]] = []
         for child in node.named_children:
             last = child.end_byte - node.start_byte
             first = last - len(_source(child).encode())
-            if child.type in _NOT_LITERAL and first >= start:
-                text += _unescaped(source[start:first], escaped) + self._text(child)
+            if child.type in _REPLACED and first >= start:
+                pieces += [_literal(node, start, first), self._words(child, quoted=quoted)]
                 start = last
-        return text + _unescaped(source[start:end], escaped)
+        words: list[str] = []
+        for piece in filter(None, [*pieces, _literal(node, start, end)]):
+            words = [*words[:-1], "".join(words[-1:]) + piece[0], *piece[1:]]
+        return words if pieces or words else [""]
 
     def _values(self, node: Node) -> list[str]:
         """The elements of an array, or one text. Of a variable that nobody sets, its name."""
@@ -233,7 +233,7 @@ class Script:
         is_empty = not values or (action.startswith(":") and values == [""])
         if action and "?" not in action and ("+" in action) is not is_empty:
             after = next(child.end_byte for child in node.children if child.type == action) - node.start_byte
-            return [self._joined(node, after, -1)]
+            return [" ".join(self._joined(node, after, -1, quoted=True))]
         if values or whole or name in "@*" or "+" in action:
             return values
         return [""] if name in self.values else [f"{COMPUTED}{name})" if name.isdigit() else f"{UNSET}{name}}}"]
@@ -253,7 +253,7 @@ class Script:
         """Takes the file's variables and arrays. `$(dirname "$0")/models/x.sh` is looked for beside the script."""
         tail = Path(re.split(r"[)}]/*", name)[-1].lstrip("/"))
         near = [self.path.parent / tail, self.path.parent.parent / tail, self.path.parent.joinpath(*tail.parts[-2:])]
-        file = next((file for file in (Path(name), *near) if file.is_file()), None)
+        file = next((file for file in (Path(name), *near) if isfile(file)), None)
         if file is None:
             self.missing.append(str(tail))
         else:
@@ -303,5 +303,7 @@ def _behind_redirections(nodes: Sequence[Node]) -> list[Node]:
     return [word for words in files for word in words[1:] if not word.type.startswith("heredoc")]
 
 
-def _unescaped(text: bytes, escaped: re.Pattern[str]) -> str:
-    return escaped.sub(lambda found: found[1].strip("\n"), text.decode(errors="replace"))
+def _literal(node: Node, start: int, end: int | None) -> list[str]:
+    escaped = _ESCAPED_IN_QUOTES if node.type == "string" else _ESCAPED
+    text = escaped.sub(lambda mark: mark[1].strip("\n"), (node.text or b"")[start:end].decode(errors="replace"))
+    return [text] if text else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Mapping, Sequence
+from os.path import isfile  # unlike Path.is_file it takes any text for a name
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,14 @@ def migrate(path: Path, environment: Mapping[str, str], flags: Sequence[str] = (
     migration, call = Migration(str(path)), source.calls.get(trainer)
     settings = {**source.settings(call), **_of_flags([*words, *flags], path.parent)}
     _, rewards = settings.pop("reward_funcs", ("", source.rewards(call)))
+    names = rewards if isinstance(rewards, list) else [] if rewards is UNKNOWN else [rewards]
     source.model_and_rows(call, settings)
     if trainer == "SFTTrainer":
         migration.supervise(trainer)
     else:
         migration.carry(trainer, "--advantage-estimator", "rloo" if trainer == "RLOOTrainer" else "grpo")
-    if rewards:
-        _move_rewards(migration, source, script or path, rewards if isinstance(rewards, list) else [rewards])
+    if rewards is not None:
+        _move_rewards(migration, source, script or path, list(map(str, names)))
     defaults = _TABLE.defaults[trainer] | (_TABLE.defaults["LoraConfig"] if "LoraConfig" in source.calls else {})
     _TABLE.move(migration, settings, defaults)
     return migration
@@ -76,7 +78,7 @@ def _launched(path: Path, environment: Mapping[str, str]) -> tuple[str | None, P
         for number, word in enumerate(map(Path, command)):
             if word.suffix == ".py" and any(name in word.stem for name in _SCRIPTS):
                 file = next(
-                    (file for file in (word, path.parent / word, path.parent / word.name) if file.is_file()), None
+                    (file for file in (word, path.parent / word, path.parent / word.name) if isfile(file)), None
                 )
                 named = next((trainer for name, trainer in _COMMANDS.items() if name in word.stem), "GRPOTrainer")
                 return None if file else named, file, command[number + 1 :]
@@ -99,7 +101,7 @@ def _of_flags(words: Sequence[str], folder: Path) -> dict[str, tuple[str, Any]]:
 
 
 def _of_config(name: str, folder: Path) -> dict[str, Any]:
-    file = next((file for file in (Path(name), folder / name) if file.is_file()), None)
+    file = next((file for file in (Path(name), folder / name) if isfile(file)), None)
     if file is None:
         raise InvalidArgument(f"--config {name} is not here: run the command where it is, or beside the script")
     tree = parsed_yaml(file)
@@ -148,9 +150,11 @@ class _Source:
         if changed or "dataset_name" not in settings:
             settings["train_dataset"] = ("train_dataset", None)
 
-    def rewards(self, trainer: ast.Call | None) -> list[str]:
-        """The names of reward functions, or of models that score."""
-        node = self._followed(_argument(trainer, "reward_funcs"))
+    def rewards(self, trainer: ast.Call | None) -> list[str] | None:
+        """The names of reward functions, or of models that score; None where the trainer has none."""
+        if (argument := _argument(trainer, "reward_funcs")) is None:
+            return None
+        node = self._followed(argument)
         entries = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         names = [entry.value if isinstance(entry, ast.Constant) else _name(entry) for entry in entries]
         return [str(name) for name in names if name]
@@ -209,12 +213,12 @@ class _Source:
             return UNKNOWN
 
 
-def _move_rewards(migration: Migration, source: _Source, path: Path, names: Sequence[Any]) -> None:
+def _move_rewards(migration: Migration, source: _Source, path: Path, names: Sequence[str]) -> None:
     """One function scores here: TRL's comparison with a solution, a classifier, or one of the script's own."""
     functions = {node.name: node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
     chosen = next((name for name in names if name in _ACCURACY and name not in functions), None)
     chosen = chosen or (names[0] if len(names) == 1 else None)
-    for name in map(str, names):
+    for name in names:
         reward, function = f"reward_funcs: {name}", functions.get(name)
         if name != chosen:
             migration.drop(reward, "one function here: write one that adds the rewards, for --custom-rm-path")
@@ -234,6 +238,8 @@ def _move_rewards(migration: Migration, source: _Source, path: Path, names: Sequ
             migration.carry(reward, "--custom-rm-path", name)
         else:
             migration.drop(reward, "copy it to a file of yours, for --custom-rm-path")
+    if not names:
+        migration.drop("reward_funcs", "the script computes them: set --rm-type or --custom-rm-path")
 
 
 def _batch(migration: Migration, source: str, value: Any, settings: Values) -> None:
