@@ -8,20 +8,20 @@ PROTOS := .venv-protos
 TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
-MODEL  := models/SmolLM2-135M-Instruct
-DATA   := models/quickstart
+# The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
+MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
 .PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
-quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
-	@examples/quickstart/run.sh $(BIN) $(MODEL)
+quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
+	@$(BIN)/headrace quickstart
 
-# Every example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
+# Every template and example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl $(VERIFIERS)/.stamp
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(VERIFIERS)/.stamp
 	@examples/run.sh $(BIN) $(STEPS)
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
@@ -56,7 +56,7 @@ protos: $(PROTOS)/.stamp
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
 
-bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl
+bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.ledger_throughput
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
@@ -109,7 +109,7 @@ clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 IMAGES ?= buffer reward rollout trainer
 ENGINE ?= podman
 RUN ?= $(filter trainer,$(IMAGES))
-images: $(if $(RUN),$(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl)
+images: $(if $(RUN),$(STAMPS)/dev $(MODEL)/model.safetensors)
 	@for image in $(IMAGES); do echo "── headrace-$$image"; \
 	    $(ENGINE) build $(if $(findstring podman,$(ENGINE)),--format docker) --quiet $(BUILD_FLAGS) -f deploy/Containerfile \
 	        --target $$image -t headrace-$$image . || exit 1; \
@@ -201,10 +201,5 @@ $(VERIFIERS)/.stamp: requirements/verifiers.txt
 	@$(VERIFIERS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/verifiers.txt -e .
 	@touch $@
 
-$(MODEL)/model.safetensors: examples/quickstart/prepare.py | $(STAMPS)/quickstart $(STAMPS)/headrace
-	@echo "── $(MODEL) (once, half a minute)"
-	@PYTHONWARNINGS=ignore $(BIN)/python examples/quickstart/prepare.py $(MODEL)
-	@touch $@
-
-$(DATA)/train.jsonl: examples/quickstart/prompts.py | $(STAMPS)/headrace
-	@$(BIN)/python examples/quickstart/prompts.py $(DATA)
+$(MODEL)/model.safetensors: | $(STAMPS)/quickstart $(STAMPS)/headrace
+	@$(BIN)/python -m headrace.models.starter

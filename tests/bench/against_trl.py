@@ -53,7 +53,7 @@ rollout_max_response_len = 16
 [buffer]
 max_staleness = {staleness}
 [reward]
-custom_rm_path = "{repository}/examples/quickstart/reward.py:bare_and_right"
+custom_rm_path = "{repository}/headrace/templates/sums/reward.py:reward"
 [train]
 micro_batch_size = 32
 [megatron]

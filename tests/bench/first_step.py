@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from headrace.cli.commands.init import write_template
 from headrace.rpc.net import free_port
 
 REPOSITORY = Path(__file__).parents[2]
-JOB = REPOSITORY / "examples/quickstart/job.toml"
 MEGATRON = """
 import sys
 from pathlib import Path
@@ -104,10 +104,11 @@ def libraries(model: Path) -> tuple[float, float]:
     return found
 
 
-def first_step(folder: Path) -> tuple[float, float]:
+def first_step(folder: Path, model: Path) -> tuple[float, float]:
     """The quickstart's run, which is ended after its first step."""
+    write_template(folder, "sums", str(model))
     words = ["--run-dir", str(folder), "--run-name", "bench"]
-    run = start([sys.executable, "-m", "headrace.cli.main", "train", str(JOB), *words], {})
+    run = start([sys.executable, "-m", "headrace.cli.main", "train", str(folder / "job.toml"), *words], {}, folder)
     metrics = folder / "bench/metrics.jsonl"
 
     def stepped() -> bool:
@@ -119,11 +120,11 @@ def first_step(folder: Path) -> tuple[float, float]:
     return Processes([run]).wait(stepped)
 
 
-def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environment: dict[str, str], folder: Path = REPOSITORY) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
-        cwd=REPOSITORY,
+        cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -140,7 +141,7 @@ def answers(url: str) -> bool:
 def main() -> None:
     model = (REPOSITORY / sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        bare, ours = libraries(model), first_step(Path(folder))
+        bare, ours = libraries(model), first_step(Path(folder), model)
     print(f"the start of a run with {model.name}: seconds, and CPU seconds")
     print(f"  SGLang's server beside Megatron's model   {bare[0]:6.1f} {bare[1]:6.1f}")
     print(f"  headrace train, to the end of step 1      {ours[0]:6.1f} {ours[1]:6.1f}")

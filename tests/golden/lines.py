@@ -12,6 +12,8 @@ from typing import Any
 from headrace.errors import HeadraceError
 
 ROOT = Path(__file__).parents[2]
+_HERE = Path(__file__).parent
+"""Its examples are those of the recorded commit, which lines.txt names."""
 _JOB = """
 [model]
 hf_checkpoint = "{folder}/model"
@@ -52,11 +54,11 @@ def resolved_lines(folder: Path) -> dict[str, Any]:
 
 
 def _resolved(argv: Sequence[str], folder: Path) -> Any:
-    names = {str(folder): "{folder}", str(ROOT): "{tree}"}
+    names = {str(folder): "{folder}", str(_HERE): "{tree}", str(ROOT): "{tree}"}
     before, here = {name: value for name, value in os.environ.items() if name.startswith("HEADRACE_")}, Path.cwd()
     for name in before:
         del os.environ[name]
-    os.chdir(ROOT)
+    os.chdir(_HERE)
     try:
         return {"job": json.loads(_replaced(json.dumps(_job_of(argv)), names))}
     except HeadraceError as error:

@@ -16,6 +16,7 @@ from headrace.cli import main as command_line
 from headrace.cli.commands.access import tokens
 from headrace.cli.commands.ledger import buffer
 from headrace.cli.commands.live import rollout
+from headrace.cli.commands.reward import reward
 from headrace.job.option import ALIASES, Arity, options
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +39,11 @@ _OTHERS_FLAGS = {
     *("--require-hashes", "--security-opt"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
-    *("--torch-backend", "--python", "--use-slime-router"),
+    *("--torch-backend", "--python", "--use-slime-router", "--rm"),
 }
 """Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
 _OF_A_JOB = ("train", "check", "up")
-_GROUPS = {"buffer": buffer, "rollout": rollout, "tokens": tokens}
+_GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
 
 

@@ -229,7 +229,7 @@ def restart(service: str, run: str | None) -> int:
     """
     folder = find_run(run)
     for process in _processes(folder, service):
-        asyncio.run(_restarted(folder, process))
+        asyncio.run(restarted(folder, process))
     return 0
 
 
@@ -249,7 +249,7 @@ def _processes(run: RunFolder, asked: str) -> list[str]:
     return sorted(wanted, key=lambda name: (ORDER.index(service_of(name)), name))
 
 
-async def _restarted(run: RunFolder, process: str) -> None:
+async def restarted(run: RunFolder, process: str) -> None:
     entry = run.services()[process]
     version = await _served_version(entry) if service_of(process) == ROLLOUT else None
     began = time.monotonic()

@@ -27,22 +27,23 @@ def lessons(run: RunFolder) -> Iterator[RenderableType]:
                 f"{name.removeprefix('eval/')}, prompts that training has not seen: "
                 f"{values[first]:.2f} right before, {values[last]:.2f} after {last} steps"
             )
+    if pairs := before_and_after(run, _SHOWN):
+        yield _table(pairs)
+
+
+def before_and_after(run: RunFolder, count: int) -> list[tuple[Answer, Answer]]:
+    """Responses of the first and the last evaluation to the same prompts, those that changed most first."""
     log = SampleLog(run.samples)
     steps = log.evaluations()
-    if len(steps) > 1 and (pairs := _pairs(_by_prompt(log, steps[0]), _by_prompt(log, steps[-1]))):
-        yield _table(pairs)
+    if len(steps) < 2:
+        return []
+    before, after = _by_prompt(log, steps[0]), _by_prompt(log, steps[-1])
+    pairs = [(before[key], after[key]) for key in before.keys() & after.keys()]
+    return sorted(pairs, key=lambda pair: ((pair[0].reward or 0.0) - (pair[1].reward or 0.0), pair[0].group_id))[:count]
 
 
 def _by_prompt(log: SampleLog, step: int) -> Mapping[str, Answer]:
     return {f"{each.group_id} {each.index}": each for each in log.of_evaluation(step)}
-
-
-def _pairs(before: Mapping[str, Answer], after: Mapping[str, Answer]) -> list[tuple[Answer, Answer]]:
-    """The same prompts before and after, those that changed most first."""
-    pairs = [(before[key], after[key]) for key in before.keys() & after.keys()]
-    return sorted(pairs, key=lambda pair: ((pair[0].reward or 0.0) - (pair[1].reward or 0.0), pair[0].group_id))[
-        :_SHOWN
-    ]
 
 
 def _table(pairs: list[tuple[Answer, Answer]]) -> Table:

@@ -267,7 +267,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("sa", "samples"),
+        ("sam", "samples"),
         ("buffer dr", "drop"),
         ("rollout sc", "scale"),
         ("samples --ev", "--eval"),

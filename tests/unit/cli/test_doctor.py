@@ -37,7 +37,7 @@ def test_a_missing_package_names_its_extra(tmp_path, capsys, monkeypatch):
 
 
 def test_a_driver_without_a_torch_for_it_is_a_problem(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
     (finding,) = doctor._gpus([], None, None)
     assert finding.state == "problem"
     assert finding.mends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def a_run(folder: Path, name: str, rewards: list[float], *flags: str) -> RunFold
     return run
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> object:
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     assert main(["runs", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

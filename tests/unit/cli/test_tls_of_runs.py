@@ -22,11 +22,11 @@ _ANYWHERE = "0.0.0.0"  # noqa: S104  # what is refused
 
 
 class Up:
-    """`headrace up buffer` with these flags, in a folder of its own."""
+    """`headrace up SERVICE` with these flags, in a folder of its own."""
 
-    def __init__(self, folder: Path, job_file: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, job_file: Path, *flags: str, service: str = "buffer") -> None:
         self._folder = folder
-        self._words = ("up", "buffer", "--config", str(job_file), "--run-dir", str(folder / "runs"), *flags)
+        self._words = ("up", service, "--config", str(job_file), "--run-dir", str(folder / "runs"), *flags)
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> asyncio.subprocess.Process:

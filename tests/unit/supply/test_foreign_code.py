@@ -33,6 +33,8 @@ WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickl
 
 ALLOWED = {
     ("headrace/cli/main.py", "import_module"): "commands of headrace, by a table of their names",
+    ("headrace/cli/commands/migrate.py", "import_module"): "readers of other projects' jobs, by a table of their names",
+    ("headrace/migrate/moved.py", "import yaml"): "another project's configuration, by safe_load",
     ("headrace/rpc/log.py", "import_module"): "grpc's own, by its name",
     ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
@@ -60,6 +62,10 @@ ALLOWED = {
     ("services/rollout/engine/launch.py", "import runpy"): "SGLang's own server",
     ("services/rollout/engine/launch.py", "run_module"): "the same",
     ("services/trainer/hugging_face/torch_dist.py", "torch.load"): "a tensor, with weights_only",
+    (
+        "services/trainer/hugging_face/starter.py",
+        "from_pretrained",
+    ): "a starter model, checked by SHA-256",
     ("services/trainer/hugging_face/rank_model.py", "from_pretrained"): "a configuration; no code of a folder",
 }
 """By file and what stands there."""

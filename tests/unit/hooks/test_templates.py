@@ -1,4 +1,4 @@
-"""The examples' functions, played with an engine that does what a policy would have learned."""
+"""The templates' functions, played with an engine that does what a policy would have learned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.models.chat_templates import make_chat_tokenizer
 
 ROOT = Path(__file__).parents[3]
-CALCULATOR = str(ROOT / "examples/tools/calculator.py")
+CALCULATOR = str(ROOT / "headrace/templates/tools/generate.py")
 
 
 class Calculating(FakeEngine):
