@@ -22,7 +22,7 @@ _ANY_MODEL = ("--hf-checkpoint", "MODEL")
 """A job needs one before anything else of it can be checked."""
 _NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
 """A job without them is not the one that was meant, so a rule that they break refuses it."""
-_SECRET = re.compile(r"((?:token|secret|password|api[-_]key|wandb[-_]key)[= ]+)\S.*", re.IGNORECASE | re.DOTALL)
+_SECRET = re.compile(r"((?:token|secret|password|(?:api|wandb)[-_]key)['\"]?[:= ]+)\S.*", re.IGNORECASE | re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 _GPUS_OF_A_MACHINE = 8

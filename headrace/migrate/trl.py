@@ -90,7 +90,7 @@ def _of_flags(words: Sequence[str], folder: Path) -> dict[str, tuple[str, Any]]:
     flags = [(flag.lstrip(f"{DECIDED_LATER}-").replace("-", "_"), flag, values) for flag, values in flags_of(words)]
     settings: dict[str, tuple[str, Any]] = {}
     for file in (values[0] for name, _, values in flags if name == "config" and values):
-        settings |= {name: (f"{name}: {value}", value) for name, value in _of_config(file, folder).items()}
+        settings |= {name: (f"--{name} {value}", value) for name, value in _of_config(file, folder).items()}
     for name, flag, values in flags:
         if any(map(unknown_value, (flag, *values))):
             settings[name] = (f"--{name} …", UNKNOWN)

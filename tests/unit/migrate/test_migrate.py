@@ -277,6 +277,7 @@ def test_what_a_source_says_cannot_leave_its_comment(tmp_path, text):
     [
         ("slime", SLIME, ["--wandb-key", "my-key"]),
         ("verl", VERL, ["trainer.api_key=my-key"]),
+        ("prime-rl", PRIME_RL.replace('id = "reverse-text"', 'args = { api_key = "my-key" }'), ()),
         ("trl", TRL.replace("learning_rate=1e-5", "hub_token='my-key'"), ["--hub_token", "my-key"]),
     ],
 )

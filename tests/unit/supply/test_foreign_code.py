@@ -33,8 +33,6 @@ WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickl
 
 ALLOWED = {
     ("headrace/cli/main.py", "import_module"): "commands of headrace, by a table of their names",
-    ("headrace/cli/commands/migrate.py", "import_module"): "readers of other projects' jobs, by a table of their names",
-    ("headrace/migrate/moved.py", "import yaml"): "another project's configuration, by safe_load",
     ("headrace/rpc/log.py", "import_module"): "grpc's own, by its name",
     ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
