@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Literal
 
 import tomli_w
 
-from headrace.errors import ConfigError, InvalidArgument
+from headrace.errors import ConfigError
 from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
-from headrace.job.schema.job import Job, toml_value
-from headrace.migrate.shell import COMPUTED, DECIDED_LATER, script_text
+from headrace.job.schema.job import toml_value
+from headrace.job.schema.placement import PlacementSection
 
 State = Literal["carried", "changed", "no counterpart"]
 
@@ -22,7 +22,7 @@ _ANY_MODEL = ("--hf-checkpoint", "MODEL")
 """A job needs one before anything else of it can be checked."""
 _NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
 """A job without them is not the one that was meant, so a rule that they break refuses it."""
-_SECRET = re.compile(r"((?:token|secret|password|api[-_]key|wandb[-_]key)[= ]+)\S.*", re.IGNORECASE | re.DOTALL)
+_SECRET = re.compile(r"((?:token|secret|password|(?:api|wandb)[-_]key)['\"]?[:= ]+)\S.*", re.IGNORECASE | re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _PER_ENGINE = "--rollout-num-gpus-per-engine"
 _GPUS_OF_A_MACHINE = 8
@@ -45,6 +45,12 @@ class Moved:
     words: Sequence[str] = ()
     note: str = ""
 
+    @property
+    def line(self) -> str:
+        """For the list of what is not simply carried."""
+        here = f" -> {' '.join(self.words)}" if self.words and self.state == "changed" else ""
+        return _printable(f"{self.source}{here}{f': {self.note}' if self.note else ''}")
+
 
 @dataclass
 class Migration:
@@ -61,30 +67,34 @@ class Migration:
         """A setting that means something else here, or that becomes several."""
         self._take(source, "changed", words, note)
 
+    def supervise(self, source: str) -> None:
+        """The settings of a supervised run."""
+        words = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--loss-mask-type", "qwen")
+        note = "rows are conversations; --loss-mask-type names the template's marks"
+        self.change(source, *words, "--input-key", "messages", note=note)
+
     def drop(self, source: str, why: str) -> None:
         """A setting without counterpart."""
-        self.moved.append(Moved(_without_secret(source), "no counterpart", note=_printable(why)))
+        self._list(source, "no counterpart", (), why)
 
     def _take(self, source: str, state: State, words: Sequence[str], note: str) -> None:
         if names := sorted({name for word in words for name in _VARIABLE.findall(word)}):
             words = [_VARIABLE.sub(r"\1", word) for word in words]
             unset = f"set {', '.join(names)} before `headrace migrate`, or replace {'it' if not names[1:] else 'them'}"
             state, note = "changed", f"{note}; {unset}" if note else unset
-        try:
-            read(None, [*_ANY_MODEL, *words], {})
-        except ConfigError as error:
-            self.drop(source, error.message.removeprefix(f"{words[0]} is not a flag of headrace: "))
+        if (refusal := _refusal(tuple(words))) is not None:
+            self.drop(source, refusal)
         else:
-            self.moved.append(Moved(_without_secret(source), state, words, _printable(note)))
+            self._list(source, state, words, note)
+
+    def _list(self, source: str, state: State, words: Sequence[str], note: str) -> None:
+        """Without the value of a key, because the list is shown and kept."""
+        self.moved.append(Moved(_printable(_SECRET.sub(r"\1…", source)), state, words, _printable(note)))
 
     @property
     def words(self) -> list[str]:
         """The flags of the whole job; of one that is set twice the last counts, as on a command line."""
         return [word for setting in self.moved for word in setting.words]
-
-    def job(self) -> Job:
-        """Raises ConfigError where the source names no model, or its settings exclude each other."""
-        return read(None, self.words, {})
 
     def settle(self) -> str | None:
         """Gives up settings that a rule of headrace refuses together with the others, with the rule's message.
@@ -92,23 +102,20 @@ class Migration:
         Returns why the job is refused after that; None if `headrace check --elsewhere` takes it.
         """
         try:
-            self._engines()
-            self._several_machines()
+            self._place(read(None, self.words, {}).placement)
         except ConfigError as error:
             return error.message
-        refusal = ""
-        for _ in range(len(self.moved) + 1):
+        while True:
             try:
                 load(None, self.words, {}, lambda job: scope_of_check(job, elsewhere=True))
             except ConfigError as error:
-                refusal = error.message
+                number = None if _MISSING in error.message else self._named_in(error.message)
+                if number is None:
+                    return error.message
+                refused = self.moved[number]
+                self.moved[number] = Moved(refused.source, "no counterpart", note=_printable(error.message))
             else:
                 return None
-            number = None if _MISSING in refusal else self._named_in(refusal)
-            if number is None:
-                return refusal
-            self.moved[number] = Moved(self.moved[number].source, "no counterpart", note=_printable(refusal))
-        return refusal
 
     def _named_in(self, refusal: str) -> int | None:
         """The setting that a refusal says to leave out, or the first that it names."""
@@ -125,9 +132,8 @@ class Migration:
                 return min(places, key=lambda number: places[number])
         return None
 
-    def _engines(self) -> None:
-        """An engine is on one machine, and the engines have GPUs for one at least."""
-        placement = self.job().placement
+    def _place(self, placement: PlacementSection) -> None:
+        """An engine is on one machine, and the engines have GPUs for one at least. Machines have addresses."""
         wanted, most = placement.rollout_num_gpus_per_engine, max(placement.actor_num_gpus_per_node, _GPUS_OF_A_MACHINE)
         if wanted > most:
             self.moved = [
@@ -139,18 +145,13 @@ class Migration:
         if wanted > 1 and not placement.colocate and "--rollout-num-gpus" not in self.words:
             gpus = str(min(wanted, most))
             self.change("GPUs of the engines", "--rollout-num-gpus", gpus, note="one engine; give more for more")
-
-    def _several_machines(self) -> None:
-        placement = self.job().placement
         if placement.actor_num_nodes < 2:
             return
         where, common = f"{placement.actor_num_nodes} machines", ("--placement", "ray", *_REACHED)
         if placement.colocate:
             hosts = ",".join(f"HOST-{number}:7002" for number in range(placement.actor_num_nodes))
-            shared = ("--rollout-address", hosts, "--update-weight-disk-path", "SHARED")
-            self.change(
-                f"{where}, shared by training and rollouts", *common, *shared, note=f"{_REPLACE}; {_REPLACE_ALL}"
-            )
+            words = (*common, "--rollout-address", hosts, "--update-weight-disk-path", "SHARED")
+            self.change(f"{where}, shared by training and rollouts", *words, note=f"{_REPLACE}; {_REPLACE_ALL}")
         else:
             self.change(where, *common, "--rollout-placement", "ray", note=_REPLACE)
 
@@ -159,35 +160,29 @@ class Migration:
 
         Raises ConfigError where the source names no model.
         """
-        tree = self.job().model_dump(mode="python", exclude_unset=True, exclude_none=True)
+        tree = read(None, self.words, {}).model_dump(mode="python", exclude_unset=True, exclude_none=True)
         tables = {section: toml_value(table) for section, table in tree.items() if table}
-        return "".join((*(f"# {line}\n" for line in self._head(refusal)), "\n", tomli_w.dumps(tables)))
+        head = [f"From {_printable(self.origin)}, by `headrace migrate`."]
+        head += [] if refusal is None else [f"`headrace check` refuses it: {_printable(refusal)}"]
+        head += [f"{moved.state}: {moved.line}" for moved in (*self.of("changed"), *self.of("no counterpart"))]
+        return "".join((*(f"# {line}\n" for line in head), "\n", tomli_w.dumps(tables)))
 
-    def _head(self, refusal: str | None) -> Iterable[str]:
-        yield f"From {_printable(self.origin)}, by `headrace migrate`."
-        if refusal is not None:
-            yield f"`headrace check` refuses it: {_printable(refusal)}"
-        for state in ("changed", "no counterpart"):
-            for setting in self.of(state):
-                yield f"{state}: {one_line(setting)}"
-
-    def of(self, state: str) -> list[Moved]:
+    def of(self, state: State) -> list[Moved]:
         return [setting for setting in self.moved if setting.state == state]
 
 
-def one_line(moved: Moved) -> str:
-    here = f" -> {' '.join(moved.words)}" if moved.words and moved.state == "changed" else ""
-    return _printable(f"{moved.source}{here}{f': {moved.note}' if moved.note else ''}")
+@lru_cache(4096)
+def _refusal(words: tuple[str, ...]) -> str | None:
+    try:
+        read(None, [*_ANY_MODEL, *words], {})
+    except ConfigError as error:
+        return error.message.removeprefix(f"{words[0]} is not a flag of headrace: ")
+    return None
 
 
 def _printable(text: str) -> str:
     """One line that a terminal and a TOML comment take."""
     return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
-
-
-def _without_secret(source: str) -> str:
-    """A key's name without its value, because the list is shown and kept."""
-    return _printable(_SECRET.sub(r"\1…", source))
 
 
 def _place(flag: str, text: str) -> int | None:
@@ -196,54 +191,3 @@ def _place(flag: str, text: str) -> int | None:
     option = re.escape(name.replace("-", "_"))
     found = re.search(rf"--{re.escape(name)}(?![\w-])|(?<![\w-]){option}\b", text)
     return None if found is None else found.start()
-
-
-def unknown_value(text: str) -> str | None:
-    """Why a value of a script cannot be carried; None if it can."""
-    if text.startswith(DECIDED_LATER):
-        return "the script decides this when it runs: set it yourself"
-    if COMPUTED in text:
-        return "the script computes this value when it runs: set it yourself"
-    return None
-
-
-Table = Mapping[str, str]
-"""A name of the source, and the flag that means the same here."""
-Mover = Callable[[Migration, str, Any, Mapping[str, Any]], None]
-"""Takes a setting that needs more than another name: (migration, its source, its value, all settings)."""
-
-
-def carry_by_table(migration: Migration, source: str, flag: str, value: object) -> None:
-    """A value of a configuration file or a call; False of a switch leaves it out."""
-    if value is True:
-        migration.carry(source, flag)
-    elif value is False or value is None:
-        migration.carry(source, note="the default here")
-    elif isinstance(value, list | tuple):
-        migration.carry(source, flag, *map(str, value))
-    else:
-        migration.carry(source, flag, str(value))
-
-
-def reason(name: str, reasons: Mapping[str, str]) -> str:
-    """The reason of a dotted name, or of the section that it is in."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((reasons[prefix] for prefix in prefixes if prefix in reasons), "no option of headrace means this")
-
-
-def parsed_yaml(path: Path) -> Any:
-    """Raises InvalidArgument for what is no YAML, or where PyYAML is missing."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise InvalidArgument(f"{path} is YAML, and PyYAML is not installed: `pip install pyyaml`") from error
-    try:
-        return yaml.safe_load(script_text(path))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no YAML: {error}") from error
-
-
-def classifier(model: str) -> tuple[str, ...]:
-    """A reward model of Hugging Face."""
-    return "--custom-rm-path", "headrace.hooks.kit.SequenceClassifier", "--reward-model-path", model

@@ -37,9 +37,10 @@ def test_the_wheels_share_no_file_and_have_a_package_each(wheels: dict[str, Path
 
 
 @pytest.mark.parametrize(("name", "package"), [("headrace", "headrace"), ("headrace_services", "services")])
-def test_a_wheel_has_every_module_of_its_package(wheels: dict[str, Path], name: str, package: str) -> None:
+def test_a_wheel_has_every_module_and_table_of_its_package(wheels: dict[str, Path], name: str, package: str) -> None:
     packed = {file for file in ZipFile(wheels[name]).namelist() if file.startswith(package)}
-    assert {str(file.relative_to(ROOT)) for file in (ROOT / package).rglob("*.py")} <= packed
+    own = [file for ending in ("py", "toml") for file in (ROOT / package).rglob(f"*.{ending}")]
+    assert {str(file.relative_to(ROOT)) for file in own} - packed <= {"services/pyproject.toml"}
     assert f"{package}/py.typed" in packed
 
 

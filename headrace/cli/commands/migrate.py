@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from headrace.cli.arg_types import PATH
-from headrace.cli.view.lines import print_no_wrap
 from headrace.disk import atomic_write
 from headrace.errors import ConfigError, FailedPrecondition
-from headrace.migrate.moved import Migration, one_line
+from headrace.migrate import prime_rl, slime, trl, verl
 
-_SOURCES = {"slime": "slime", "verl": "verl", "trl": "trl", "prime-rl": "prime_rl"}
+_SOURCES = {"slime": slime.migrate, "verl": verl.migrate, "trl": trl.migrate, "prime-rl": prime_rl.migrate}
 
 
 @click.command(no_args_is_help=True)
@@ -35,12 +31,16 @@ def migrate(project: str, file: Path, flags: tuple[str, ...], output: Path, as_j
     """
     if not as_json and output.exists():
         raise FailedPrecondition(f"{output} is there already: name another file with --output")
-    migration: Migration = import_module(f"headrace.migrate.{_SOURCES[project]}").migrate(file, os.environ, flags)
+    migration = _SOURCES[project](file, os.environ, flags)
     refusal = migration.settle()
     if as_json:
         print(json.dumps({"settings": [asdict(setting) for setting in migration.moved], "refused": refusal}, indent=2))
         return int(refusal is not None)
-    _print(migration)
+    changed, without = migration.of("changed"), migration.of("no counterpart")
+    for setting in (*changed, *without):
+        print(f"{setting.state:<16}{setting.line}")
+    total, carried = len(migration.moved), len(migration.of("carried"))
+    print(f"{carried} of {total} settings carried, {len(changed)} changed, {len(without)} without counterpart")
     try:
         text = migration.toml(refusal)
     except ConfigError as error:
@@ -53,15 +53,3 @@ def migrate(project: str, file: Path, flags: tuple[str, ...], output: Path, as_j
         return 0
     print(f"{output} written. It is refused until you change it: {refusal}")
     return 1
-
-
-def _print(migration: Migration) -> None:
-    carried = migration.of("carried")
-    table = Table("", "setting", box=None, pad_edge=False, show_header=False)
-    for state in ("changed", "no counterpart"):
-        for setting in migration.of(state):
-            table.add_row(state, one_line(setting))
-    print_no_wrap(Console(), table)
-    total = len(migration.moved)
-    print(f"{len(carried)} of {total} settings carried, {len(migration.of('changed'))} changed, "
-          f"{len(migration.of('no counterpart'))} without counterpart")  # fmt: skip

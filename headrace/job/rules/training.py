@@ -70,11 +70,12 @@ def _megatron(job: Job) -> None:
             f"context_parallel_size {args.context_parallel_size} divides packed rows, and packing is padded: "
             "leave one of them out"
         )
+    given = args.given(frozenset(ONLY_IN))
     try:
-        installed = ".".join(version("megatron-core").split(".")[:2])
+        installed = ".".join(version("megatron-core").split(".")[:2]) if given else ""
     except PackageNotFoundError:
         return  # the trainer's machine will check
-    for name in args.given(frozenset(ONLY_IN)):
+    for name in given:
         if installed not in ONLY_IN[name]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "

@@ -35,6 +35,7 @@ FILES = {
     "ray": ("ray.txt",),
     "wandb": ("wandb.txt",),
     "ifbench": ("ifbench.txt",),
+    "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
 

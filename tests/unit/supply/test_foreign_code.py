@@ -33,14 +33,13 @@ WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickl
 
 ALLOWED = {
     ("headrace/cli/main.py", "import_module"): "commands of headrace, by a table of their names",
-    ("headrace/cli/commands/migrate.py", "import_module"): "readers of other projects' jobs, by a table of their names",
-    ("headrace/migrate/moved.py", "import yaml"): "another project's configuration, by safe_load",
     ("headrace/rpc/log.py", "import_module"): "grpc's own, by its name",
     ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
     ("headrace/hooks/load.py", "import_module"): "the same, of a module",
     ("headrace/hooks/slime_names.py", "import_module"): "headrace's own modules, by a table of slime's names",
     ("headrace/job/load/resolve.py", "import yaml"): "a job's file of engine groups",
+    ("headrace/migrate/table.py", "import yaml"): "another project's configuration, by its safe loader",
     ("headrace/models/tokenizer/tokenizer.py", "from_pretrained"): "a folder's code runs with trust_remote_code alone",
     ("headrace/models/torch_dist.py", "import pickle"): "that reader: a name is answered with a stand-in",
     ("headrace/models/torch_dist.py", "pickle.Unpickler"): "the same: its find_class is replaced",

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import InvalidArgument
-from headrace.migrate.shell import DECIDED_LATER, Script, command_of, read_script
-
-ENVIRONMENT = {"HOME": "/home/me"}
+from headrace.migrate.bash import DECIDED_LATER, Script, read_script
 
 
 def words(text: str) -> list[str]:
     """The words behind `run`."""
-    script = Script(Path("run.sh"), ENVIRONMENT)
+    script = Script(Path("run.sh"), {"HOME": ["/home/me"]})
     script.read(text)
-    return (command_of(script, "run") or ["", "no command"])[1:]
+    return (script.command_of("run") or ["", "no command"])[1:]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_files_that_a_script_loads_are_looked_for_beside_it(tmp_path):
         'D="$(cd "$(dirname "$0")" && pwd)"\nsource "${D}/models/q.sh"\nsource x/none.sh\nrun ${MODEL_ARGS[@]}\n'
     )
     script = read_script(tmp_path / "run.sh", {})
-    assert command_of(script, "run") == ["run", "--num-layers", "2"]
+    assert script.command_of("run") == ["run", "--num-layers", "2"]
     assert script.missing == ["x/none.sh"]
 
 
