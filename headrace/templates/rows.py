@@ -9,7 +9,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 _SEED = 1
-_NUM_HELD_OUT = 64
+_NUM_HELD_OUT = 48
 _END = "<|im_end|>"
 _NAMES = ("Ada", "Ben", "Chloe", "David", "Emma", "Felix", "Grace", "Hugo")
 _THINGS = ("apples", "books", "coins", "eggs", "pencils", "stamps", "stones", "tickets")
@@ -24,9 +24,9 @@ _FACTS = (
 
 
 def sums() -> tuple[Sequence[Row], Sequence[Row]]:
-    """Sums and differences up to 10, none below zero. A worked sum shows what is wanted, and where a response ends."""
+    """Sums and differences of digits, none below zero. A worked sum shows what is wanted, and where a response ends."""
     example = f"2 + 2 = 4{_END}\n"
-    pairs = [(a, b) for a in range(11) for b in range(11)]
+    pairs = [(a, b) for a in range(10) for b in range(10)]
     tasks = [*((f"{a} + {b} =", a + b) for a, b in pairs), *((f"{a} - {b} =", a - b) for a, b in pairs if a >= b)]
     return _split([{"prompt": f"{example}{task}", "label": str(result)} for task, result in tasks])
 
