@@ -10,7 +10,7 @@ VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
 MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
-NODE   := tests/contract/node
+NODE   := protos/typescript
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
 .PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
@@ -104,16 +104,17 @@ soak: $(STAMPS)/headrace $(STAMPS)/dev
 clusters: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters
 
-# The images of deploy/Containerfile, for CPUs, then the quickstart's job in four containers (`RUN=` leaves that out).
+# The images of deploy/Containerfile, for CPUs, then a quickstart in one container and a run in four of them (`RUN=` leaves that out).
 # IMAGES="buffer reward" builds fewer; ENGINE may be docker; BUILD_FLAGS and RUN_FLAGS are for its builds and its runs.
-IMAGES ?= buffer reward rollout trainer
+IMAGES ?= headrace buffer reward rollout trainer
 ENGINE ?= podman
-RUN ?= $(filter trainer,$(IMAGES))
-images: $(if $(RUN),$(STAMPS)/dev $(MODEL)/model.safetensors)
-	@for image in $(IMAGES); do echo "── headrace-$$image"; \
+RUN ?= $(and $(filter headrace,$(IMAGES)),$(filter trainer,$(IMAGES)))
+images: $(if $(RUN),$(STAMPS)/dev)
+	@for target in $(IMAGES); do \
+	    image=headrace-$$target; [ $$target != headrace ] || image=headrace; echo "── $$image"; \
 	    $(ENGINE) build $(if $(findstring podman,$(ENGINE)),--format docker) --quiet $(BUILD_FLAGS) -f deploy/Containerfile \
-	        --target $$image -t headrace-$$image . || exit 1; \
-	    deploy/size.sh "$(ENGINE)" headrace-$$image || exit 1; done
+	        --target $$target -t $$image . || exit 1; \
+	    deploy/size.sh "$(ENGINE)" $$image || exit 1; done
 	@test -z "$(RUN)" || HEADRACE_IMAGES=all HEADRACE_CONTAINER_ENGINE="$(ENGINE)" \
 	    HEADRACE_RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest -s tests/images
 
@@ -135,7 +136,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -170,10 +171,10 @@ $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
 	@tools/install.sh $(PIP) -r requirements/quickstart.txt
 	@touch $@
 
-$(STAMPS)/node: $(wildcard $(NODE)/package-lock.json) | $(BIN)/python
+$(STAMPS)/node: $(NODE)/package-lock.json | $(BIN)/python
 	@mkdir -p $(STAMPS)
-	@if [ -f $(NODE)/package-lock.json ] && command -v npm >/dev/null; then \
-	    echo "── the Node client's packages"; cd $(NODE) && npm ci --no-audit --no-fund --loglevel=error; fi
+	@if command -v npm >/dev/null; then \
+	    echo "── the TypeScript client's packages"; cd $(NODE) && npm ci --no-audit --no-fund --loglevel=error; fi
 	@touch $@
 
 $(PROTOS)/.stamp: requirements/protos.txt

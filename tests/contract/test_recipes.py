@@ -300,7 +300,7 @@ RECIPES = {
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The copy, after all recipes, `make format` and what writes generated files."""
     copy = tmp_path_factory.mktemp("tree")
-    ignored = shutil.ignore_patterns("__pycache__", "node_modules")
+    ignored = shutil.ignore_patterns("__pycache__", "typescript")
     for name in _COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=ignored, symlinks=True)

@@ -1,10 +1,11 @@
-"""The images that `make images` has built serve a run of four containers (long: it sets HEADRACE_IMAGES)."""
+"""Images that `make images` has built: a quickstart in one container, a run in four (long: HEADRACE_IMAGES)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,8 @@ from tests.support.deployments import SERVICES
 pytestmark = pytest.mark.timeout(7200)
 
 STEP_SECONDS = 900.0
-FOLDER = "/var/lib/headrace/quickstart"
+QUICKSTART_SECONDS = 3600.0
+FOLDER = "/var/lib/headrace/sums"
 SMALL = {
     "HEADRACE_ROLLOUT_BATCH_SIZE": "4",
     "HEADRACE_N_SAMPLES_PER_PROMPT": "4",
@@ -24,12 +26,25 @@ SMALL = {
     "HEADRACE_SAVE_INTERVAL": "2",
     "HEADRACE_KEEP_LAST": "1",
 }
-"""The quickstart's job, with a quarter of its samples, and checkpoints."""
+"""The job of `headrace init`, with a quarter of its samples, and checkpoints."""
 
 
-@pytest.mark.skipif("HEADRACE_IMAGES" not in os.environ, reason="long: make images sets HEADRACE_IMAGES")
-async def test_four_containers_train_outlive_each_others_deaths_drain_and_resume() -> None:
-    async with Stack(Engine(), {**SMALL, "HEADRACE_NUM_ROLLOUT": "1000"}).open() as stack:
+LONG = pytest.mark.skipif("HEADRACE_IMAGES" not in os.environ, reason="long: make images sets HEADRACE_IMAGES")
+
+
+@LONG
+async def test_one_container_runs_the_quickstart() -> None:
+    engine = Engine()
+    words = ("headrace", "quickstart", "--num-rollout", "2")
+    said = await engine.said("run", *engine.run_flags, "--rm", "headrace", *words, seconds=QUICKSTART_SECONDS)
+    print(said)
+    assert "curves.png" in said
+
+
+@LONG
+async def test_four_containers_train_outlive_each_others_deaths_drain_and_resume(tmp_path: Path) -> None:
+    async with Stack(Engine(), tmp_path, {**SMALL, "HEADRACE_NUM_ROLLOUT": "1000"}).open() as stack:
+        await stack.write_job()
         await stack.certificates()
         for service in SERVICES:
             await stack.start(service)

@@ -24,6 +24,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "requirements" / "README.md",
+    ROOT / "protos" / "typescript" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
@@ -36,7 +37,7 @@ _OTHERS_FLAGS = {
     *("--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
-    *("--require-hashes", "--security-opt"),
+    *("--require-hashes", "--security-opt", "--rm"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,12 +21,14 @@ from tests.support.deployments import DEPLOY, SERVICES
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 _HEALTHY_SECONDS = 900.0
 _LAST_LINES = "60"
+_JOB = "../job"
 
 
 class Stack:
-    def __init__(self, engine: Engine, variables: Mapping[str, str]) -> None:
-        """`variables` are added to each service's own."""
+    def __init__(self, engine: Engine, job: Path, variables: Mapping[str, str]) -> None:
+        """`job` is the folder that compose.yaml mounts as ../job; `variables` are added to each service's own."""
         self._engine = engine
+        self._job = job
         self._name = f"headrace-{uuid.uuid4().hex[:8]}"
         self._variables = dict(variables)
 
@@ -49,6 +53,12 @@ class Stack:
         """Creates the container and starts it."""
         name = ["--detach", "--name", self._of(service), "--restart", COMPOSE["services"][service]["restart"]]
         await self._run(service, name, COMPOSE["services"][service]["command"], variables)
+
+    async def write_job(self) -> None:
+        """Runs `headrace init` in the image of all services, as the first lines of compose.yaml do."""
+        who = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "XDG_CACHE_HOME=/job/.cache"]
+        words = ["--rm", *who, "--volume", f"{self._job}:/job", "headrace", "headrace", "init", "/job"]
+        await self._engine.said("run", *self._engine.run_flags, *words)
 
     async def certificates(self) -> None:
         """Runs compose.yaml's `certs` to its end."""
@@ -142,7 +152,7 @@ class Stack:
 
     def _mount(self, volume: str) -> str:
         source, path, *mode = volume.split(":")
-        here = str((DEPLOY / source).resolve()) if source.startswith(".") else self._of(source)
+        here = str(self._job) if source == _JOB else self._of(source)
         return ":".join([here, path, *mode])
 
     def _of(self, service: str) -> str:

@@ -24,7 +24,10 @@ SETS = {
     ("trainer", "cpu"): ["-r /cpu.txt -r /cpu-no-deps.txt"],
     ("rollout", "cuda"): ["--require-hashes -r /cuda-rollout.txt"],
     ("trainer", "cuda"): ["--require-hashes -r /cuda-trainer.txt"],
+    ("headrace", "cpu"): ["-r /quickstart.txt"],
+    ("ray", "cpu"): ["-r /ray.txt"],
 }
+"""Those of `headrace` and `ray` are beside the trainer's, which on a CPU are the packages of all services."""
 
 
 def stages() -> dict[str, list[str]]:
@@ -38,12 +41,12 @@ def stages() -> dict[str, list[str]]:
     return found
 
 
-def ran(stage: str, package_set: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def ran(stage: str, package_set: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """The stage's RUN lines in a shell, with a pip that prints what it is to install, and nothing to slim."""
     script = "\n".join(
         line.removeprefix("RUN ").replace("/slim.sh", "true") for line in stages()[stage] if line.startswith("RUN ")
     )
-    environment = {**os.environ, "SET": package_set, "PIP": "echo"}
+    environment = {**os.environ, "SET": package_set, "PIP": "echo", **variables}
     return subprocess.run(
         ["sh", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -57,6 +60,21 @@ def test_an_image_gets_the_packages_of_its_service_and_set(service: str, package
     for name in re.findall(r"[a-z-]+\.txt", done.stdout):
         assert name in copied
         assert (DEPLOY.parent / "requirements" / name).is_file()
+
+
+def test_gpus_are_for_rollout_and_trainer_under_the_python_of_their_sets(tmp_path: Path) -> None:
+    assert ran("environment", "cuda", tmp_path, PYTHON="python3.11").returncode == 2
+    assert ran("headrace-packages", "cuda", tmp_path).returncode == 2
+    for stage in ("headrace-packages", "ray-packages"):
+        assert stages()[stage][0] == f"FROM trainer-packages AS {stage}"
+
+
+@pytest.mark.parametrize("image", ["headrace", "ray"])
+def test_an_image_of_all_services_has_headrace_and_a_user_without_rights(image: str) -> None:
+    lines = stages()[image]
+    assert f"COPY --from={image}-packages /opt/headrace /opt/headrace" in lines
+    assert "COPY --from=project /opt/headrace /opt/headrace" in lines
+    assert "USER 10001:10001" in lines
 
 
 def test_what_is_copied_is_there_and_not_ignored() -> None:
