@@ -70,7 +70,7 @@ def init(folder: Path, template: str, model: str | None) -> int:
 @click.command()
 @click.argument("folder", type=PATH, default="quickstart", metavar="[FOLDER]")
 @click.option("--model", help="As in `headrace init`.")
-@click.option("--num-rollout", type=click.IntRange(min=1), help="Steps; the job has 30.")
+@click.option("--num-rollout", type=click.IntRange(min=1), help="Steps; the job has 15.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the samples and their order; the job has 1.")
 def quickstart(folder: Path, model: str | None, num_rollout: int | None, seed: int | None) -> int:
     """Trains a small model to add digits, and shows what it has learned. On two CPU cores it takes a few minutes.
