@@ -26,6 +26,8 @@ _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
 _PASSES = {"create": 3, "created": 3, "sync-folder": 3, "delete": 1}
 _MANY_PASSES = 30
+_CONTINUES = (":pause:", ":ENOSPC:", "delete:EIO:")
+"""Faults with which the buffer continues. A file that cannot be deleted is deleted by the next start."""
 _LARGE_CALL_BYTES = 1
 
 
@@ -52,7 +54,7 @@ async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str
     await buffer.start(failpoint, _LARGE_CALL_BYTES)
     try:
         async with working(buffer, tmp_path) as workload:
-            if ":pause:" in failpoint or ":ENOSPC:" in failpoint:
+            if any(word in failpoint for word in _CONTINUES):
                 await workload.steps(4 * _FIRST_STEPS)
             else:
                 code = await buffer.wait()
