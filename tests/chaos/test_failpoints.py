@@ -56,6 +56,8 @@ async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str
         async with working(buffer, tmp_path) as workload:
             if any(word in failpoint for word in _CONTINUES):
                 await workload.steps(4 * _FIRST_STEPS)
+                if failpoint.startswith(("delete:EIO:", "delete:ENOSPC:")):
+                    assert "payload_file_kept" in buffer.log
             else:
                 code = await buffer.wait()
                 assert code == (-9 if ":kill:" in failpoint else 1), buffer.log[-2000:]

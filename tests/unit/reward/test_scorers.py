@@ -138,7 +138,7 @@ BOMBS = [
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_what_nobody_can_write_down_is_wrong_at_once(bomb: str) -> None:
     for response, label in ((rf"\boxed{{{bomb}}}", "5"), (bomb, r"\sqrt{2}")):
-        with cpu_limit(2.0):
+        with cpu_limit(20):  # a bomb takes minutes or never ends; the others take up to 2 s of a slow processor
             assert math.score(item(response, label)) == 0.0
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.hooks.kit.tool_call import divided
-from headrace.session import Ask, Branch, RecordedAnswer, SessionRecord
+from headrace.session import Ask, Branch, RecordedAnswer, SessionRecord, prefix_keys
 from headrace.trajectory import PolicyRange, Status, check_ranges
-from services.rollout.agents.protocol import Message, ToolCallMessage
+from services.rollout.agents.protocol import Function, Message, ToolCallMessage
 from services.rollout.agents.tool_calls import in_message
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
@@ -213,6 +213,15 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
     following = record.ask(plain(thread), TOOLS)
     assert following.tokens[: len(ask.tokens) + len(tokens)] == (*ask.tokens, *tokens)
     assert following.parent is not None
+
+
+def test_a_call_is_the_same_however_its_arguments_are_written_and_another_with_other_arguments() -> None:
+    def key(arguments: str, call_id: str) -> list[bytes]:
+        call = ToolCallMessage(Function("add", arguments), id=call_id)
+        return list(prefix_keys([Message("assistant", "So:", tool_calls=[call]).for_template()]))
+
+    assert key('{"a":  1}', "first") == key('{"a":1}', "renewed")
+    assert key('{"a": 1}', "first") != key('{"a": 2}', "first")
 
 
 class OfCallsAlone:
