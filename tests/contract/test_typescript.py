@@ -58,13 +58,13 @@ async def run(program: Path, *words: str, folder: Path | None = None, **variable
 
 
 async def played(programs: Path, *words: str, **variables: str) -> Any:
-    code, output = await run(programs / "client.js", *words, **variables)
+    code, output = await run(programs / "client.js", *words, folder=None, **variables)
     assert code == 0, output
     return json.loads(output)
 
 
 async def refused(programs: Path, *words: str, **variables: str) -> dict[str, str]:
-    code, output = await run(programs / "client.js", *words, **variables)
+    code, output = await run(programs / "client.js", *words, folder=None, **variables)
     assert code == 1, output
     error: dict[str, str] = json.loads(output)
     return error
