@@ -118,7 +118,7 @@ images: $(if $(RUN),$(STAMPS)/dev)
 	@test -z "$(RUN)" || HEADRACE_IMAGES=all HEADRACE_CONTAINER_ENGINE="$(ENGINE)" \
 	    HEADRACE_RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest -s tests/images
 
-# On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (README, 10): the most telling first.
+# On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (docs/placement.md, "GPUs"): the most telling first.
 GPU_PYTHON ?= /opt/trainer/bin/python
 gpu:
 	@$(GPU_PYTHON) -m pytest -s tests/gpu/test_placement.py tests/gpu/test_one_device.py tests/gpu/test_publication.py \
