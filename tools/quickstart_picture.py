@@ -35,9 +35,9 @@ def _curves(axes: Axes, rows: Sequence[dict[str, float]]) -> None:
     trained = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     evaluated = [(row["step"], row["eval/sums"]) for row in rows if "eval/sums" in row]
     axes.plot(*zip(*trained, strict=True), color=_ORANGE, linewidth=1.6, label="training, sampled")
-    axes.plot(*zip(*evaluated, strict=True), color=_BLUE, linewidth=2, marker="o", label="new prompts, greedy")
-    for step, value in (evaluated[0], evaluated[-1]):
-        axes.annotate(f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=_BLUE)
+    axes.plot(*zip(*evaluated, strict=True), color=_BLUE, linewidth=2, marker="o", label="new prompts")
+    for (step, value), offset in ((evaluated[0], 8), (evaluated[-1], -16)):
+        axes.annotate(f"{value:.2f}", (step, value), (0, offset), textcoords="offset points", ha="center", color=_BLUE)
     axes.set(xlabel="step", ylim=(0, 1.1))
     axes.set_title("share of exact results", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)

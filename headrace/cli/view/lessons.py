@@ -32,18 +32,18 @@ def lessons(run: RunFolder) -> Iterator[RenderableType]:
 
 
 def before_and_after(run: RunFolder, count: int) -> list[tuple[Answer, Answer]]:
-    """Responses of the first and the last evaluation to the same prompts, those that changed most first."""
+    """The first response of the first and of the last evaluation to each prompt, those that changed most first."""
     log = SampleLog(run.samples)
     steps = log.evaluations()
     if len(steps) < 2:
         return []
     before, after = _by_prompt(log, steps[0]), _by_prompt(log, steps[-1])
-    pairs = [(before[key], after[key]) for key in before.keys() & after.keys()]
+    pairs = [(before[prompt], after[prompt]) for prompt in before.keys() & after.keys()]
     return sorted(pairs, key=lambda pair: ((pair[0].reward or 0.0) - (pair[1].reward or 0.0), pair[0].group_id))[:count]
 
 
 def _by_prompt(log: SampleLog, step: int) -> Mapping[str, Answer]:
-    return {f"{each.group_id} {each.index}": each for each in log.of_evaluation(step)}
+    return {answer.group_id: answer for answer in log.of_evaluation(step) if answer.index == 0}
 
 
 def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
