@@ -104,35 +104,38 @@ def tree_under_test(*libraries: str) -> Iterator[TreeUnderTest]:
 
 
 def run(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
-    """The survivors. Prints one line for each mutant as it ends."""
+    """The survivors. Prints a line for each file of tests that passes without a mutant, then one for each mutant."""
     free: SimpleQueue[TreeUnderTest] = SimpleQueue()
-    survivors: list[Mutant] = []
+    files = sorted({file for mutant in mutants for file in mutant.killed_by})
 
-    def one(mutant: Mutant) -> None:
-        tests = free.get()
-        try:
+    def passes(file: str) -> bool:
+        with _lent(free) as tests:
+            passed = tests.pass_([file])
+        print(f"{'passes  ' if passed else 'FAILS   '} {file}", flush=True)
+        return passed
+
+    def survives(mutant: Mutant) -> bool:
+        with _lent(free) as tests:
             survived = tests.survives(mutant)
-        finally:
-            free.put(tests)
-        if survived:
-            survivors.append(mutant)
         print(f"{'SURVIVED' if survived else 'killed  '} {mutant}", flush=True)
+        return survived
 
     with ExitStack() as stack:
         for _ in range(jobs):
             free.put(stack.enter_context(tree_under_test(*_LIBRARIES)))
-        _require_green(mutants, free)
-        with ThreadPoolExecutor(jobs) as workers:
-            list(workers.map(one, mutants))
-    return survivors
+        workers = stack.enter_context(ThreadPoolExecutor(jobs))
+        failing = [file for file, passed in zip(files, workers.map(passes, files), strict=True) if not passed]
+        assert not failing, f"{failing} fail without any mutant"
+        return [mutant for mutant, survived in zip(mutants, workers.map(survives, mutants), strict=True) if survived]
 
 
-def _require_green(mutants: Sequence[Mutant], free: SimpleQueue[TreeUnderTest]) -> None:
+@contextmanager
+def _lent(free: SimpleQueue[TreeUnderTest]) -> Iterator[TreeUnderTest]:
     tests = free.get()
-    files = sorted({file for mutant in mutants for file in mutant.killed_by})
-    failing = [file for file in files if not tests.pass_([file])]
-    assert not failing, f"{failing} fail without any mutant"
-    free.put(tests)
+    try:
+        yield tests
+    finally:
+        free.put(tests)
 
 
 def explained() -> set[str]:
