@@ -47,11 +47,11 @@ _COMMANDS: Mapping[str, Command] = {
     "migrate": Command(
         "migrate:migrate", "migrate slime | verl | trl | prime-rl FILE", "write a job from another project's"
     ),
-    "train": Command("jobs:train", "train JOB.toml [flags]", "run a job to its end"),
+    "train": Command("jobs:train", "train [JOB.toml] [flags]", "run a job to its end"),
     "replay": Command(
         "jobs:replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
     ),
-    "check": Command("jobs:check", "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "check": Command("jobs:check", "check [JOB.toml] [flags] | check hook PATH", "show the plan of a job, or try a hook"),
     "models": Command("policy:models", "models", "list the models that --model knows, with sizes and layouts"),
     "up": Command(
         "jobs:up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"

@@ -62,8 +62,8 @@ def init(folder: Path, template: str, model: str | None) -> int:
     written = write_template(folder, template, model or str(prepared_model()))
     where = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"{folder}: {', '.join(written)}")
-    print(f"next: {where}headrace check job.toml    what the job will do")
-    print(f"      {where}headrace train             run it")
+    print(f"next: {where}headrace check    what the job will do")
+    print(f"      {where}headrace train    run it")
     return 0
 
 

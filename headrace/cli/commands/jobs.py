@@ -223,7 +223,7 @@ class _Check(JobCommand):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_Check, no_args_is_help=True)
+@click.command(cls=_Check)
 @click.option(
     "--fast",
     is_flag=True,
@@ -238,6 +238,8 @@ class _Check(JobCommand):
 @json_option
 def check(words: Sequence[str], fast: bool, elsewhere: bool, as_json: bool) -> int:
     """Prints the plan of a job and what every service found. `headrace check hook PATH` tries a hook.
+
+    Without a JOB.toml it takes job.toml of this folder, if there is one.
 
     The exit code is 2 when a service refuses the job, with its sentence, and 1 when a service's check itself failed.
     """

@@ -40,6 +40,13 @@ def test_evaluation_has_no_row_of_training(tmp_path, model, template):
     assert all(prompt not in train for prompt in held_out)
 
 
+def test_check_alone_takes_the_job_of_its_folder(tmp_path, monkeypatch, model, capsys):
+    assert main(["init", str(tmp_path), "--model", str(model)]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--fast"]) == 0
+    assert str(model) in capsys.readouterr().out
+
+
 def test_a_folder_with_a_job_is_left_as_it_is(tmp_path, model, capsys):
     (tmp_path / "job.toml").write_text("mine")
     assert main(["init", str(tmp_path), "--model", str(model)]) == 1
