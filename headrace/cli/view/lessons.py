@@ -47,7 +47,7 @@ def _by_prompt(log: SampleLog, step: int) -> Mapping[str, Answer]:
 
 
 def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
-    table = Table("prompt", "before", "", "after", "", box=None, pad_edge=False)
+    table = Table("prompt", "before", "reward", "after", "reward", box=None, pad_edge=False)
     for before, after in pairs:
         table.add_row(_short(before.prompt.splitlines()[-1]), *_cells(before), *_cells(after))
     return table
