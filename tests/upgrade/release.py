@@ -1,4 +1,4 @@
-"""The newest release's own code, from the repository's history, and processes that run it."""
+"""The code of each release, from the repository's history, and processes that run it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.support.processes.buffer_server import ROOT
 
 _PARTS = ("headrace", "services", "protos", "tests/__init__.py", "tests/support")
 _SECONDS = 120.0
+RELEASES = tomllib.loads(Path(__file__).with_name("releases.toml").read_text())["release"]
+"""The name and commit of each, newest first: parameters of the fixture `release`."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,8 @@ class Release:
         await asyncio.to_thread(self.run, *words)
 
 
-def newest_release(folder: Path) -> Release:
-    """Its code, extracted into the folder. Skips the test in a clone that has not got it."""
-    entry = tomllib.loads(Path(__file__).with_name("releases.toml").read_text())["release"][0]
+def extracted(entry: Mapping[str, str], folder: Path) -> Release:
+    """The release of RELEASES, with its code in the folder. Skips the test in a clone that has not got it."""
     commit = entry["commit"]
     known = subprocess.run(
         ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True, check=False

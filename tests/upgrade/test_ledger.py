@@ -17,15 +17,15 @@ from services.buffer.store.base import Store
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.processes.buffer_server import served_buffer
 from tests.upgrade import driver
-from tests.upgrade.release import Release, ReleaseBuffer, newest_release
+from tests.upgrade.release import RELEASES, Release, ReleaseBuffer, extracted
 
 pytestmark = pytest.mark.timeout(300)
 long = pytest.mark.skipif("HEADRACE_UPGRADE" not in os.environ, reason="long: make chaos sets HEADRACE_UPGRADE")
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
-    return newest_release(tmp_path_factory.mktemp("release"))
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda entry: str(entry["name"]))
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return extracted(request.param, tmp_path_factory.mktemp("release"))
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def test_a_ledger_of_the_release_goes_on_today_with_either_client(release:
 
 
 async def test_a_backup_of_the_release_is_restored_and_goes_on_today(release: Release, tmp_path: Path) -> None:
-    """With payloads of 0.1.0's files that are deleted with their last payload."""
+    """0.1.0 keeps payloads in files that are deleted with their last payload."""
     written, restored = tmp_path / "written", tmp_path / "restored"
     written.mkdir()
     async with ReleaseBuffer(release, written) as buffer:
@@ -71,6 +71,7 @@ async def test_a_backup_of_the_release_is_restored_and_goes_on_today(release: Re
 
 
 @long
+@pytest.mark.parametrize("release", [RELEASES[-1]], indirect=True, ids=["v0.1.0"])
 async def test_the_release_refuses_a_ledger_of_today_and_loses_nothing(release: Release, tmp_path: Path) -> None:
     async with todays(SqliteStore(tmp_path / "ledger"), tmp_path) as address:
         await driver.main("begin", address, tmp_path)

@@ -18,7 +18,7 @@ from services.trainer.checkpoint.manifest import Manifest
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import ROOT, TrainingRun
-from tests.upgrade.release import Release, newest_release
+from tests.upgrade.release import RELEASES, Release, extracted
 
 pytestmark = [
     pytest.mark.ranks,
@@ -31,9 +31,9 @@ NUM_STEPS = 6
 STEPS_EACH = 2
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
-    return newest_release(tmp_path_factory.mktemp("release"))
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda entry: str(entry["name"]))
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return extracted(request.param, tmp_path_factory.mktemp("release"))
 
 
 def training_run(folder: Path, code: Path, rollout_address: str, *flags: str) -> TrainingRun:

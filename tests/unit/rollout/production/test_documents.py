@@ -98,11 +98,9 @@ async def test_the_tool_task_of_docs_hooks_runs_as_printed(model: Path) -> None:
         assert sample.response == ANSWER
 
 
-@pytest.mark.parametrize(("document", "turns"), [("README.md", 1), ("docs/hooks.md", 2)])
-async def test_a_generate_function_that_headraces_own_pages_print_makes_samples(
-    tmp_path: Path, document: str, turns: int
-) -> None:
-    code, *_ = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / document).read_text(), re.S)
+async def test_the_generate_function_of_docs_hooks_makes_samples(tmp_path: Path) -> None:
+    turns = 2
+    code, *_ = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / "docs/hooks.md").read_text(), re.S)
     (tmp_path / "agent.py").write_text(code)
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
@@ -124,7 +122,7 @@ async def test_a_generate_function_that_headraces_own_pages_print_makes_samples(
     assert (sample.failure, sample.status) == (None, Status.TRUNCATED)
     assert sample.tokens[: sample.prompt_length].tolist() == list(prompt.tokens)
     assert sample.loss_mask.sum() == 4 * turns
-    assert (sample.loss_mask == 0).any() == (turns > 1)
+    assert (sample.loss_mask == 0).any()
     assert [r.policy_version for r in sample.policy_ranges] == [3]
 
 
