@@ -51,7 +51,9 @@ _COMMANDS: Mapping[str, Command] = {
     "replay": Command(
         "jobs:replay", "replay RUN [--from-step K] [flags]", "train the recorded steps of a run again, and compare"
     ),
-    "check": Command("jobs:check", "check [JOB.toml] [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "check": Command(
+        "jobs:check", "check [JOB.toml] [flags] | check hook PATH", "show the plan of a job, or try a hook"
+    ),
     "models": Command("policy:models", "models", "list the models that --model knows, with sizes and layouts"),
     "up": Command(
         "jobs:up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"
