@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -231,19 +232,24 @@ def test_a_payload_that_is_lost_or_changed_is_named_and_the_rest_is_served(
     store.close()
 
 
-def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_missing_or_short_payload_file_is_named_at_the_start_and_the_rest_is_served(
+    tmp_path: Path, is_missing: bool
+) -> None:
     it = busy_ledger(SqliteStore(tmp_path, large_call_bytes=1))
     records = records_of(it)
     it.store.close()
     file, *_ = (tmp_path / "payloads").iterdir()
-    file.unlink()
+    num_bytes = file.stat().st_size - 1
+    file.unlink() if is_missing else os.truncate(file, num_bytes)
+    what = f"payloads/{file.name} {'is missing' if is_missing else f'has {num_bytes} bytes'}"
     store = SqliteStore(tmp_path)
     store.load()
-    victims = {found.sample_id for found in store.damage() if found.what == f"payloads/{file.name} is missing"}
+    victims = {found.sample_id for found in store.damage() if found.what == what}
     assert victims
     for record in records:
         if record.sample_id in victims:
-            with pytest.raises(DataLoss, match="is missing: headrace buffer drop --group train/"):
+            with pytest.raises(DataLoss, match=f"{what}: headrace buffer drop --group train/"):
                 store.read_payloads([record])
         else:
             assert len(store.read_payloads([record])[0]) == record.payload_bytes
