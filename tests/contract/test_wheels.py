@@ -60,7 +60,7 @@ def test_the_client_alone_has_its_commands_and_writes_a_job(wheels: dict[str, Pa
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"
     _run(binaries / "python", "-m", "pip", "install", "--quiet", wheels["headrace"])
-    assert "headrace train JOB.toml" in _run(binaries / "headrace", "--help", folder=tmp_path)
+    assert "headrace train [JOB.toml]" in _run(binaries / "headrace", "--help", folder=tmp_path)
     _run(binaries / "headrace", "init", "x", "--model", model, folder=tmp_path)
     assert (tmp_path / "x" / "job.toml").is_file()
     refused = subprocess.run(
