@@ -106,6 +106,7 @@ async def uploaded(client: BufferClient, *columns: bytes) -> None:
 A, B, C = b"a" * 900, b"b" * 500, b"c" * 100
 SAID = {
     "fewer": [(A, 899)],
+    "more": [(A, 901)],
     "the other's": [(A, 500), (B, 900)],
     "more and fewer": [(A, 901), (B, 499), (C, 100)],
 }
