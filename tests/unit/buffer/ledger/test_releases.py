@@ -33,6 +33,15 @@ def test_a_release_keeps_its_tokens_and_does_not_count_as_an_attempt(it: LedgerU
         it.store.read_payloads(again.partials)
 
 
+def test_a_release_without_tokens_leaves_those_of_an_earlier_one(it: LedgerUnderTest) -> None:
+    (group,) = it.lease(1)
+    partial = sample(group, 0, 0, text="so far")
+    for partials in ((partial,), ()):
+        it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, partials, "shutting down")]))
+        (group,) = it.lease(1)
+        assert it.store.read_payloads(group.partials) == [partial.payload]
+
+
 @pytest.mark.parametrize("end", ["newer tokens", "a failure", "no signal", "an operator", "its stream"])
 def test_tokens_that_nobody_needs_any_more_are_deleted(end: str) -> None:
     it = LedgerUnderTest()
