@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from services.rollout.engine.replies import BadAnswer, NamedSpan
@@ -28,6 +30,16 @@ async def test_what_follows_refused_tokens_is_refused_with_them() -> None:
     weights.refuse(bad)
     spans = (NamedSpan(good, 0, 4), NamedSpan(bad, 4, 6), NamedSpan(later, 6, 9))
     assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4)]
+
+
+async def test_tokens_wait_for_the_verdict_on_their_weights() -> None:
+    weights = ServedWeights()
+    name = weights.new_name(1, "engine-0")
+    version = asyncio.ensure_future(weights.version_of(name))
+    await asyncio.sleep(0)  # it runs up to its wait
+    assert not version.done()
+    weights.accept([name])
+    assert await version == 1
 
 
 async def test_weights_of_a_trainer_that_started_again_before_them_are_refused() -> None:
