@@ -136,7 +136,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -171,10 +171,11 @@ $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
 	@tools/install.sh $(PIP) -r requirements/quickstart.txt
 	@touch $@
 
-$(STAMPS)/node: $(NODE)/package-lock.json | $(BIN)/python
+$(STAMPS)/node: $(NODE)/package-lock.json web/package-lock.json | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	@if command -v npm >/dev/null; then \
-	    echo "── the TypeScript client's packages"; cd $(NODE) && npm ci --no-audit --no-fund --loglevel=error; fi
+	    echo "── packages of the TypeScript client and of the page, and a browser for tests"; \
+	    for folder in $(NODE) web; do (cd $$folder && npm ci --no-audit --no-fund --loglevel=error) || exit 1; done; fi
 	@touch $@
 
 $(PROTOS)/.stamp: requirements/protos.txt
