@@ -97,7 +97,7 @@ def _prose(lines: Sequence[str]) -> str:
     """Paragraphs; indented lines and drawings as they are."""
     drawn = any(line.startswith("  ") for line in lines)
     paragraphs = "\n".join(lines).strip("\n").split("\n\n")
-    return "\n\n".join(f"```text\n{each}\n```" if drawn and "  " in each else _escaped(each) for each in paragraphs)
+    return "\n\n".join(f"```\n{each}\n```" if drawn and "  " in each else _escaped(each) for each in paragraphs)
 
 
 def _cell(lines: Sequence[str]) -> str:

@@ -58,6 +58,8 @@ def build(zensical: Path, site: Path) -> list[str]:
             shutil.copyfile(sources / entry.path, work / "site" / entry.path)
         for file, text in llms(entries, sources, config["project"]).items():
             (work / "site" / file).write_text(text)
+        for page in (work / "site").rglob("*.html"):
+            page.write_text(page.read_text().replace("<th></th>", "<td></td>"))  # a cell that heads nothing
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(work / "site", site)
     return dead_links(site)
