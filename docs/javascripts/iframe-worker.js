@@ -1,8 +1,7 @@
 // A browser starts no worker for a page that was opened as a file. Search then runs in a hidden frame instead.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  window.Worker = class {
     constructor(url) {
-      super();
       this.waiting = [];
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
@@ -19,13 +18,11 @@ if (location.protocol === "file:") {
       this.frame.contentDocument.body.append(script);
     }
     receive(data) {
-      const event = new MessageEvent("message", { data });
-      this.dispatchEvent(event);
-      if (this.onmessage) this.onmessage(event);
+      setTimeout(() => this.onmessage?.(new MessageEvent("message", { data })));
     }
     postMessage(data) {
       if (this.waiting) this.waiting.push(data);
-      else this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data }));
+      else setTimeout(() => this.frame.contentWindow?.onmessage(new MessageEvent("message", { data })));
     }
     terminate() {
       this.frame.remove();
