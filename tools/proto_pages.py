@@ -70,10 +70,16 @@ def _row(block: Declaration, line: str) -> tuple[str, str] | None:
 
 def _page(name: str, text: str, declared: Sequence[Declaration], places: Mapping[str, str]) -> str:
     head = [line[2:].removeprefix(" ") for line in text.partition("syntax =")[0].splitlines()]
-    parts = [f"# Protos: {name}\n", _prose(head), f"\nPackage `headrace.api.{name}.v1`, in `protos/headrace/api/{name}/v1/{name}.proto`.\n"]
+    parts = [
+        f"# Protos: {name}\n",
+        _prose(head),
+        f"\nPackage `headrace.api.{name}.v1`, in `protos/headrace/api/{name}/v1/{name}.proto`.\n",
+    ]
     for each in declared:
         parts.append(f"## {each.name}\n\n{_prose(each.comment)}\n")
-        title = {"service": ("call", "request → response"), "enum": ("value", "number")}.get(each.kind, ("field", "type"))
+        title = {"service": ("call", "request → response"), "enum": ("value", "number")}.get(
+            each.kind, ("field", "type")
+        )
         if each.rows:
             parts.append(f"| {title[0]} | {title[1]} | meaning |\n|---|---|---|")
             parts += [f"| `{row}` | {_linked(kind, name, places)} | {_cell(said)} |" for row, kind, said in each.rows]

@@ -30,6 +30,34 @@ CLIENT = (
 )
 """What docs/client.md names: the functions and classes of headrace.client that programs use."""
 
+_ERRORS = """# Errors
+
+```python
+import time
+
+from headrace.client.sync import SyncBuffer
+from headrace.errors import Fenced, HeadraceError, ResourceExhausted
+
+
+def submit(buffer: SyncBuffer, prompts: list) -> None:
+    try:
+        buffer.submit_prompts("train", prompts)
+    except ResourceExhausted as error:  # a limit: nothing was stored
+        time.sleep(error.retry_after_seconds)
+    except Fenced:  # a newer trainer owns the ledger
+        raise
+    except HeadraceError as error:
+        print(error.reason, error.message, error.metadata)
+```
+
+A client raises the class that the service raised. Every class is a `HeadraceError` with `message` for people, `reason`
+for programs, and `metadata` for both. Programs in other languages read the gRPC status and the reason
+([the protocol](../protocol.md#errors)). The exit codes of commands are in [operations](../operations.md#exit-codes).
+
+| class | is a | gRPC status | reason | meaning | what to do |
+|---|---|---|---|---|---|
+"""
+
 
 def pages() -> Mapping[str, str]:
     """The text of each page by its path in the site."""
@@ -78,22 +106,7 @@ def errors() -> str:
         f"| `{cls.__name__}` | {_parent(cls)} | {cls.status} | {cls('').reason} | {_cell(_first_line(cls))} | {todo} |"
         for cls, todo in ((cls, _todo(cls)) for cls in error_classes() if cls not in (HeadraceError, RetryableError))
     ]
-    return "\n".join(
-        [
-            "# Errors\n",
-            "```python",
-            "from headrace.errors import Fenced, HeadraceError, ResourceExhausted",
-            "```\n",
-            "A client raises the class that the service raised. Every class is a `HeadraceError` with `message`, `reason` and",
-            "`metadata`. `ResourceExhausted` and `Unavailable` also have `retry_after_seconds`. Programs in other languages read",
-            "the gRPC status and the reason ([the protocol](../protocol.md#errors)). Exit codes of commands are in",
-            "[operations](../operations.md#exit-codes).\n",
-            "| class | is a | gRPC status | reason | meaning | what to do |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    return _ERRORS + "\n".join(rows) + "\n"
 
 
 def _parent(cls: type[HeadraceError]) -> str:
@@ -104,7 +117,9 @@ def _parent(cls: type[HeadraceError]) -> str:
 def _todo(cls: type[HeadraceError]) -> str:
     """The last cell of the row of docs/protocol.md that has the reason."""
     reason = cls("").reason
-    for row in re.findall(r"^\| ([A-Z_]+) \| ([A-Z_, ]+) \| .* \| (.*) \|$", (ROOT / "docs/protocol.md").read_text(), re.M):
+    for row in re.findall(
+        r"^\| ([A-Z_]+) \| ([A-Z_, ]+) \| .* \| (.*) \|$", (ROOT / "docs/protocol.md").read_text(), re.M
+    ):
         if row[0] == cls.status and reason in row[1].split(", "):
             return str(row[2]).replace("](", "](../")
     return ""

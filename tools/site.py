@@ -1,6 +1,6 @@
 """The site: docs/ with the pages that the code itself makes, built by zensical, and llms.txt.
 
-    python -m tools.site ZENSICAL    builds it into site/ and refuses pages outside of the nav and links that lead nowhere
+    python -m tools.site ZENSICAL    builds site/, and refuses pages outside of the nav and links that lead nowhere
 
 A page keeps its path below docs/; a file that it links to outside of docs/, as examples/NAME/job.toml, comes with it.
 """
