@@ -122,7 +122,7 @@ def _by_source(folder: RunFolder | None, args: _Wanted) -> Iterator[Answer]:
     if log:
         for step in reversed(log.steps()):
             yield from log.of_step(step)
-        yield from log.failed() if args.group else ()
+        yield from log.untrained() if args.group or args.search else ()
 
 
 def _held(address: str, args: _Wanted, *, required: bool) -> list[Answer]:
@@ -227,9 +227,10 @@ def described(answer: Answer) -> str:
     elif answer.reward is None:
         scored = "not scored"
     else:
+        dropped = f", dropped by the filter: {_shown(answer.dropped_reason)}" if answer.dropped_reason else ""
         parts = "".join(f", {_shown(name)} {value:.3g}" for name, value in sorted(answer.reward_parts.items()))
         by = f"{_shown(answer.scorer)} {_shown(answer.scorer_version)}".strip() or "its producer"
-        scored = f"reward [bold]{answer.reward:.3g}[/] by {by}{parts}"
+        scored = f"reward [bold]{answer.reward:.3g}[/] by {by}{parts}{dropped}"
     label = f", label {_shown(answer.label)}" if answer.label is not None else ""
     step = f"step {answer.step}, " if answer.step is not None else ""
     return (

@@ -110,8 +110,8 @@ class TrackingSection(Section):
     wandb_mode: Literal["online", "offline"] = "online"
     """Offline: into the run's folder, for wandb sync."""
     sample_log_bytes: Bytes = 1 << 30
-    """Most bytes of compressed text of trained and failed samples in the run's folder, for `headrace samples`; the
-    oldest steps go first, 0 writes none."""
+    """Most bytes of compressed samples in the run's folder, for `headrace samples` and `headrace view`: text of all,
+    tokens of some. The oldest steps go first; 0 writes none."""
     peak_tflops: Above | None = None
     """Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."""
 

@@ -33,7 +33,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         ]
         log.write_step(step, 0, answers, MEGABYTE)
     failed = answered("g9/0", "apples and", " [bold]\x1b[2J", group_id="g9", failure=Failure("SCORER_RAISED", "'x'"))
-    log.write_failed(log.new_failed_file(), [Answer.of(failed)], MEGABYTE)
+    log.write_untrained(log.new_untrained_file(), [Answer.of(failed)], MEGABYTE)
     return run
 
 
