@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor
@@ -30,7 +31,7 @@ from tools.site import ROOT, Entry, about, build, dead_links, outside_of_the_nav
 
 ZENSICAL = ROOT / ".venv-docs/bin/zensical"
 KINDS = ("index", "start/first_run", "reference/client", "reference/protos/reward", "migrate", "flags")
-WAYS = ({"width": 1280}, {"width": 1280, "dark": True}, {"width": 360, "height": 740})
+WAYS: Sequence[Mapping[str, Any]] = ({"width": 1280}, {"width": 1280, "dark": True}, {"width": 360, "height": 740})
 PROTOS = {
     "buffer": buffer_pb2,
     "reward": reward_pb2,
