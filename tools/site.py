@@ -27,6 +27,7 @@ from tools.reference import pages
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "site"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LINK = re.compile(r"(\]\(|(?:href|src)=\")([^)\s\"#]+)")
 _FENCE = re.compile(r"(^```.*?^```[^\n]*\n)", re.S | re.M)
 
@@ -53,7 +54,8 @@ def build(zensical: Path, site: Path) -> list[str]:
         (work / "zensical.toml").write_text(tomli_w.dumps(config))
         done = subprocess.run([zensical, "build", "--strict"], cwd=work, capture_output=True, text=True, check=False)
         if wrong or done.returncode:
-            return [*wrong, *([done.stdout + done.stderr] if done.returncode else [])]
+            said = _COLOUR.sub("", done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
+            return [*wrong, *([said] if done.returncode else [])]
         for entry in entries:
             shutil.copyfile(sources / entry.path, work / "site" / entry.path)
         for file, text in llms(entries, sources, config["project"]).items():
