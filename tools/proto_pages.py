@@ -71,7 +71,7 @@ def _row(block: Declaration, line: str) -> tuple[str, str] | None:
 def _page(name: str, text: str, declared: Sequence[Declaration], places: Mapping[str, str]) -> str:
     head = [line[2:].removeprefix(" ") for line in text.partition("syntax =")[0].splitlines()]
     parts = [
-        f"# Protos: {name}\n",
+        f"# {name}.proto\n",
         _prose(head),
         f"\nPackage `headrace.api.{name}.v1`, in `protos/headrace/api/{name}/v1/{name}.proto`.\n",
     ]

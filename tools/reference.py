@@ -54,8 +54,8 @@ A client raises the class that the service raised. Every class is a `HeadraceErr
 for programs, and `metadata` for both. Programs in other languages read the gRPC status and the reason
 ([the protocol](../protocol.md#errors)). The exit codes of commands are in [operations](../operations.md#exit-codes).
 
-| class | is a | gRPC status | reason | meaning | what to do |
-|---|---|---|---|---|---|
+| class | gRPC status, reason if it has its own | meaning | what to do |
+|---|---|---|---|
 """
 
 
@@ -102,16 +102,17 @@ def _command(name: str, command: click.Command, depth: int) -> Iterator[str]:
 
 def errors() -> str:
     """The tree of headrace/errors.py, with what to do from the table in docs/protocol.md."""
+    told = [cls for cls in error_classes() if cls not in (HeadraceError, RetryableError)]
     rows = [
-        f"| `{cls.__name__}` | {_parent(cls)} | {cls.status} | {cls('').reason} | {_cell(_first_line(cls))} | {todo} |"
-        for cls, todo in ((cls, _todo(cls)) for cls in error_classes() if cls not in (HeadraceError, RetryableError))
+        f"| `{cls.__name__}` | {', '.join(dict.fromkeys((cls.status, cls('').reason)))} | {_meaning(cls)} | {_todo(cls)} |"
+        for cls in told
     ]
     return _ERRORS + "\n".join(rows) + "\n"
 
 
-def _parent(cls: type[HeadraceError]) -> str:
-    base = cls.__bases__[0]
-    return "" if base in (HeadraceError, RetryableError) else f"`{base.__name__}`"
+def _meaning(cls: type[HeadraceError]) -> str:
+    base, (said, *_) = cls.__bases__[0], (cls.__doc__ or "").strip().splitlines()
+    return _cell(said if base in (HeadraceError, RetryableError) else f"A kind of `{base.__name__}`. {said}")
 
 
 def _todo(cls: type[HeadraceError]) -> str:
@@ -154,7 +155,7 @@ def _documented(node: ast.stmt, source: str, depth: int) -> Iterator[str]:
     yield f"{ast.get_docstring(node) or ''}\n"
     if isinstance(node, ast.ClassDef):
         for each in node.body:
-            if isinstance(each, _FUNCTION) and not each.name.startswith("_"):
+            if isinstance(each, _FUNCTION) and not each.name.startswith("_") and each.name != "close":
                 yield f"{'#' * depth} {each.name}\n"
                 yield from _documented(each, source, depth + 1)
 
@@ -166,10 +167,6 @@ def _sync() -> Iterator[str]:
             methods = [each.targets[0].id for each in node.body if isinstance(each, ast.Assign)]
             yield f"| `{node.name}` | {', '.join(f'`{each}`' for each in methods)} |"
     yield ""
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
 def _cell(text: str) -> str:

@@ -49,7 +49,7 @@ def build(zensical: Path, site: Path) -> list[str]:
         sources = work / "docs"
         wrong = collect(sources)
         config["project"]["nav"] = expanded(config["project"]["nav"], sources)
-        entries = [*entries_of(config["project"]["nav"], sources)]
+        entries = [*entries_of(config["project"]["nav"])]
         wrong += outside_of_the_nav(entries, sources)
         (work / "zensical.toml").write_text(tomli_w.dumps(config))
         done = subprocess.run([zensical, "build", "--strict"], cwd=work, capture_output=True, text=True, check=False)
@@ -116,29 +116,27 @@ def _moved(text: str, page: Path, sources: Path) -> str:
     return "".join(part if number % 2 else _LINK.sub(moved, part) for number, part in enumerate(parts))
 
 
-def expanded(nav: Sequence[Any], sources: Path) -> list[Any]:
-    """The nav with the pages that its patterns stand for."""
-    found: list[Any] = []
+def expanded(nav: Sequence[Any], sources: Path) -> list[dict[str, Any]]:
+    """The nav with the pages that its patterns stand for. A section without a page is left out."""
+    found: list[dict[str, Any]] = []
     for each in nav:
         if isinstance(each, dict):
             ((title, value),) = each.items()
             inner = expanded(value, sources) if isinstance(value, list) else value
             found += [{title: inner}] if inner else []
-        elif "*" in each:
-            found += [page.relative_to(sources).as_posix() for page in sorted(sources.glob(each))]
         else:
-            found.append(each)
+            found += [{_title(page): page.relative_to(sources).as_posix()} for page in sorted(sources.glob(each))]
     return found
 
 
-def entries_of(nav: Sequence[Any], sources: Path, section: str = "") -> Iterator[Entry]:
+def entries_of(nav: Sequence[Mapping[str, Any]], section: str = "") -> Iterator[Entry]:
     """Every page of the nav in its order."""
     for each in nav:
-        title, value = next(iter(each.items())) if isinstance(each, dict) else ("", each)
+        ((title, value),) = each.items()
         if isinstance(value, list):
-            yield from entries_of(value, sources, section or title)
+            yield from entries_of(value, section or title)
         else:
-            yield Entry(section or title, title or _title(sources / value), value)
+            yield Entry(section or title, title, value)
 
 
 def outside_of_the_nav(entries: Sequence[Entry], sources: Path) -> list[str]:
@@ -172,7 +170,8 @@ def about(text: str) -> str:
 
 
 def _title(page: Path) -> str:
-    found = re.search(r"^# (.+)$", page.read_text(), re.M) if page.is_file() else None
+    """The first heading, up to a colon."""
+    found = re.search(r"^# ([^:\n]+)", page.read_text(), re.M)
     return found[1].strip() if found else page.stem
 
 
