@@ -103,10 +103,8 @@ def _command(name: str, command: click.Command, depth: int) -> Iterator[str]:
 def errors() -> str:
     """The tree of headrace/errors.py, with what to do from the table in docs/protocol.md."""
     told = [cls for cls in error_classes() if cls not in (HeadraceError, RetryableError)]
-    rows = [
-        f"| `{cls.__name__}` | {', '.join(dict.fromkeys((cls.status, cls('').reason)))} | {_meaning(cls)} | {_todo(cls)} |"
-        for cls in told
-    ]
+    names = {cls: ", ".join(dict.fromkeys((cls.status, cls("").reason))) for cls in told}
+    rows = [f"| `{cls.__name__}` | {names[cls]} | {_meaning(cls)} | {_todo(cls)} |" for cls in told]
     return _ERRORS + "\n".join(rows) + "\n"
 
 
