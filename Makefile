@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning | bench-trl |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | bench | bench-learning | bench-trl |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
@@ -13,7 +13,7 @@ MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
 NODE   := protos/typescript
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format page protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
@@ -44,6 +44,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
+	@echo "── page";         tools/check_page.sh
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
 
@@ -52,6 +53,9 @@ format: $(STAMPS)/dev
 
 protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
+
+page:
+	@web/build.sh headrace/view/static
 
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
