@@ -149,11 +149,12 @@ class Trackio:
 
     def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
         """Queues one trace for each."""
+        traces = []
         for answer in rollouts:
             facts = {name: value for name, value in _row(answer).items() if name not in ("prompt", "response")}
             facts["rollout_status"] = facts.pop("status")  # trackio's own status is that of a request
-            turns = [dict(turn) for turn in conversation(answer)]
-            self._run.log({"rollout": self._trace(messages=turns, metadata=facts)}, step=step)
+            traces.append(self._trace(messages=[dict(turn) for turn in conversation(answer)], metadata=facts))
+        self._run.log({"rollouts": traces}, step=step)
 
     def close(self) -> None:
         """Waits for trackio's thread."""
