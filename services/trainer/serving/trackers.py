@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Protocol
 
+import psutil
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace.errors import ConfigError
@@ -254,8 +255,9 @@ class Trackers:
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
             thread.end()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        closed = [thread.join(max(0.0, deadline - time.monotonic())) for thread in self._threads]
+        if not all(closed):
+            _end_wandb()
 
 
 OpenTrackers = Callable[[int], Trackers]
@@ -277,6 +279,13 @@ def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], fol
         return Trackers([TrackerThread(name, _TRACKERS[name], at_step) for name in names])
 
     return opened
+
+
+def _end_wandb() -> None:
+    """Ends W&B's own process, for which this one would wait at its exit. `wandb sync` uploads what is left."""
+    for child in psutil.Process().children():
+        if child.name().startswith("wandb"):
+            child.kill()
 
 
 class TrackerThread:
@@ -305,13 +314,14 @@ class TrackerThread:
         """Lets the thread close the tracker, after the calls before."""
         self._calls.put(None)
 
-    def join(self, seconds: float) -> None:
-        """Waits until the tracker is closed."""
+    def join(self, seconds: float) -> bool:
+        """Waits until the tracker is closed; False when it is not by then."""
         self._thread.join(seconds)
-        is_open = self._thread.is_alive()
-        if is_open or self._num_missed:
-            missed = self._num_missed + (self._calls.qsize() if is_open else 0)
-            log.warning("tracker_incomplete", tracker=self._name, missed_calls=missed, closed=not is_open)
+        is_closed = not self._thread.is_alive()
+        missed = self._num_missed + (0 if is_closed else self._calls.qsize())
+        if missed or not is_closed:
+            log.warning("tracker_incomplete", tracker=self._name, missed_calls=missed, closed=is_closed)
+        return is_closed
 
     def _serve(self) -> None:
         tracker = None
