@@ -136,11 +136,15 @@ def _add_rows(kept: Kept, rows: Any) -> None:
 
 
 READ: Mapping[str, tuple[Callable[[Path], Kept], dict[str, object]]] = {
-    "tensorboard": (in_tensorboard, {}),
-    "wandb": (in_wandb, {"wandb_mode": "offline"}),
-    "trackio": (in_trackio, {"trackio_project": "sums"}),
-    "mlflow": (in_mlflow, {}),
+    "tensorboard": (in_tensorboard, {"use_tensorboard": True}),
+    "wandb": (in_wandb, {"use_wandb": True, "wandb_mode": "offline"}),
+    "trackio": (in_trackio, {"use_trackio": True, "trackio_project": "sums"}),
+    "mlflow": (in_mlflow, {"use_mlflow": True}),
 }
+
+
+def test_every_tracker_is_read_back_here() -> None:
+    assert set(READ) == set(trackers._TRACKERS)
 
 
 @pytest.fixture(scope="module", params=list(READ))
@@ -157,7 +161,7 @@ def tracked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("JUDGE_API_KEY", "sk-very-secret")
         patch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        asked = job(**{"use_tensorboard": False, f"use_{name}": True} | options)
+        asked = job(**{"use_tensorboard": False} | options)
         keys = {"api_key": "sk-in-the-job", "url": "http://user:hunter2@judge.example/v1", "tp_size": 77}
         asked = asked.model_copy(update={"sglang": keys})
         train(asked, folder, after=0, steps=[1, 2])
