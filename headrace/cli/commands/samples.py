@@ -7,7 +7,7 @@ import heapq
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,8 +42,7 @@ _ONE_TURN = 2
 class _Wanted:
     """What was asked for; None: any."""
 
-    n: int | None
-    """None: all"""
+    n: int
     step: int | None
     eval: str | None
     """A data set; empty: of all."""
@@ -90,22 +89,23 @@ class _Wanted:
 )
 @stream_option
 @buffer_address_option
-def samples(run: str | None, as_json: bool, to: tuple[str, Path] | None, html: Path | None, **asked: Any) -> int:
+def samples(
+    run: str | None, n: int | None, as_json: bool, to: tuple[str, Path] | None, html: Path | None, **asked: Any
+) -> int:
     """Prints what the policy generated, newest step first, while the run lives and after it has ended.
 
     Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while the run
     lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder.
     """
-    args = _Wanted(**asked)
+    args = _Wanted(n=n or _SHOWN, **asked)
     if args.best and args.worst:
         raise click.UsageError("--best and --worst are two orders: name only one")
     if to or html:
         if as_json:
             raise click.UsageError("--json prints samples, --to and --html write files: name only one")
-        return _export(run, args, to[1] if to else None, html)
-    args = replace(args, n=args.n or _SHOWN)
+        return _export(run, args, n, to[1] if to else None, html)
     folder = None if args.buffer_address else find_run(run)
-    found = list(_chosen(_all(folder, args), args))
+    found = list(_chosen(_all(folder, args), args, args.n))
     if as_json:
         for answer in found:
             print(json.dumps(as_row(answer), ensure_ascii=False))
@@ -205,13 +205,13 @@ async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> lis
     return found
 
 
-def _chosen(answers: Iterator[Answer], args: _Wanted) -> Iterable[Answer]:
+def _chosen(answers: Iterator[Answer], args: _Wanted, n: int | None) -> Iterable[Answer]:
     wanted = (answer for answer in answers if _is_wanted(answer, args))
-    if args.n is not None and (args.best or args.worst):
+    if n is not None and (args.best or args.worst):
         scored = (answer for answer in wanted if answer.reward is not None)
         chosen = heapq.nlargest if args.best else heapq.nsmallest
-        return chosen(args.n, scored, key=lambda answer: answer.reward or 0.0)
-    return islice(wanted, args.n)
+        return chosen(n, scored, key=lambda answer: answer.reward or 0.0)
+    return islice(wanted, n)
 
 
 def _is_wanted(answer: Answer, args: _Wanted) -> bool:
@@ -228,11 +228,11 @@ def _is_wanted(answer: Answer, args: _Wanted) -> bool:
     return any(needle in text.casefold() for text in texts)
 
 
-def _export(run: str | None, args: _Wanted, logs: Path | None, html: Path | None) -> int:
+def _export(run: str | None, args: _Wanted, n: int | None, logs: Path | None, html: Path | None) -> int:
     """Writes samples of the run's folder; those that wait in the ledger have no step yet."""
     if args.buffer_address:
         raise click.UsageError("--to and --html read a run's folder: leave --buffer-address out")
-    if (args.best or args.worst) and args.n is None:
+    if (args.best or args.worst) and n is None:
         raise click.UsageError("--best and --worst choose samples for a log: say how many with -n")
     if html is not None and html.exists():
         raise click.UsageError(f"--html {html} exists: name a new folder")
@@ -240,7 +240,7 @@ def _export(run: str | None, args: _Wanted, logs: Path | None, html: Path | None
     folder = find_run(run)
     log = SampleLog(folder.samples)
     # A step's samples come together, so one log at a time is in memory.
-    chosen = _chosen(chain(_evaluated_or_trained(log, args), log.failed() if args.eval is None else ()), args)
+    chosen = _chosen(chain(_evaluated_or_trained(log, args), log.failed() if args.eval is None else ()), args, n)
     if args.best or args.worst:
         chosen = sorted(chosen, key=lambda answer: -1 if answer.step is None else answer.step)
     with TemporaryDirectory() as scratch:

@@ -105,7 +105,7 @@ class Wandb:
             resume="allow",
             mode=run.config.wandb_mode,
             dir=str(run.folder),
-            config=run.job,
+            config=dict(run.job),
             settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
         )
         self._newest = 0
