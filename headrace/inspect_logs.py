@@ -51,10 +51,11 @@ def _write_log(answers: list[Answer], run: str, name: str, file: Path) -> Path:
         taken.add((answer.group_id, epochs[-1]))
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     mean = {"mean": inspect.EvalMetric(name="mean", value=sum(rewards) / len(rewards))} if rewards else {}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     log = inspect.EvalLog(
         status="success",
         eval=inspect.EvalSpec(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now,
             task=name,
             dataset=inspect.EvalDataset(name="prompts", samples=len({answer.group_id for answer in answers})),
             model=f"headrace/{run}",
@@ -65,6 +66,7 @@ def _write_log(answers: list[Answer], run: str, name: str, file: Path) -> Path:
             completed_samples=sum(answer.failure_reason is None for answer in answers),
             scores=[inspect.EvalScore(name="reward", scorer="reward", metrics=mean)],
         ),
+        stats=inspect.EvalStats(started_at=now, completed_at=now),  # without them the page has a duration of NaN
         samples=[_sample(answer, epoch) for answer, epoch in zip(answers, epochs, strict=True)],
     )
     inspect.write_eval_log(log, str(file))
@@ -73,7 +75,14 @@ def _write_log(answers: list[Answer], run: str, name: str, file: Path) -> Path:
 
 def _sample(answer: Answer, epoch: int) -> Any:
     from inspect_ai.log import EvalError, EvalSample
-    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser, ModelOutput
+    from inspect_ai.model import (
+        ChatMessageAssistant,
+        ChatMessageSystem,
+        ChatMessageTool,
+        ChatMessageUser,
+        ModelOutput,
+        ModelUsage,
+    )
     from inspect_ai.scorer import Score
 
     kinds = {"assistant": ChatMessageAssistant, "system": ChatMessageSystem, "tool": ChatMessageTool}
@@ -94,12 +103,17 @@ def _sample(answer: Answer, epoch: int) -> Any:
         output=ModelOutput.from_content("policy", answer.response),
         scores={"reward": score} if score else None,
         error=error,
+        model_usage={
+            "policy": ModelUsage(
+                input_tokens=answer.prompt_tokens,
+                output_tokens=answer.response_tokens,
+                total_tokens=answer.prompt_tokens + answer.response_tokens,
+            )
+        },
         metadata={
             "sample_id": answer.sample_id,
             "status": answer.status,
             "policy_ranges": answer.policy_ranges,
-            "prompt_tokens": answer.prompt_tokens,
-            "response_tokens": answer.response_tokens,
             "metadata": answer.metadata,
         },
     )
