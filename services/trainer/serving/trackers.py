@@ -32,8 +32,8 @@ MAX_ROLLOUTS = 32
 """Rollouts of a step that a tracker gets."""
 MAX_WAITING = 1000
 """Calls that wait for one tracker. It misses those beyond."""
-_CLOSE_SECONDS = 30.0
-"""After them a run ends without the tracker."""
+_CLOSE_SECONDS = 15.0
+"""After them a run ends without the tracker: less than a service has to end (`launch.process.GRACE_SECONDS`)."""
 
 
 class Tracker(Protocol):
@@ -209,7 +209,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, files)
         for old in self._client.search_runs([experiment_id], f"tags.headrace_run = '{run_id}'", max_results=1):
-            self._client.set_terminated(old.info.run_id, "RUNNING")
+            self._client.update_run(old.info.run_id, status="RUNNING")
             return str(old.info.run_id)
         new = self._client.create_run(experiment_id, run_name=run.name, tags={"headrace_run": run_id})
         options = [(f"{name}.{key}", value) for name, section in run.job.items() for key, value in section.items()]
