@@ -18,10 +18,10 @@ from headrace.sample_log import Answer, conversation
 
 
 def write_logs(answers: Iterable[Answer], run: str, folder: Path, *, evaluated: bool = False) -> Iterator[Path]:
-    """Writes one .eval file for each step, and yields it. The answers of a step follow each other; None are failed."""
+    """Writes one .eval file for each step, and yields it. Answers come step by step; those without one are untrained."""
     folder.mkdir(parents=True, exist_ok=True)
     for step, of_step in groupby(answers, key=lambda answer: answer.step):
-        name = "failed" if step is None else f"{'eval' if evaluated else 'step'}-{step:07}"
+        name = "untrained" if step is None else f"{'eval' if evaluated else 'step'}-{step:07}"
         yield _write_log(list(of_step), run, name, folder / f"{name}.eval")
 
 
@@ -114,6 +114,9 @@ def _sample(answer: Answer, epoch: int) -> Any:
             "sample_id": answer.sample_id,
             "status": answer.status,
             "policy_ranges": answer.policy_ranges,
+            "advantage": answer.advantage,
+            "log_prob_gap": answer.log_prob_gap,
+            "dropped_reason": answer.dropped_reason,
             "metadata": answer.metadata,
         },
     )

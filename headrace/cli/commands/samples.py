@@ -240,7 +240,7 @@ def _export(run: str | None, args: _Wanted, n: int | None, logs: Path | None, ht
     folder = find_run(run)
     log = SampleLog(folder.samples)
     # A step's samples come together, so one log at a time is in memory.
-    chosen = _chosen(chain(_evaluated_or_trained(log, args), log.failed() if args.eval is None else ()), args, n)
+    chosen = _chosen(chain(_evaluated_or_trained(log, args), log.untrained() if args.eval is None else ()), args, n)
     if args.best or args.worst:
         chosen = sorted(chosen, key=lambda answer: -1 if answer.step is None else answer.step)
     with TemporaryDirectory() as scratch:

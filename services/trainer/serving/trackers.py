@@ -378,6 +378,7 @@ def _row(answer: Answer) -> dict[str, Any]:
     return {
         "step": answer.step,
         "reward": answer.reward,
+        "advantage": answer.advantage,
         "prompt": answer.prompt,
         "response": answer.response,
         "label": answer.label,

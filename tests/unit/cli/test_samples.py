@@ -111,7 +111,7 @@ needs_inspect = pytest.mark.skipif(find_spec("inspect_ai") is None, reason="insp
 
 
 @needs_inspect
-def test_inspect_opens_a_log_of_each_step_and_one_of_failed_samples(ended: RunFolder, tmp_path: Path) -> None:
+def test_inspect_opens_a_log_of_each_step_and_one_of_untrained_samples(ended: RunFolder, tmp_path: Path) -> None:
     from inspect_ai.log import read_eval_log
 
     turns = [{"role": role, "content": f"{role} said"} for role in ("system", "user", "assistant", "tool", "assistant")]
@@ -119,7 +119,7 @@ def test_inspect_opens_a_log_of_each_step_and_one_of_failed_samples(ended: RunFo
     SampleLog(ended.samples).write_step(4, 0, [replace(sample, index=1, turns=turns)], MEGABYTE)
     assert main(["samples", "one", "--to", "inspect", "logs"]) == 0
     logs = {file.stem: read_eval_log(str(file)) for file in Path("logs").iterdir()}
-    assert sorted(logs) == ["failed", "step-0000001", "step-0000002", "step-0000003", "step-0000004"]
+    assert sorted(logs) == ["step-0000001", "step-0000002", "step-0000003", "step-0000004", "untrained"]
     third, fourth = logs["step-0000003"], logs["step-0000004"].samples[0]
     assert [(each.id, each.epoch) for each in third.samples] == [("g3", 1), ("g3", 2)]
     assert [message.text for message in third.samples[0].messages] == ["apples and", " pears 3"]
@@ -132,7 +132,7 @@ def test_inspect_opens_a_log_of_each_step_and_one_of_failed_samples(ended: RunFo
     score = fourth.scores["reward"].metadata
     assert score == {"scorer": "math", "scorer_version": "7", "form": 0.5}
     assert fourth.metadata["policy_ranges"] == [[1, 0, 2]]
-    (failed,) = logs["failed"].samples
+    (failed,) = logs["untrained"].samples
     assert "SCORER_RAISED" in failed.error.message
     assert not failed.scores
 
@@ -144,7 +144,7 @@ def test_inspect_opens_a_log_of_each_step_and_one_of_failed_samples(ended: RunFo
         (["--step", "2"], {"step-0000002": ["g2", "g2"]}),
         (["--best", "-n", "2"], {"step-0000003": ["g3"], "step-0000002": ["g2"]}),
         (["--search", "PLUMS 1"], {"step-0000001": ["g1"]}),
-        (["--failed"], {"failed": ["g9"]}),
+        (["--failed"], {"untrained": ["g9"]}),
         (["--eval"], {"eval-0000004": ["eval/sums/0"]}),
         (["--step", "7"], {}),
     ],
