@@ -18,7 +18,7 @@ from headrace.sample_log import Answer, conversation
 
 
 def write_logs(answers: Iterable[Answer], run: str, folder: Path, *, evaluated: bool = False) -> Iterator[Path]:
-    """Writes one .eval file for each step, and yields it. Answers come step by step; those without one are untrained."""
+    """Writes one .eval file for each step, and yields it. Answers come step by step; without one they are untrained."""
     folder.mkdir(parents=True, exist_ok=True)
     for step, of_step in groupby(answers, key=lambda answer: answer.step):
         name = "untrained" if step is None else f"{'eval' if evaluated else 'step'}-{step:07}"
