@@ -161,6 +161,7 @@ def tracked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("JUDGE_API_KEY", "sk-very-secret")
         patch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr(trackers, "_CLOSE_SECONDS", 120.0)  # a busy machine imports slowly
         asked = job(**{"use_tensorboard": False} | options)
         keys = {"api_key": "sk-in-the-job", "url": "http://user:hunter2@judge.example/v1", "tp_size": 77}
         asked = asked.model_copy(update={"sglang": keys})
