@@ -165,9 +165,10 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt requirements/ifbench.txt $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench"
-	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt -r requirements/ifbench.txt
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect)
+$(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect"
+	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu

@@ -299,5 +299,11 @@ def _lines(file: Path) -> Iterator[bytes]:
         return
 
 
+def conversation(answer: Answer) -> Sequence[Turn]:
+    """Returns its turns; those of a sample without any are its prompt and its response."""
+    said = {"user": answer.prompt, "assistant": answer.response}
+    return answer.turns or [{"role": role, "content": text} for role, text in said.items()]
+
+
 def as_row(answer: Answer) -> dict[str, object]:
     return asdict(answer)
