@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | docs | check-docs | bench | bench-learning | bench-trl |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | docs | check-docs | bench | bench-learning | bench-trl |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
@@ -14,7 +14,7 @@ MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
 NODE   := protos/typescript
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos docs check-docs bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format page protos check-protos docs check-docs bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
@@ -45,6 +45,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
+	@echo "── page";         tools/check_page.sh
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
 
@@ -53,6 +54,9 @@ format: $(STAMPS)/dev
 
 protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
+
+page:
+	@web/build.sh headrace/view/static
 
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
@@ -170,9 +174,10 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt requirements/ifbench.txt $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench"
-	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt -r requirements/ifbench.txt
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect)
+$(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect"
+	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu

@@ -9,6 +9,7 @@ the folder exceeds `sample_log_bytes`, and then the oldest file is deleted first
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,6 +123,8 @@ class TokenColumns:
 Row = TypeVar("Row", Answer, TokenColumns)
 _LINE = TypeAdapter(Answer)
 _COLUMNS = TypeAdapter(TokenColumns)
+_SAMPLE_ID = re.compile(rb'\{"sample_id":("(?:[^"\\]|\\.)*")')
+"""Every line begins so."""
 
 
 def _asked(sample: Sample) -> str:
@@ -189,6 +192,10 @@ class SampleLog:
         """Steps that have a file, oldest first."""
         return sorted({int(match["step"]) for _, match in self._files(_STEP)})
 
+    def steps_with_tokens(self) -> list[int]:
+        """Steps of which some samples were written token by token, oldest first."""
+        return sorted({int(match["step"]) for _, match in self._files(_TOKENS)})
+
     def of_step(self, step: int) -> Iterator[Answer]:
         """Yields each sample once: the file of an earlier layout of ranks may lie beside newer ones."""
         yield from self._each_once(_STEP, step, _LINE)
@@ -196,6 +203,12 @@ class SampleLog:
     def tokens_of(self, step: int) -> Iterator[TokenColumns]:
         """Yields the samples of a step that were written token by token: all of some steps, a few of the others."""
         yield from self._each_once(_TOKENS, step, _COLUMNS)
+
+    def ids_with_tokens(self, step: int) -> set[str]:
+        """The samples of `tokens_of`; reads no token."""
+        files = (file for file, match in self._files(_TOKENS) if int(match["step"]) == step)
+        begins = (_SAMPLE_ID.match(line) for file in files for line in _lines(file))
+        return {json.loads(found[1]) for found in begins if found}
 
     def _each_once(self, pattern: re.Pattern[str], step: int, line: TypeAdapter[Row]) -> Iterator[Row]:
         files = [file for file, match in self._files(pattern) if int(match["step"]) == step]
@@ -222,6 +235,11 @@ class SampleLog:
     def failed(self) -> Iterator[Answer]:
         """Yields those of `untrained` that failed."""
         return (answer for answer in self.untrained() if answer.failure_reason is not None)
+
+    def signature(self) -> tuple[tuple[str, int], ...]:
+        """Changes when a file does: names and sizes."""
+        files = (file for pattern in (_STEP, _UNTRAINED, _EVALUATED, _TOKENS) for file, _ in self._files(pattern))
+        return tuple(sorted((file.name, _size(file)) for file in files))
 
     def _files(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
         if not self.folder.is_dir():
@@ -264,16 +282,27 @@ def _write(raw: BinaryIO, lines: Iterable[bytes], max_bytes: int) -> int:
 
 
 def _read(file: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
-    """Reads up to the place where a kill tore the file, and skips lines that do not parse."""
+    """Skips lines that do not parse."""
+    for line in _lines(file):
+        try:
+            yield kind.validate_json(line)
+        except ValidationError:
+            continue
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Reads up to the place where a kill tore the file."""
     try:
         with gzip.open(file, "rb") as lines:
-            for line in lines:
-                try:
-                    yield kind.validate_json(line)
-                except ValidationError:
-                    continue
+            yield from lines
     except (EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError):
         return
+
+
+def conversation(answer: Answer) -> Sequence[Turn]:
+    """Returns its turns; those of a sample without any are its prompt and its response."""
+    said = {"user": answer.prompt, "assistant": answer.response}
+    return answer.turns or [{"role": role, "content": text} for role, text in said.items()]
 
 
 def as_row(answer: Answer) -> dict[str, object]:

@@ -40,8 +40,9 @@ from services.trainer.model.build import join_ranks, logs_samples, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import evaluations_of
-from services.trainer.serving.report import RunReport, trackers
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders
+from services.trainer.serving.trackers import trackers
 from services.trainer.standalone import NoEngines, UntrainedRanks
 from services.trainer.state import JobSchedule
 from services.trainer.weights.buckets import MemoryFiles

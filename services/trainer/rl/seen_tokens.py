@@ -67,7 +67,7 @@ class SeenTokens:
 
 
 def _numbers(values: NDArray[Any]) -> list[float | None]:
-    return [value if np.isfinite(value) else None for value in np.round(values, _DIGITS).astype(float).tolist()]
+    return [value if np.isfinite(value) else None for value in np.round(values.astype(float), _DIGITS).tolist()]
 
 
 class LossRecord:
