@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | bench | bench-learning | bench-trl |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | docs | check-docs | bench | bench-learning | bench-trl |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
@@ -8,12 +8,13 @@ PROTOS := .venv-protos
 TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
+DOCS   := .venv-docs
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
 MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
 NODE   := protos/typescript
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format page protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format page protos check-protos docs check-docs bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
@@ -31,7 +32,7 @@ ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
-test: lint $(STAMPS)/node $(STAMPS)/extras
+test: lint $(STAMPS)/node $(STAMPS)/extras $(DOCS)/.stamp
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 
@@ -59,6 +60,14 @@ page:
 
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
+
+# The site of docs/ in site/: site/index.html opens as a file, search included.
+docs: $(STAMPS)/headrace $(STAMPS)/dev $(DOCS)/.stamp
+	@$(BIN)/python -m tools.site $(DOCS)/bin/zensical
+
+# Every page of it in a real browser: wide, narrow and dark. `make test` opens one page of each kind.
+check-docs: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/node $(DOCS)/.stamp
+	@HEADRACE_SITE_PAGES=all $(BIN)/python -m pytest tests/contract/test_site.py
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.ledger_throughput
@@ -193,6 +202,12 @@ $(SUPPLY)/.stamp: requirements/supply.txt
 	@echo "── pip-audit and cyclonedx-bom in $(SUPPLY)"
 	@$(PYTHON) -m venv $(SUPPLY)
 	@$(SUPPLY)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/supply.txt
+	@touch $@
+
+$(DOCS)/.stamp: requirements/docs.txt
+	@echo "── zensical in $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/docs.txt
 	@touch $@
 
 $(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu
