@@ -1,4 +1,4 @@
-"""Writes train.jsonl and eval.jsonl: three numbers and a target that they can make with +, - and *."""
+"""Writes train.jsonl and eval.jsonl: three numbers and a target that they can make with + and -."""
 
 import json
 import random
@@ -7,14 +7,14 @@ from pathlib import Path
 END = "<|im_end|>"
 PROMPT = (
     f"Numbers: 2 7 4. Target: 9. Answer: 7 + 4 - 2{END}\n"
-    f"Numbers: 3 5 2. Target: 17. Answer: 3 * 5 + 2{END}\n"
+    f"Numbers: 3 5 2. Target: 10. Answer: 3 + 5 + 2{END}\n"
     "Numbers: {numbers}. Target: {target}. Answer:"
 )
 
 
 def puzzle(draw):
     numbers = [draw.randint(1, 9) for _ in range(3)]
-    expression = f"{numbers[0]} {draw.choice('+-*')} {numbers[1]} {draw.choice('+-')} {numbers[2]}"
+    expression = f"{numbers[0]} {draw.choice('+-')} {numbers[1]} {draw.choice('+-')} {numbers[2]}"
     target = eval(expression)  # noqa: S307  # our own
     draw.shuffle(numbers)
     return tuple(numbers), target
@@ -28,7 +28,7 @@ def row(numbers, target):
 def main(folder=Path()):
     draw = random.Random(1)
     puzzles = list(dict.fromkeys(puzzle(draw) for _ in range(3000)))
-    rows = [row(numbers, target) for numbers, target in puzzles if 0 <= target <= 50]
+    rows = [row(numbers, target) for numbers, target in puzzles if target >= 0]
     for name, part in (("eval", rows[:64]), ("train", rows[64:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in part))
 

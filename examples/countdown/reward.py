@@ -1,4 +1,4 @@
-"""The reward of an expression: 1 if it makes the target, 0.1 if it only uses each number once, 0 for all else."""
+"""The reward of an expression: 1 if it uses each number once and makes the target, 0 for all else."""
 
 import ast
 import operator
@@ -23,6 +23,4 @@ async def reward(args, sample, **kwargs):
         made = value(ast.parse(sample.response.strip(), mode="eval").body, used)
     except (SyntaxError, ValueError):
         return 0.0
-    if sorted(used) != sorted(sample.metadata["numbers"]):
-        return 0.0
-    return 1.0 if made == int(sample.label) else 0.1
+    return float(made == int(sample.label) and sorted(used) == sorted(sample.metadata["numbers"]))

@@ -1,7 +1,7 @@
 """Two rewards for one job: a first one that turns out to be too simple, and one that asks another team's scorer."""
 
 from headrace.client.reward import RewardClient
-from headrace.score import ScoreItem
+from headrace.score import ScoreError, ScoreItem
 
 SCORER = "127.0.0.1:7010"
 
@@ -16,4 +16,6 @@ async def of_scorer(args, sample, **kwargs):
     item = ScoreItem(item_id="1", prompt=sample.prompt, response=sample.response, label=sample.label)
     async with RewardClient(SCORER) as client:
         (result,) = await client.score([item], deadline_seconds=10)
+    if isinstance(result, ScoreError):
+        raise RuntimeError(result.message)
     return result.value

@@ -60,14 +60,14 @@ def test_an_example_is_in_the_gallery_and_begins_with_its_commands(folder: Path)
     ("response", "reward"),
     [
         ("3 * 5 + 2", 1.0),
-        ("(2 + 3) * 5", 0.1),
+        ("(2 + 3) * 5", 0.0),
         ("3 * 5", 0.0),
         ("17", 0.0),
         ("3 * 5 + 2 = 17", 0.0),
-        ("2 ** 5 ** 3", 0.0),
+        ("17 ** 1", 0.0),
     ],
 )
-async def test_countdown_pays_for_the_target_and_a_little_for_the_numbers(response: str, reward: float) -> None:
+async def test_countdown_pays_for_the_target_made_of_each_number_once(response: str, reward: float) -> None:
     sample = Sample(response=response, label="17", metadata={"numbers": [5, 2, 3]})
     assert await load_hook(f"{EXAMPLES}/countdown/reward.py:reward").target(HookArgs({}), sample) == reward
 
@@ -81,7 +81,7 @@ async def test_each_countdown_can_be_solved(copied: Copied) -> None:
         tried = [
             f"{numbers[a]} {first} {numbers[b]} {second} {numbers[c]}"
             for a, b, c in orders
-            for first in "+-*"
+            for first in "+-"
             for second in "+-"
         ]
         samples = [Sample(response=each, label=row["label"], metadata=row["metadata"]) for each in tried]
@@ -99,3 +99,22 @@ async def test_a_right_program_passes_the_tests_of_its_row_and_a_wrong_one_some(
         program = f"```python\ndef at_most_7(x):\n    return {body}\n```"
         item = ScoreItem("1", row["prompt"], program, metadata=row["metadata"])
         assert await code.score(item) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(("response", "reward"), [("red", 1.0), (" Red.", 1.0), ("blue", 0.2), ("a red one", 0.0)])
+async def test_a_picture_is_paid_by_its_color(copied: Copied, response: str, reward: float) -> None:
+    folder = copied("images")
+    sample = Sample(response=response, label="red")
+    assert await load_hook(f"{folder}/reward.py:reward").target(HookArgs({}), sample) == reward
+    assert all((folder / file).is_file() for row in rows(folder / "train.jsonl") for file in row["images"])
+
+
+async def test_two_data_sets_of_an_evaluation_have_scorers_of_their_own(copied: Copied) -> None:
+    rewards = copied("evaluation") / "rewards.py"
+    for name, response, reward in (
+        ("same", " 4", 1.0),
+        ("same", "4 and", 0.0),
+        ("begins", " 4 and", 1.0),
+        ("begins", "so 4", 0.0),
+    ):
+        assert await load_hook(f"{rewards}:{name}").target(HookArgs({}), Sample(response=response, label="4")) == reward
