@@ -1,4 +1,4 @@
-"""Writes train.jsonl and eval.jsonl: every word of the game as the secret one, behind a game that was played well."""
+"""Writes train.jsonl and eval.jsonl: a secret word each, behind a game that was won."""
 
 import json
 import random
@@ -17,11 +17,8 @@ def played(secret, *guesses):
 
 def main(folder=Path()):
     draw = random.Random(1)
-    rows = []
-    for _ in range(40):
-        for secret in WORDS:
-            shown, first = draw.sample([word for word in WORDS if word != secret], 2)
-            rows.append({"prompt": played(shown, first) + OPENING, "label": secret})
+    games = list(dict.fromkeys((*draw.sample(WORDS, 2), draw.choice(WORDS)) for _ in range(800)))
+    rows = [{"prompt": played(shown, first) + OPENING, "label": secret} for shown, first, secret in games]
     for name, part in (("eval", rows[:64]), ("train", rows[64:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in part))
 
