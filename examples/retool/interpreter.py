@@ -25,5 +25,5 @@ async def reward(args, sample, **kwargs):
     answer = re.search(r"answer is (-?\d+)", sample.response)
     if answer and answer[1] == sample.label:
         return 1.0
-    outputs = sample.metadata["outputs"]
+    outputs = sample.metadata.get("outputs", [])
     return 0.2 if sample.label in outputs else 0.1 if any(re.fullmatch(r"-?\d+", each) for each in outputs) else 0.0

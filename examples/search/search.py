@@ -54,5 +54,5 @@ async def reward(args, sample, **kwargs):
     answer = re.search(r"<answer>(.*?)</answer>", sample.response)
     if answer and answer[1].strip() == sample.label:
         return 1.0
-    found = sample.metadata["found"]
+    found = sample.metadata.get("found", [])
     return 0.2 if any(sample.label in passage for passage in found) else 0.1 if found else 0.0

@@ -42,7 +42,7 @@ async def generate(args, sample, sampling_params, evaluation=False):
 
 async def reward(args, sample, **kwargs):
     """1 for the word at once and 0.1 less for each further guess; 0.05 for each new word of the game if it was lost."""
-    guesses = sample.metadata["guesses"]
+    guesses = sample.metadata.get("guesses", [])
     if sample.label in guesses:
         return 1.0 - 0.1 * (len(guesses) - 1)
     return 0.05 * len(set(guesses) & set(WORDS))

@@ -37,6 +37,17 @@ def test_a_job_of_an_example_passes_its_check(copied: Copied, path: Path) -> Non
         assert all(file.is_file() for _, file in job.eval.eval_prompt_data)
 
 
+@pytest.mark.parametrize(
+    "reward", ["countdown/reward.py", "wordle/game.py", "search/search.py", "retool/interpreter.py", "images/reward.py"]
+)
+async def test_a_reward_scores_a_label_as_a_response_before_the_start(copied: Copied, reward: str) -> None:
+    name, file = reward.split("/")
+    folder = copied(name)
+    row = rows(folder / "train.jsonl")[0]
+    sample = Sample(response=row["label"], label=row["label"], metadata=row.get("metadata", {}))
+    assert await load_hook(f"{folder / file}:reward").target(HookArgs({}), sample) in (0.0, 1.0)
+
+
 @pytest.mark.parametrize("folder", [path for path in WITH_README if (path / "data.py").is_file()], ids=lambda p: p.name)
 def test_evaluation_has_no_row_of_training(copied: Copied, folder: Path) -> None:
     made = copied(folder.name)
