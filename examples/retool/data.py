@@ -31,7 +31,7 @@ def main(folder=Path()):
     shown = "".join(example(*each) for each in EXAMPLES)
     questions = dict(question(draw) for _ in range(1000))
     rows = [{"prompt": f"{shown}{asked}\n", "label": str(answer)} for asked, answer in questions.items()]
-    for name, part in (("eval", rows[:64]), ("train", rows[64:])):
+    for name, part in (("eval", rows[:48]), ("train", rows[48:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in part))
 
 

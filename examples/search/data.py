@@ -34,7 +34,7 @@ def main(folder=Path()):
         for relation, country, name in facts
     ]
     passages = [{"text": passage(*fact)} for fact in facts]
-    for name, part in (("passages", passages), ("eval", rows[:64]), ("train", rows[64:])):
+    for name, part in (("passages", passages), ("eval", rows[:48]), ("train", rows[48:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in part))
 
 

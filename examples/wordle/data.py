@@ -19,7 +19,7 @@ def main(folder=Path()):
     draw = random.Random(1)
     games = list(dict.fromkeys((*draw.sample(WORDS, 2), draw.choice(WORDS)) for _ in range(800)))
     rows = [{"prompt": played(shown, first) + OPENING, "label": secret} for shown, first, secret in games]
-    for name, part in (("eval", rows[:64]), ("train", rows[64:])):
+    for name, part in (("eval", rows[:48]), ("train", rows[48:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in part))
 
 
