@@ -26,6 +26,7 @@ DOCUMENTS = [
     ROOT / "requirements" / "README.md",
     ROOT / "protos" / "typescript" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
 
