@@ -59,7 +59,11 @@ def test_the_commands_of_a_page_work_in_its_order(
                 case ["headrace", "check", *rest]:
                     elsewhere = ["--hf-checkpoint", str(model), "--elsewhere", "--fast"]
                     assert (command_line.main(["check", *rest, *elsewhere]) != 0) == block.fails, words
-                case ["headrace", "train", *rest] | ["headrace", "up", _, "--config", *rest]:
+                case (
+                    ["headrace", "train", *rest]
+                    | ["headrace", "up", _, "--config", *rest]
+                    | ["sbatch", _, _, "deploy/slurm/train.sbatch", *rest]
+                ):
                     job, *flags = rest if rest and not rest[0].startswith("-") else ["job.toml", *rest]
                     flags += ["--hf-checkpoint", str(model)]
                     load(Path(job), flags, {}, lambda job: scope_of_check(job, elsewhere=True))
@@ -126,7 +130,7 @@ def test_a_page_without_a_run_runs_whole(page: str, tmp_path: Path) -> None:
 def commands(block: Block) -> Iterator[Sequence[str]]:
     """Each command's words, without what a shell does with its output."""
     for line in block.commands:
-        if line.startswith(("headrace ", "python ", "cd ", "mkdir ")):
+        if line.startswith(("headrace ", "python ", "cd ", "mkdir ", "sbatch ")):
             command = re.split(r"\s(?:\||\|\|)\s", line)[0]
             yield shlex.split(re.sub(r"\s(?:2?>>?\s*\S+|&)(?=\s|$)", "", command), comments=True)
 

@@ -41,8 +41,9 @@ _OTHERS_FLAGS = {
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
+    *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
-"""Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm."""
+"""Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
