@@ -23,6 +23,7 @@ quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 STEPS ?= 3
 examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(VERIFIERS)/.stamp
 	@examples/run.sh $(BIN) $(STEPS)
+	@$(BIN)/python -m tests.support.tutorials all
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
@@ -31,7 +32,7 @@ ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
-test: lint $(STAMPS)/node $(STAMPS)/extras
+test: lint $(STAMPS)/node $(STAMPS)/extras $(MODEL)/model.safetensors
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 

@@ -1,4 +1,4 @@
-"""The tutorials in docs/tutorials, cut into blocks. `python -m tests.support.tutorials PAGE [FOLDER]` runs a page whole.
+"""The tutorials, cut into blocks. `python -m tests.support.tutorials PAGE [FOLDER]` runs a page whole.
 
 What a page's fences mean:
 - A block of code whose first line is `# NAME` is the file NAME.
@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,10 +100,12 @@ def _lines(found: Sequence[Block]) -> Iterator[str]:
             yield f"set -x\n{block.text}{{ set +x; }} 2>/dev/null"
 
 
-def run(page: str, folder: Path) -> int:
-    """Runs the page in the folder with the commands of this Python, and returns the exit code of the first that failed."""
+def run(page: str, folder: Path, variables: Mapping[str, str] | None = None) -> int:
+    """Runs the page in the folder with this Python's commands. Returns the exit code of the first that failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    environment.pop("XDG_CACHE_HOME", None)  # the pages name the small model in ~/.cache
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= variables or {}
     words = ["bash", "-c", script(page)]
     return subprocess.run(words, cwd=folder, env=environment, timeout=_SECONDS, check=False).returncode
 

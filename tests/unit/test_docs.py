@@ -43,7 +43,7 @@ _OTHERS_FLAGS = {
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
     *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
-"""Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
+"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
