@@ -20,10 +20,12 @@ PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 	@$(BIN)/headrace quickstart
 
-# Every template and example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
+# Every example as its README says, a few steps long (STEPS), and every tutorial; EXAMPLES="countdown search" runs fewer. `make test` plays their
+# functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(VERIFIERS)/.stamp
-	@examples/run.sh $(BIN) $(STEPS)
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp
+	@$(BIN)/python -m tools.examples --steps $(STEPS) $(EXAMPLES)
+	@$(BIN)/python -m tests.support.tutorials all
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
@@ -32,7 +34,7 @@ ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
-test: lint $(STAMPS)/node $(STAMPS)/extras $(DOCS)/.stamp
+test: lint $(STAMPS)/node $(STAMPS)/extras $(DOCS)/.stamp $(MODEL)/model.safetensors
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 

@@ -26,6 +26,7 @@ DOCUMENTS = [
     ROOT / "requirements" / "README.md",
     ROOT / "protos" / "typescript" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
 
@@ -42,8 +43,9 @@ _OTHERS_FLAGS = {
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
     *("--project", "--backend-store-uri"),
+    *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
-"""Of Slurm, Ray, slime, SGLang's server, pip, uv, Docker, TensorBoard, pg_dump, memray, tools.flags, Helm, trackers."""
+"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
