@@ -125,7 +125,8 @@ def expanded(nav: Sequence[Any], sources: Path) -> list[dict[str, Any]]:
             inner = expanded(value, sources) if isinstance(value, list) else value
             found += [{title: inner}] if inner else []
         else:
-            found += [{_title(page): page.relative_to(sources).as_posix()} for page in sorted(sources.glob(each))]
+            named = sorted(sources.glob(each)) if "*" in each else [sources / each]
+            found += [{_title(page): page.relative_to(sources).as_posix()} for page in named]
     return found
 
 
@@ -171,7 +172,7 @@ def about(text: str) -> str:
 
 def _title(page: Path) -> str:
     """The first heading, up to a colon."""
-    found = re.search(r"^# ([^:\n]+)", page.read_text(), re.M)
+    found = re.search(r"^# ([^:\n]+)", page.read_text(), re.M) if page.is_file() else None
     return found[1].strip() if found else page.stem
 
 

@@ -27,7 +27,7 @@ from headrace.cli.main import _COMMANDS
 from headrace.errors import HeadraceError, RetryableError, error_classes
 from tests.support.browser import chromium, visit
 from tools.reference import pages
-from tools.site import ROOT, Entry, about, build, dead_links, outside_of_the_nav
+from tools.site import ROOT, Entry, about, build, dead_links, entries_of, expanded, outside_of_the_nav
 
 ZENSICAL = ROOT / ".venv-docs/bin/zensical"
 EVERY_PAGE = os.environ.get("HEADRACE_SITE_PAGES") == "all"
@@ -118,6 +118,18 @@ def test_the_reference_has_every_command_error_and_message() -> None:
 def _is_told(message: Descriptor, page: str) -> bool:
     told = page.partition(f"## {message.name}\n")[2].partition("\n## ")[0]
     return bool(told) and all(re.search(rf"^\| `{name}` \| .+ \| \S", told, re.M) for name in message.fields_by_name)
+
+
+def test_a_pattern_of_the_nav_stands_for_the_pages_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# Second: more\n")
+    (tmp_path / "a.md").write_text("# First\n")
+    nav = [{"Some": ["*.md", "gone.md", {"Own title": "a.md"}]}, {"None": ["x/*.md"]}]
+    assert [*entries_of(expanded(nav, tmp_path))] == [
+        Entry("Some", "First", "a.md"),
+        Entry("Some", "Second", "b.md"),
+        Entry("Some", "gone", "gone.md"),
+        Entry("Some", "Own title", "a.md"),
+    ]
 
 
 def test_a_page_outside_of_the_nav_is_refused(tmp_path: Path) -> None:
