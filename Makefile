@@ -19,7 +19,7 @@ PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 	@$(BIN)/headrace quickstart
 
-# Every template and example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
+# Every template and example, a few steps long (STEPS), and every tutorial; `make test` plays their functions with an engine that stands in for SGLang.
 STEPS ?= 3
 examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(VERIFIERS)/.stamp
 	@examples/run.sh $(BIN) $(STEPS)
