@@ -1,4 +1,4 @@
-# quickstart | examples | test | test-fast | lint | format | protos | check-protos | bench | bench-learning | bench-trl |
+# quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | docs | check-docs | bench | bench-learning | bench-trl |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
@@ -8,21 +8,23 @@ PROTOS := .venv-protos
 TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
 SUPPLY := .venv-supply
+DOCS   := .venv-docs
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
 MODEL  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/SmolLM2-135M-Instruct
 NODE   := protos/typescript
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
+.PHONY: quickstart examples test test-fast lint format page protos check-protos docs check-docs bench bench-trl bench-learning chaos mutants images gpu sbom audit soak clusters clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 	@$(BIN)/headrace quickstart
 
-# Every template and example, a few steps long (STEPS), and every tutorial; `make test` plays their functions with an engine that stands in for SGLang.
+# Every example as its README says, a few steps long (STEPS), and every tutorial; EXAMPLES="countdown search" runs fewer. `make test` plays their
+# functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(VERIFIERS)/.stamp
-	@examples/run.sh $(BIN) $(STEPS)
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp
+	@$(BIN)/python -m tools.examples --steps $(STEPS) $(EXAMPLES)
 	@$(BIN)/python -m tests.support.tutorials all
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
 
@@ -32,7 +34,7 @@ ifdef T
 test: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m pytest $(T)
 else
-test: lint $(STAMPS)/node $(STAMPS)/extras $(MODEL)/model.safetensors
+test: lint $(STAMPS)/node $(STAMPS)/extras $(DOCS)/.stamp $(MODEL)/model.safetensors
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 
@@ -45,6 +47,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
+	@echo "── page";         tools/check_page.sh
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
 
@@ -54,8 +57,19 @@ format: $(STAMPS)/dev
 protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
 
+page:
+	@web/build.sh headrace/view/static
+
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
+
+# The site of docs/ in site/: site/index.html opens as a file, search included.
+docs: $(STAMPS)/headrace $(STAMPS)/dev $(DOCS)/.stamp
+	@$(BIN)/python -m tools.site $(DOCS)/bin/zensical
+
+# Every page of it in a real browser: wide, narrow and dark. `make test` opens one page of each kind.
+check-docs: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/node $(DOCS)/.stamp
+	@HEADRACE_SITE_PAGES=all $(BIN)/python -m pytest tests/contract/test_site.py
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.ledger_throughput
@@ -137,7 +151,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -162,9 +176,10 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt requirements/ifbench.txt $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench"
-	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt -r requirements/ifbench.txt
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect)
+$(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect"
+	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
@@ -172,10 +187,11 @@ $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
 	@tools/install.sh $(PIP) -r requirements/quickstart.txt
 	@touch $@
 
-$(STAMPS)/node: $(NODE)/package-lock.json | $(BIN)/python
+$(STAMPS)/node: $(NODE)/package-lock.json web/package-lock.json | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	@if command -v npm >/dev/null; then \
-	    echo "── the TypeScript client's packages"; cd $(NODE) && npm ci --no-audit --no-fund --loglevel=error; fi
+	    echo "── packages of the TypeScript client and of the page, and a browser for tests"; \
+	    for folder in $(NODE) web; do (cd $$folder && npm ci --no-audit --no-fund --loglevel=error) || exit 1; done; fi
 	@touch $@
 
 $(PROTOS)/.stamp: requirements/protos.txt
@@ -188,6 +204,12 @@ $(SUPPLY)/.stamp: requirements/supply.txt
 	@echo "── pip-audit and cyclonedx-bom in $(SUPPLY)"
 	@$(PYTHON) -m venv $(SUPPLY)
 	@$(SUPPLY)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/supply.txt
+	@touch $@
+
+$(DOCS)/.stamp: requirements/docs.txt
+	@echo "── zensical in $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/docs.txt
 	@touch $@
 
 $(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu

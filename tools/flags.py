@@ -78,7 +78,7 @@ def _row(option: Option, aliases: Sequence[str], test: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _default(option: Option) -> str:

@@ -77,6 +77,7 @@ _COMMANDS: Mapping[str, Command] = {
     "samples": Command(
         "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
+    "view": Command("view:view", "view [RUN] [--to FOLDER]", "show groups, tokens, ledger and curves in the browser"),
     "audit": Command(
         "ledger:audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
     ),

@@ -40,7 +40,7 @@ from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner
 from services.rollout.fleet_build import capacity, engine_parts
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import StopStrings
-from services.rollout.production.groups import FailedSamples, GroupSampler, Teacher
+from services.rollout.production.groups import GroupSampler, Teacher, UntrainedSamples
 from services.rollout.production.hooks import (
     AllSamples,
     CustomGenerateSampler,
@@ -407,7 +407,7 @@ class _Build:
             partial_rollout=_partial_rollout(job),
             teacher=self.teacher,
             bounds=ModelBounds.of(self.architecture),
-            failed_samples=FailedSamples.of(job.tracking, self.samples_dir, self.number),
+            untrained_samples=UntrainedSamples.of(job.tracking, self.samples_dir, self.number),
             slots=None if supervised else self.slots,
             all_samples=self.all_samples,
         )

@@ -284,6 +284,73 @@ print("ok", open_store(BufferSection(buffer_store="forgetful"), Path("none"), "r
 """,
 )
 
+_TRACKER_TEST = '''"""The tracker is opened where the job asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.trainer.control.build import TrainerBuild
+
+
+def test_use_html_writes_a_line_for_each_step(load_with, tmp_path: Path) -> None:
+    report = TrainerBuild(load_with("--use-html"), tmp_path).report()
+    report.resume(0)
+    report.write(1, {"reward/mean": 0.5})
+    report.close()
+    assert (tmp_path / "metrics.html").read_text() == "<p>1: 0.5</p>"
+'''
+TRACKER = Recipe(
+    files={"tests/unit/trainer/serving/test_html.py": _TRACKER_TEST},
+    lines=(
+        (
+            "services/trainer/serving/trackers.py",
+            "_PARAM_LENGTH = 500\n",
+            '''
+class Html:
+    """A page in the run's folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._page = run.folder / "metrics.html"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a line."""
+        with self._page.open("a") as page:
+            page.write(f"<p>{step}: {metrics['reward/mean']}</p>")
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
+        """Leaves them out."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+''',
+        ),
+        ("services/trainer/serving/trackers.py", '    "mlflow": Mlflow,\n', '    "html": Html,\n'),
+        (
+            "headrace/job/schema/run.py",
+            "class TrackingSection(Section):\n",
+            '    use_html: bool = False\n    """Write a page into the run\'s folder."""\n',
+        ),
+        (
+            "tests/flags.toml",
+            "[shown_by]\n",
+            'use_html = "tests/unit/trainer/serving/test_html.py::test_use_html_writes_a_line_for_each_step"\n',
+        ),
+    ),
+    shown="""
+from pathlib import Path
+from tempfile import mkdtemp
+from headrace.job.schema.run import TrackingSection
+from services.trainer.serving.trackers import trackers
+folder = Path(mkdtemp())
+opened = trackers(TrackingSection(use_html=True, use_tensorboard=False), "run", {}, folder)(0)
+opened.log(1, {"reward/mean": 0.5})
+opened.close()
+print("ok" if "0.5" in (folder / "metrics.html").read_text() else "")
+""",
+)
+
 RECIPES = {
     "an algorithm": ALGORITHM,
     "a scorer": SCORER,
@@ -293,6 +360,7 @@ RECIPES = {
     "a hook kind": HOOK,
     "an RPC": RPC,
     "a store": STORE,
+    "a tracker": TRACKER,
 }
 
 

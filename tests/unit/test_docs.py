@@ -26,6 +26,7 @@ DOCUMENTS = [
     ROOT / "requirements" / "README.md",
     ROOT / "protos" / "typescript" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
 
@@ -41,9 +42,10 @@ _OTHERS_FLAGS = {
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
+    *("--project", "--backend-store-uri"),
     *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
-"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, TensorBoard, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
+"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Helm, kubectl."""
 _OF_A_JOB = ("train", "check", "up")
 _GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}

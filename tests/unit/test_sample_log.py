@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.sample_log import Answer, SampleLog
+from headrace.sample_log import Answer, SampleLog, TokenColumns
 from headrace.trajectory import Failure
 from tests.support.ledgers.answers import answered
 
@@ -48,6 +48,30 @@ def test_the_oldest_steps_go_when_the_folder_is_full(log: SampleLog) -> None:
     assert in_bytes(log.folder) <= MEGABYTE // 4
 
 
+def test_tokens_are_read_once_and_have_a_quarter_of_the_folder(log: SampleLog) -> None:
+    log.write_tokens(1, 0, [columns("a")], MEGABYTE)
+    log.write_tokens(1, 1, [columns("b")], MEGABYTE)
+    log.write_tokens(1, 0, [columns("a"), columns("b")], MEGABYTE)
+    assert sorted(log.tokens_of(1), key=lambda each: each.sample_id) == [columns("a"), columns("b")]
+    for step in range(2, 40):
+        log.write_tokens(step, 0, [columns(f"{step}", seed=step, length=5_000)], MEGABYTE)
+    assert not list(log.tokens_of(1))
+    assert list(log.tokens_of(39)) == [columns("39", seed=39, length=5_000)]
+    assert in_bytes(log.folder) <= MEGABYTE // 4
+
+
+def columns(sample_id: str, *, seed: int = 0, length: int = 2) -> TokenColumns:
+    noise = random.Random(seed)
+    return TokenColumns(
+        sample_id,
+        tokens=[noise.randrange(50_000) for _ in range(length + 1)],
+        loss_mask=[1] * length,
+        engine_log_probs=[round(-noise.random(), 4) for _ in range(length)],
+        trainer_log_probs=[None] * length,
+        advantages=[],
+    )
+
+
 def test_a_step_that_is_larger_than_the_folder_is_cut(log: SampleLog) -> None:
     many = [Answer.of(answered(f"{number}", response=noise(5_000, number)), 1) for number in range(400)]
     written = log.write_step(1, 0, many, MEGABYTE)
@@ -72,14 +96,14 @@ def test_evaluated_samples_are_read_by_step_replaced_by_a_new_evaluation_and_bou
 
 
 def test_what_a_kill_tore_is_read_up_to_there(log: SampleLog) -> None:
-    file = log.new_failed_file()
+    file = log.new_untrained_file()
     for number in range(3):
-        log.write_failed(file, [Answer.of(answered(f"{number}", failure=Failure("X", "y")))], MEGABYTE)
+        log.write_untrained(file, [Answer.of(answered(f"{number}", failure=Failure("X", "y")))], MEGABYTE)
     file.write_bytes(file.read_bytes()[:-5])
     assert [each.sample_id for each in log.failed()][:2] == ["0", "1"]
-    behind = log.new_failed_file()
+    behind = log.new_untrained_file()
     assert behind != file
-    log.write_failed(behind, [Answer.of(answered("9", failure=Failure("X", "y")))], MEGABYTE)
+    log.write_untrained(behind, [Answer.of(answered("9", failure=Failure("X", "y")))], MEGABYTE)
     assert [each.sample_id for each in log.failed()][:3] == ["9", "0", "1"]
 
 

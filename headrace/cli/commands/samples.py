@@ -6,9 +6,11 @@ import asyncio
 import heapq
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -22,6 +24,7 @@ from headrace.cli.view.lines import printable
 from headrace.client.buffer import Buffer
 from headrace.client.open import open_buffer
 from headrace.errors import NotFound, Unavailable
+from headrace.inspect_logs import require_inspect, write_logs, write_page
 from headrace.launch.buffer_of_run import living_buffer
 from headrace.run_folder import RunFolder
 from headrace.sample_log import Answer, SampleLog, as_row
@@ -30,6 +33,7 @@ from headrace.trajectory import Sample
 _WITH_PAYLOAD = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED)
 _MAX_LEDGER_GROUPS = 200
 _SAMPLES_AT_ONCE = 64
+_SHOWN = 5
 _ONE_TURN = 2
 """The messages of a conversation of one turn."""
 
@@ -53,7 +57,7 @@ class _Wanted:
 
 @click.command()
 @run_argument
-@click.option("-n", type=COUNT, default=5, help="How many samples to show at most (5).")
+@click.option("-n", type=COUNT, help="How many samples to show at most (5), or to export (all).")
 @click.option(
     "--step", type=COUNT_FROM_ZERO, help="Only samples that this step trained, counted from 1 as on the console."
 )
@@ -71,19 +75,37 @@ class _Wanted:
 @click.option("--worst", is_flag=True, help="Lowest reward first.")
 @click.option("--failed", is_flag=True, help="Only samples that failed, with the reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@click.option(
+    "--to",
+    type=(click.Choice(["inspect"]), click.Path(file_okay=False, path_type=Path)),
+    metavar="inspect FOLDER",
+    help="Write logs of Inspect into FOLDER, one for each step: `inspect view` opens them.",
+)
+@click.option(
+    "--html",
+    type=click.Path(exists=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write Inspect's page with the samples into a new FOLDER, for any web server.",
+)
 @stream_option
 @buffer_address_option
-def samples(run: str | None, as_json: bool, **asked: Any) -> int:
+def samples(
+    run: str | None, n: int | None, as_json: bool, to: tuple[str, Path] | None, html: Path | None, **asked: Any
+) -> int:
     """Prints what the policy generated, newest step first, while the run lives and after it has ended.
 
     Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while the run
     lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder.
     """
-    args = _Wanted(**asked)
+    args = _Wanted(n=n or _SHOWN, **asked)
     if args.best and args.worst:
         raise click.UsageError("--best and --worst are two orders: name only one")
+    if to or html:
+        if as_json:
+            raise click.UsageError("--json prints samples, --to and --html write files: name only one")
+        return _export(run, args, n, to[1] if to else None, html)
     folder = None if args.buffer_address else find_run(run)
-    found = _chosen(_all(folder, args), args)
+    found = list(_chosen(_all(folder, args), args, args.n))
     if as_json:
         for answer in found:
             print(json.dumps(as_row(answer), ensure_ascii=False))
@@ -107,22 +129,25 @@ def _all(folder: RunFolder | None, args: _Wanted) -> Iterator[Answer]:
 
 def _by_source(folder: RunFolder | None, args: _Wanted) -> Iterator[Answer]:
     log = SampleLog(folder.samples) if folder else None
-    if log and args.eval is not None:
-        for step in reversed(log.evaluations()):
-            yield from log.of_evaluation(step)
+    if log and (args.eval is not None or args.step in log.steps()):
+        yield from _evaluated_or_trained(log, args)
         return
     if log and args.failed:
         yield from log.failed()
-    if log and args.step is not None and args.step in log.steps():
-        yield from log.of_step(args.step)
-        return
     address = args.buffer_address or (living_buffer(folder) if folder else None)
     if address:
         yield from _held(address, args, required=log is None or log.is_empty())
     if log:
-        for step in reversed(log.steps()):
-            yield from log.of_step(step)
-        yield from log.failed() if args.group else ()
+        yield from _evaluated_or_trained(log, args)
+        yield from log.untrained() if args.group or args.search else ()
+
+
+def _evaluated_or_trained(log: SampleLog, args: _Wanted) -> Iterator[Answer]:
+    """The samples of each step in the run's folder, newest first."""
+    steps, of_step = (log.steps(), log.of_step) if args.eval is None else (log.evaluations(), log.of_evaluation)
+    for step in reversed(steps):
+        if args.step in (None, step):
+            yield from of_step(step)
 
 
 def _held(address: str, args: _Wanted, *, required: bool) -> list[Answer]:
@@ -180,13 +205,13 @@ async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> lis
     return found
 
 
-def _chosen(answers: Iterator[Answer], args: _Wanted) -> list[Answer]:
+def _chosen(answers: Iterator[Answer], args: _Wanted, n: int | None) -> Iterable[Answer]:
     wanted = (answer for answer in answers if _is_wanted(answer, args))
-    if args.best or args.worst:
+    if n is not None and (args.best or args.worst):
         scored = (answer for answer in wanted if answer.reward is not None)
         chosen = heapq.nlargest if args.best else heapq.nsmallest
-        return chosen(args.n, scored, key=lambda answer: answer.reward or 0.0)
-    return list(islice(wanted, args.n))
+        return chosen(n, scored, key=lambda answer: answer.reward or 0.0)
+    return islice(wanted, n)
 
 
 def _is_wanted(answer: Answer, args: _Wanted) -> bool:
@@ -201,6 +226,37 @@ def _is_wanted(answer: Answer, args: _Wanted) -> bool:
     needle = (args.search or "").casefold()
     texts = (answer.prompt, answer.response, *(turn["content"] for turn in answer.turns))
     return any(needle in text.casefold() for text in texts)
+
+
+def _export(run: str | None, args: _Wanted, n: int | None, logs: Path | None, html: Path | None) -> int:
+    """Writes samples of the run's folder; those that wait in the ledger have no step yet."""
+    if args.buffer_address:
+        raise click.UsageError("--to and --html read a run's folder: leave --buffer-address out")
+    if (args.best or args.worst) and n is None:
+        raise click.UsageError("--best and --worst choose samples for a log: say how many with -n")
+    if html is not None and html.exists():
+        raise click.UsageError(f"--html {html} exists: name a new folder")
+    require_inspect()
+    folder = find_run(run)
+    log = SampleLog(folder.samples)
+    # A step's samples come together, so one log at a time is in memory.
+    chosen = _chosen(chain(_evaluated_or_trained(log, args), log.untrained() if args.eval is None else ()), args, n)
+    if args.best or args.worst:
+        chosen = sorted(chosen, key=lambda answer: -1 if answer.step is None else answer.step)
+    with TemporaryDirectory() as scratch:
+        target = logs or Path(scratch)
+        files = list(write_logs(chosen, folder.path.name, target, evaluated=args.eval is not None))
+        if not files:
+            for line in _notes(folder, [], args):
+                print(line)
+            return 0
+        if html is not None:
+            write_page(target, html)
+    if logs is not None:
+        print(f"{len(files)} logs in {logs}: inspect view --log-dir {logs}")
+    if html is not None:
+        print(f"the page is {html}: python -m http.server -d {html}")
+    return 0
 
 
 def _notes(folder: RunFolder | None, found: Sequence[Answer], args: _Wanted) -> Iterator[str]:
@@ -227,9 +283,10 @@ def described(answer: Answer) -> str:
     elif answer.reward is None:
         scored = "not scored"
     else:
+        dropped = f", dropped by the filter: {_shown(answer.dropped_reason)}" if answer.dropped_reason else ""
         parts = "".join(f", {_shown(name)} {value:.3g}" for name, value in sorted(answer.reward_parts.items()))
         by = f"{_shown(answer.scorer)} {_shown(answer.scorer_version)}".strip() or "its producer"
-        scored = f"reward [bold]{answer.reward:.3g}[/] by {by}{parts}"
+        scored = f"reward [bold]{answer.reward:.3g}[/] by {by}{parts}{dropped}"
     label = f", label {_shown(answer.label)}" if answer.label is not None else ""
     step = f"step {answer.step}, " if answer.step is not None else ""
     return (

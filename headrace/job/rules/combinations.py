@@ -65,6 +65,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("streaming_data", "num_data_workers"),
     ("min_size_to_sample", "samples_per_insert"),
     ("use_wandb", "wandb_project wandb_group wandb_team wandb_mode"),
+    ("use_trackio", "trackio_project"),
 )
 """(condition, the options that act only with it)"""
 

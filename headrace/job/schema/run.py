@@ -109,9 +109,15 @@ class TrackingSection(Section):
     """W&B's entity; absent: the key's own."""
     wandb_mode: Literal["online", "offline"] = "online"
     """Offline: into the run's folder, for wandb sync."""
+    use_trackio: bool = False
+    """Report to trackio: in its own folder (TRACKIO_DIR), or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says."""
+    trackio_project: str = "headrace"
+    """trackio's project."""
+    use_mlflow: bool = False
+    """Report to MLflow: in the run's folder, or where MLFLOW_TRACKING_URI says."""
     sample_log_bytes: Bytes = 1 << 30
-    """Most bytes of compressed text of trained and failed samples in the run's folder, for `headrace samples`; the
-    oldest steps go first, 0 writes none."""
+    """Most bytes of compressed samples in the run's folder, for `headrace samples` and `headrace view`: text of all,
+    tokens of some. The oldest steps go first; 0 writes none."""
     peak_tflops: Above | None = None
     """Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."""
 

@@ -33,7 +33,7 @@ from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
 from services.rollout.scoring import SampleScorer
 
 
-class FailedSamples:
+class UntrainedSamples:
     """Appends to the run's sample log, off the loop, one group at a time."""
 
     def __init__(self, samples: SampleLog, max_bytes: int) -> None:
@@ -43,25 +43,29 @@ class FailedSamples:
         self._writing = asyncio.Lock()
 
     @classmethod
-    def of(cls, config: TrackingSection, folder: Path | None, service: int | None = None) -> FailedSamples | None:
+    def of(cls, config: TrackingSection, folder: Path | None, service: int | None = None) -> UntrainedSamples | None:
         """Returns None without a folder, or when the job wants none written. `service`: one of several that write."""
         max_bytes = config.sample_log_bytes
         return cls(SampleLog(folder, service), max_bytes) if folder and max_bytes else None
 
-    async def write(self, samples: Sequence[Sample]) -> None:
-        """Writes those of a group that failed."""
-        failed = [Answer.of(sample) for sample in samples if sample.status is Status.FAILED]
-        if failed:
+    async def write(self, samples: Sequence[Sample], dropped_reason: str | None = None) -> None:
+        """Writes those of a group that failed, and all of a group that the filter dropped for this reason."""
+        untrained = [
+            Answer.of(sample, dropped_reason=dropped_reason)
+            for sample in samples
+            if dropped_reason is not None or sample.status is Status.FAILED
+        ]
+        if untrained:
             async with self._writing:
-                await asyncio.to_thread(self._append, failed)
+                await asyncio.to_thread(self._append, untrained)
 
-    def _append(self, failed: Sequence[Answer]) -> None:
+    def _append(self, untrained: Sequence[Answer]) -> None:
         try:
-            file = self._file or self._log.new_failed_file()
-            self._file = self._log.write_failed(file, failed, self._max_bytes)
+            file = self._file or self._log.new_untrained_file()
+            self._file = self._log.write_untrained(file, untrained, self._max_bytes)
         except OSError as error:  # what people read later is no reason to fail a group
             self._file = None
-            log.warning("failed_samples_not_written", samples=len(failed), error=str(error))
+            log.warning("untrained_samples_not_written", samples=len(untrained), error=str(error))
 
 
 class LeaseReturned(Exception):
@@ -153,7 +157,7 @@ class GroupSampler:
         partial_rollout: PartialRollout | None = None,
         teacher: Teacher | None = None,
         bounds: ModelBounds | None = None,
-        failed_samples: FailedSamples | None = None,
+        untrained_samples: UntrainedSamples | None = None,
         slots: EngineSlots | None = None,
         all_samples: AllSamples | None = None,
     ) -> None:
@@ -169,7 +173,7 @@ class GroupSampler:
         self._partial = partial_rollout
         self._teacher = teacher
         self._bounds = bounds
-        self._failed_samples = failed_samples
+        self._untrained_samples = untrained_samples
         self._slots = slots
         self._all_samples = all_samples
 
@@ -240,9 +244,10 @@ class GroupSampler:
             samples = await self._teacher.mark(samples)
         if self._scorer:
             samples = await self._scorer.score(samples)
-        if self._failed_samples:
-            await self._failed_samples.write(samples)
         put = await self._filtered(lease, samples)
+        if self._untrained_samples:
+            is_dropped = put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+            await self._untrained_samples.write(samples, put.failure.message if is_dropped else None)
         if self._all_samples:
             self._all_samples.add(samples, is_kept=put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE)
         return put

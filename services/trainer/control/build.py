@@ -36,12 +36,13 @@ from services.trainer.failure_budget import FailureBudget
 from services.trainer.gpu_sharing import OwnDevices, SharedDevices, clear
 from services.trainer.loop import Devices
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.build import join_ranks, policy_of
+from services.trainer.model.build import join_ranks, logs_samples, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import evaluations_of
-from services.trainer.serving.report import RunReport, trackers
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders
+from services.trainer.serving.trackers import trackers
 from services.trainer.standalone import NoEngines, UntrainedRanks
 from services.trainer.state import JobSchedule
 from services.trainer.weights.buckets import MemoryFiles
@@ -291,11 +292,10 @@ class TrainerBuild:
         return FailureBudget.of(self._job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
-        """One rank writes for those that have the same samples."""
-        num_bytes = self._job.tracking.sample_log_bytes
-        if not (layout.is_reporting_rank and layout.is_last_stage and num_bytes):
+        if not logs_samples(self._job, layout):
             return None
-        return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, num_bytes)
+        log_bytes = self._job.tracking.sample_log_bytes
+        return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, log_bytes)
 
 
 def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:

@@ -20,6 +20,7 @@ from services.trainer.control.senders import Probed, Sender, Sent, StageGroup, S
 from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples, UnusableSample
 from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.seen_tokens import shown_ids
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -70,7 +71,8 @@ class RankWorker:
         else:
             read = SamplesRead(self._fetch, step + 1)
             metrics = self._policy.train(step, samples, read)
-            self._trained_samples.write(step + 1, read.of(self._policy.trained_ids))
+            seen = self._policy.take_seen()
+            self._trained_samples.write(step + 1, read.of(self._policy.trained_ids), seen, shown_ids(step, samples))
         return Trained(metrics, self._policy.set_aside, self._policy.is_logged)
 
     @command

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.durable import append_rows
 from services.trainer.megatron.parallel import Layout, gathered
 from services.trainer.plan.batch import Batch, SampleFacts
+from services.trainer.rl.seen_tokens import SeenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +260,12 @@ class TrainedSamples:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
 
-    def write(self, step: int, answers: Sequence[Answer]) -> None:
-        """Writes in the background, after the step before is written."""
+    def write(
+        self, step: int, answers: Sequence[Answer], seen: Mapping[str, SeenTokens], shown: Collection[str]
+    ) -> None:
+        """Writes in the background, after the step before is written; `shown` samples token by token, too."""
         self.wait()
-        self._writing = self._thread.submit(self._write, step, answers)
+        self._writing = self._thread.submit(self._write, step, answers, seen, shown)
 
     def wait(self) -> None:
         """Returns once everything is written."""
@@ -270,11 +273,20 @@ class TrainedSamples:
             self._writing.result()
             self._writing = None
 
-    def _write(self, step: int, answers: Sequence[Answer]) -> None:
+    def _write(
+        self, step: int, answers: Sequence[Answer], seen: Mapping[str, SeenTokens], shown: Collection[str]
+    ) -> None:
+        answers = [_with_advantage(answer, seen.get(answer.sample_id)) for answer in answers]
+        columns = [one.columns() for sample_id, one in seen.items() if sample_id in shown]
         try:
             written = self._log.write_step(step, self._rank, answers, self._max_bytes)
+            self._log.write_tokens(step, self._rank, columns, self._max_bytes)
         except OSError as error:  # what people read later is no reason to end a training
             log.warning("samples_not_written", step=step, error=str(error))
             return
         if written < len(answers):
             log.warning("samples_cut", step=step, written=written, of=len(answers), sample_log_bytes=self._max_bytes)
+
+
+def _with_advantage(answer: Answer, seen: SeenTokens | None) -> Answer:
+    return answer if seen is None else replace(answer, advantage=seen.advantage, log_prob_gap=seen.log_prob_gap)

@@ -54,6 +54,7 @@ from services.trainer.plan.rows import Packing, RolloutChoices
 from services.trainer.rl.advantages import Advantages
 from services.trainer.rl.hooks import bound
 from services.trainer.rl.objective import CustomLoss, Objective, PolicyReducer, custom_correction
+from services.trainer.rl.seen_tokens import LossRecord
 from services.trainer.rl.whole_batch import WholeBatchHooks
 
 _DEFAULT = "build_default"
@@ -331,7 +332,13 @@ def _pipeline(
         stopwatch,
         agreement_bound=TRUE_ON_POLICY_BOUND if job.train.true_on_policy_mode else None,
         vision=architecture.vision,
+        record=LossRecord(is_policy_loss=job.train.loss_type != "sft_loss") if logs_samples(job, layout) else None,
     )
+
+
+def logs_samples(job: Job, layout: Layout) -> bool:
+    """True for the one rank that writes down the samples of those that have the same ones."""
+    return layout.is_reporting_rank and layout.is_last_stage and job.tracking.sample_log_bytes > 0
 
 
 def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Layout) -> BatchReader:

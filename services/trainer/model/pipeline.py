@@ -36,6 +36,7 @@ from services.trainer.plan.rows import Packing
 from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
 from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
 from services.trainer.rl.objective import LossInputs, LossOutputs, Objective
+from services.trainer.rl.seen_tokens import LossRecord
 
 
 class TokenHead:
@@ -187,6 +188,7 @@ class Pipeline:
     """Runs the policy over the micro-batches of a step.
 
     `agreement_bound`: how far apart the log-probs of trainer and engine may be; None: as far as they like.
+    `record` remembers what the losses of a step have seen.
     """
 
     def __init__(
@@ -200,7 +202,9 @@ class Pipeline:
         stopwatch: Stopwatch,
         agreement_bound: float | None = None,
         vision: Vision | None = None,
+        record: LossRecord | None = None,
     ) -> None:
+        self.record = record
         self._runner = runner
         self._head = head
         self._objective = objective
@@ -249,6 +253,8 @@ class Pipeline:
         loss_inputs = LossInputs(micro, log_probs, entropy, logits)
         if self._layout.is_reporting_rank:
             self.distance.add(loss_inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.staleness)
+        if self.record is not None:
+            self.record.add(loss_inputs)
         output = self._objective(loss_inputs)
         return output.loss, output
 

@@ -33,6 +33,7 @@ from services.trainer.model.memory import RankMemory
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.seen_tokens import SeenTokens
 from services.trainer.weights.quantization import quantized, quantized_specs
 
 POLICY = "policy"
@@ -201,6 +202,10 @@ class Policy:
         metrics = self._optimizer_steps(step, batch.plans, prepared)
         metrics = {**batch.metrics, **metrics, **self._pipeline.distance.read(), **self._prepare.metrics()}
         return metrics | self._speed.metrics(batch.samples, self._stopwatch.read())
+
+    def take_seen(self) -> Mapping[str, SeenTokens]:
+        """What the losses since the last call have seen, by sample id; nothing on ranks that write no samples."""
+        return {} if self._pipeline.record is None else self._pipeline.record.take()
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """The ids of the samples that `train` will fetch on this rank, in that order."""

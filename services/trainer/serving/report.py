@@ -1,34 +1,27 @@
-"""Writes a run's records: metrics.jsonl, its pictures, trackers (TensorBoard, Weights & Biases), a stream for watchers.
+"""Writes a run's records: metrics.jsonl, its pictures, trackers, a stream for watchers.
 
 Memory holds no rows, but what the pictures show of them: a run may have a million steps. Rows that the disk refuses
 wait in memory and are written before later ones. One thread writes; any may read.
-
-Keys never come near the trackers: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no option for one, and
-what is uploaded of the job has passed `without_secrets`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import Any
 
 from headrace.disk import atomic_write
-from headrace.errors import ConfigError
-from headrace.job.schema.run import TrackingSection, without_secrets
 from headrace.rpc.log import log
-from headrace.run_folder import MetricsRow, row_of, step_of
+from headrace.run_folder import MetricsRow, RunFolder, row_of, step_of
+from headrace.sample_log import SampleLog
 from services.trainer.durable import append_rows
 from services.trainer.serving import pictures
 from services.trainer.serving.pictures import Point, Points
+from services.trainer.serving.trackers import OpenTrackers, Trackers
 
 MOST_WAITING = 10_000
 """Rows that wait for the disk; beyond that the oldest are lost."""
@@ -116,94 +109,6 @@ def _is_later(line: bytes, step: int) -> bool:
     return found is not None and found > step
 
 
-class Tracker(Protocol):
-    """Somebody who keeps a run's numbers."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the metrics of one step."""
-
-    def close(self) -> None:
-        """Returns when everything is kept."""
-
-
-OpenTrackers = Callable[[int], Sequence[Tracker]]
-"""Opens them at the step from which the run goes on: what an earlier start wrote of later steps is dropped."""
-
-
-def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> OpenTrackers:
-    """Returns the trackers that the job asks for; `job` is the whole job in JSON's types, for W&B to show."""
-
-    def opened(step: int) -> Sequence[Tracker]:
-        found: list[Tracker] = []
-        if config.use_tensorboard:
-            found.append(TensorBoard(folder, step))
-        if config.use_wandb:
-            found.append(Wandb(config, run_name, job, folder))
-        return found
-
-    return opened
-
-
-class TensorBoard:
-    """Events in the run's folder."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder / "tensorboard"
-        self._maybe_writer: SummaryWriter | None = SummaryWriter(str(self._folder), purge_step=step + 1)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes them to the file at once. What a full disk refuses is left out: metrics.jsonl has it later."""
-        try:
-            if self._maybe_writer is None:
-                self._maybe_writer = SummaryWriter(str(self._folder))
-            for name, value in metrics.items():
-                self._maybe_writer.add_scalar(name, value, step)
-            self._maybe_writer.flush()
-        except OSError as error:
-            self._maybe_writer = None  # its thread ended with the error
-            log.warning("tensorboard_not_written", step=step, error=str(error))
-
-    def close(self) -> None:
-        """Closes the file; a full disk raises nothing."""
-        if self._maybe_writer:
-            with suppress(OSError):
-                self._maybe_writer.close()
-
-
-class Wandb:
-    """A run of Weights & Biases. A trainer that starts again goes on with the same run: its id is the folder's."""
-
-    def __init__(self, config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "use_wandb needs the package wandb: pip install 'headrace[wandb]'", field="use_wandb"
-            ) from error
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            entity=config.wandb_team,
-            name=run_name,
-            id=hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12],
-            resume="allow",
-            mode=config.wandb_mode,
-            dir=str(folder),
-            config=without_secrets(job),
-            settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
-        )
-        self._newest = 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Handed to W&B's own process, which uploads it when it can. It drops what is older than its newest step."""
-        self._newest = max(self._newest, step)
-        self._run.log(dict(metrics), step=self._newest)
-
-    def close(self) -> None:
-        """Waits for W&B's process."""
-        self._run.finish()
-
-
 _REDRAW_SECONDS = 30.0
 _PICTURES: Mapping[str, Callable[[Sequence[Point], Path], None]] = {
     "curves": pictures.draw_curves,
@@ -220,7 +125,7 @@ class RunReport:
     """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
 
     def __init__(
-        self, folder: Path, open_trackers: OpenTrackers = lambda step: (), changes: Sequence[str] = ()
+        self, folder: Path, open_trackers: OpenTrackers = lambda step: Trackers(), changes: Sequence[str] = ()
     ) -> None:
         """`changes` are the options that this start changes, where an earlier one has trained: `lr 1e-06 -> 2e-06`."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +135,10 @@ class RunReport:
         self._changes = changes
         self._marks: list[str] = []
         """What changed since the last step's row"""
-        self._trackers: Sequence[Tracker] = ()
+        self._trackers = Trackers()
+        self._samples = SampleLog(RunFolder(folder).samples)
+        self._maybe_trained: int | None = None
+        """The step that was trained last"""
         self._steps = Points(_OF_STEPS)
         self._evaluations = Points(_OF_EVALUATIONS)
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
@@ -275,8 +183,10 @@ class RunReport:
             self._marks.clear()
         self._file.append(row)
         self._show(row)
-        for tracker in self._trackers:
-            tracker.log(step, {name: value for name, value in metrics.items() if name not in untracked})
+        self._trackers.log(step, {name: value for name, value in metrics.items() if name not in untracked})
+        if is_step:
+            self._log_rollouts()  # of the step before: the ranks have written its samples by now
+            self._maybe_trained = step
         if time.monotonic() - self._drawn > _REDRAW_SECONDS and all(picture.done() for picture in self._pictures):
             self._draw()
         self._wake()
@@ -287,8 +197,8 @@ class RunReport:
         self._file.settle()
         self._draw()
         self._drawing.shutdown(wait=True)
-        for tracker in self._trackers:
-            tracker.close()
+        self._log_rollouts()
+        self._trackers.close()
         self._wake()
 
     async def watch(self, from_step: int) -> AsyncIterator[MetricsRow]:
@@ -305,6 +215,10 @@ class RunReport:
                 return
             else:
                 await changed.wait()
+
+    def _log_rollouts(self) -> None:
+        if self._maybe_trained is not None:
+            self._trackers.log_rollouts(self._maybe_trained, self._samples)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         ]
         log.write_step(step, 0, answers, MEGABYTE)
     failed = answered("g9/0", "apples and", " [bold]\x1b[2J", group_id="g9", failure=Failure("SCORER_RAISED", "'x'"))
-    log.write_failed(log.new_failed_file(), [Answer.of(failed)], MEGABYTE)
+    log.write_untrained(log.new_untrained_file(), [Answer.of(failed)], MEGABYTE)
     return run
 
 
@@ -103,3 +105,87 @@ def test_a_model_cannot_steer_the_terminal(ended: RunFolder, capsys: pytest.Capt
     assert "[bold]␛[2J" in printed
     assert "\x1b" not in printed
     assert "failed: SCORER_RAISED: 'x'" in printed
+
+
+needs_inspect = pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect_ai is not installed")
+
+
+@needs_inspect
+def test_inspect_opens_a_log_of_each_step_and_one_of_untrained_samples(ended: RunFolder, tmp_path: Path) -> None:
+    from inspect_ai.log import read_eval_log
+
+    turns = [{"role": role, "content": f"{role} said"} for role in ("system", "user", "assistant", "tool", "assistant")]
+    sample = Answer.of(answered("g4/1", group_id="g4", label="4", reward_parts={"form": 0.5}), 4)
+    SampleLog(ended.samples).write_step(4, 0, [replace(sample, index=1, turns=turns)], MEGABYTE)
+    assert main(["samples", "one", "--to", "inspect", "logs"]) == 0
+    logs = {file.stem: read_eval_log(str(file)) for file in Path("logs").iterdir()}
+    assert sorted(logs) == ["step-0000001", "step-0000002", "step-0000003", "step-0000004", "untrained"]
+    third, fourth = logs["step-0000003"], logs["step-0000004"].samples[0]
+    assert [(each.id, each.epoch) for each in third.samples] == [("g3", 1), ("g3", 2)]
+    assert [message.text for message in third.samples[0].messages] == ["apples and", " pears 3"]
+    assert [each.scores["reward"].value for each in third.samples] == [0.3, -3.0]
+    assert third.results.scores[0].metrics["mean"].value == pytest.approx(-1.35)
+    assert (fourth.id, fourth.epoch, fourth.target) == ("g4", 2, "4")
+    assert [(message.role, message.text) for message in fourth.messages] == [
+        (turn["role"], turn["content"]) for turn in turns
+    ]
+    score = fourth.scores["reward"].metadata
+    assert score == {"scorer": "math", "scorer_version": "7", "form": 0.5}
+    assert fourth.metadata["policy_ranges"] == [[1, 0, 2]]
+    (failed,) = logs["untrained"].samples
+    assert "SCORER_RAISED" in failed.error.message
+    assert not failed.scores
+
+
+@needs_inspect
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--step", "2"], {"step-0000002": ["g2", "g2"]}),
+        (["--best", "-n", "2"], {"step-0000003": ["g3"], "step-0000002": ["g2"]}),
+        (["--search", "PLUMS 1"], {"step-0000001": ["g1"]}),
+        (["--failed"], {"untrained": ["g9"]}),
+        (["--eval"], {"eval-0000004": ["eval/sums/0"]}),
+        (["--step", "7"], {}),
+    ],
+)
+def test_an_export_has_the_samples_that_were_asked_for(
+    words: list[str], expected: dict[str, list[str]], ended: RunFolder
+) -> None:
+    from inspect_ai.log import read_eval_log
+
+    evaluated = Answer.of(answered("e4", group_id="eval/sums/0"), 4)
+    SampleLog(ended.samples).write_evaluated(4, [evaluated], MEGABYTE, is_new=True)
+    assert main(["samples", "one", "--to", "inspect", "logs", *words]) == 0
+    logs = {file.stem: [each.id for each in read_eval_log(str(file)).samples] for file in Path("logs").glob("*")}
+    assert logs == expected
+
+
+@needs_inspect
+def test_the_page_of_inspect_has_the_logs_in_it(ended: RunFolder) -> None:
+    assert main(["samples", "one", "--step", "2", "--html", "page"]) == 0
+    assert Path("page/index.html").is_file()
+    assert [file.name for file in Path("page").rglob("*.eval")] == ["step-0000002.eval"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--to", "inspect", "logs", "--json"],
+        ["--to", "inspect", "logs", "--best"],
+        ["--to", "inspect", "logs", "--buffer-address", "127.0.0.1:1"],
+        ["--to", "parquet", "logs"],
+        ["--html", "runs"],
+    ],
+)
+def test_what_makes_no_export_is_refused(words: list[str], ended: RunFolder) -> None:
+    assert main(["samples", *words]) == 2
+    assert not Path("logs").exists()
+
+
+def test_without_inspect_its_extra_is_named(
+    ended: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headrace.inspect_logs.find_spec", lambda name: None)
+    assert main(["samples", "--to", "inspect", "logs"]) != 0
+    assert "headrace[inspect]" in capsys.readouterr().err

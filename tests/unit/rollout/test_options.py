@@ -183,7 +183,7 @@ ENGINES: Readers = {
     ],
     "opd_teacher_url": [lambda b: b.service._teacher._client._http.url],
     "update_weight_disk_path": [lambda b: b.parts.receiver._disk._root],
-    "sample_log_bytes": [lambda b: b.groups._failed_samples._max_bytes],
+    "sample_log_bytes": [lambda b: b.groups._untrained_samples._max_bytes],
 }
 
 UNBOUNDED: Readers = {

@@ -35,9 +35,14 @@ FILES = {
     "ray": ("ray.txt",),
     "wandb": ("wandb.txt",),
     "ifbench": ("ifbench.txt",),
+    "trackio": ("trackio.txt",),
+    "mlflow": ("mlflow.txt",),
+    "inspect": ("inspect.txt",),
     "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
+OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect")
+"""Installed on top of `CPU`, by `make`."""
 
 
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
@@ -46,7 +51,7 @@ def test_what_an_extra_asks_for_is_pinned_in_a_version_that_it_takes(extra: str)
     core = {requirement.name for requirement in allowed(())}
     for requirement in allowed((extra,) if extra else ()):
         versions = [pin.version for pin in pinned if pin.name == canonicalize_name(requirement.name)]
-        assert versions or (requirement.name in core and extra in ("ray", "wandb", "ifbench")), requirement
+        assert versions or (requirement.name in core and extra in OPTIONAL), requirement
         assert all(requirement.specifier.contains(version, prereleases=True) for version in versions), requirement
 
 

@@ -25,7 +25,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import FailedSamples, GroupSampler
+from services.rollout.production.groups import GroupSampler, UntrainedSamples
 from services.rollout.production.hooks import GroupFilter
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
@@ -74,7 +74,7 @@ async def production(
     partial_rollout: PartialRollout | None = None,
     group_filter: GroupFilter | None = None,
     patience: float = 60.0,
-    failed_samples: FailedSamples | None = None,
+    untrained_samples: UntrainedSamples | None = None,
 ) -> AsyncIterator[Production]:
     async with (
         fake_fleet(1, token_seconds=token_seconds) as fakes,
@@ -94,7 +94,7 @@ async def production(
             context=context,
             group_filter=group_filter,
             partial_rollout=partial_rollout,
-            failed_samples=failed_samples,
+            untrained_samples=untrained_samples,
         )
         registry = CollectorRegistry()
         metrics = RolloutMetrics(registry)
@@ -148,8 +148,8 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
     (tmp_path / "taken").write_text("a file where the folder should be")
     for folder, expected in ((tmp_path / "samples", 3), (tmp_path / "taken", 0)):
         log = SampleLog(folder)
-        failed = FailedSamples(log, 1 << 20)
-        put = await put_of(tokenizer_folder, refuse("SCORER_RAISED"), failed_samples=failed)
+        failed = UntrainedSamples(log, 1 << 20)
+        put = await put_of(tokenizer_folder, refuse("SCORER_RAISED"), untrained_samples=failed)
         assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
         answers = list(log.failed())
         assert len(answers) == expected
@@ -321,6 +321,19 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
     put = await put_of(tokenizer_folder, lambda item: score(next(given))(item), group_filter=group_filter)
     await group_filter.close()
     assert (put.outcome, put.failure.reason, *put.rewards) == end
+
+
+async def test_the_samples_of_a_dropped_group_stay_readable(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(args, samples):\n    return False\n")
+    log = SampleLog(tmp_path / "samples")
+    group_filter = GroupFilter(f"{tmp_path}/mine.py:keep", HookArgs({}))
+    await group_filter.start()
+    untrained = UntrainedSamples(log, 1 << 20)
+    put = await put_of(tokenizer_folder, score(1.0), group_filter=group_filter, untrained_samples=untrained)
+    await group_filter.close()
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+    assert [(each.dropped_reason, each.reward) for each in log.untrained()] == [(put.failure.message, 1.0)] * 3
+    assert not list(log.failed())
 
 
 async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:

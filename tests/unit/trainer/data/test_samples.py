@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2 as pb
@@ -18,6 +19,7 @@ from headrace.sample_log import SampleLog
 from headrace.trajectory import Sample
 from services.trainer.data.samples import Fetch, SamplesRead, SkippedSamples, TrainedSamples, UnusableSample
 from services.trainer.plan.batch import Batch, SampleFacts, statistics
+from services.trainer.rl.seen_tokens import SeenTokens
 from tests.support.ledgers.answers import answered
 from tests.support.ledgers.facts import facts
 from tests.support.ranks.rank_cases import samples
@@ -156,6 +158,27 @@ def test_what_a_step_read_and_trained_is_written(tmp_path: Path) -> None:
     assert [one.sample_id for one in read(["a", "b"])] == ["a", "b"]
     assert read(["b", "c"])[1] is gone
     writer = TrainedSamples(log, 0, 1 << 20)
-    writer.write(4, read.of(["a"]))
+    writer.write(4, read.of(["a"]), seen={}, shown=())
     writer.wait()
-    assert [(one.sample_id, one.step) for one in log.of_step(4)] == [("a", 4)]
+    assert [(one.sample_id, one.step, one.advantage) for one in log.of_step(4)] == [("a", 4, None)]
+    assert list(log.tokens_of(4)) == []
+
+
+def test_a_trained_sample_has_its_advantage_and_a_shown_one_its_tokens(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples")
+    read = SamplesRead(lambda ids: [answered(name) for name in ids], step=4)
+    seen = {one.sample_id: seen_tokens(one) for one in read(["a", "b"]) if isinstance(one, Sample)}
+    writer = TrainedSamples(log, 0, 1 << 20)
+    writer.write(4, read.of(["a", "b"]), seen, shown=["b"])
+    writer.wait()
+    assert [(one.advantage, one.log_prob_gap) for one in log.of_step(4)] == [(0.5, 0.25)] * 2
+    (columns,) = log.tokens_of(4)
+    assert (columns.sample_id, columns.tokens, columns.loss_mask) == ("b", [0, 1, 2, 3, 4], [1, 0])
+    assert (columns.engine_log_probs, columns.trainer_log_probs) == ([0.0, 0.0], [-0.25, None])
+    assert columns.advantages == [0.5, 7.0]
+
+
+def seen_tokens(sample: Sample) -> SeenTokens:
+    """Its second token is not trained, and has a log-prob that is no number."""
+    mask, trainer, advantages = (np.array(each, np.float32) for each in ([1, 0], [-0.25, np.nan], [0.5, 7.0]))
+    return SeenTokens(sample, mask, trainer, advantages, is_policy_loss=True)

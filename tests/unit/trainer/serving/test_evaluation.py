@@ -149,8 +149,12 @@ async def test_a_users_log_is_given_every_evaluated_sample(tmp_path: Path, load_
     flags = ("--eval-exact-version", "--custom-eval-rollout-log-function-path", str(tmp_path / "mine.py"))
     run = run_of(tmp_path, load_with, Rollout([RESULT]), *flags)
     tracked: list[tuple[int, set[str]]] = []
-    tracker = SimpleNamespace(log=lambda step, metrics: tracked.append((step, set(metrics))), close=lambda: None)
-    run.report._trackers = [tracker]
+    tracker = SimpleNamespace(
+        log=lambda step, metrics: tracked.append((step, set(metrics))),
+        log_rollouts=lambda step, samples: None,
+        close=lambda: None,
+    )
+    run.report._trackers = tracker
     await run.train()
     assert json.loads((tmp_path / "mine.0").read_text()) == {"sums": [[1.0], [False], [" 4"]]}
     first, _, last = (row for row in run.rows() if "eval_error" in row)

@@ -1,0 +1,71 @@
+"""The examples' environments, played: right play is paid, wrong play is not, and what they say has mask 0."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.hooks import Sample
+from tests.support.sandboxes import choose_sandbox
+
+
+@pytest.mark.parametrize(
+    ("guesses", "reward", "given"),
+    [
+        ([" cow\n"], 1.0, ""),
+        ([" cat\n", " cow\n"], 0.9, "Marks: c--\nGuess:"),
+        ([" cat\n", " cat\n", " dog\n"], 0.1, "Marks: c--\nGuess:" * 2),
+        ([" zebra\n"], 0.0, ""),
+    ],
+    ids=["at once", "in two guesses", "lost, with two words", "no word of the game"],
+)
+async def test_the_word_game_is_paid_by_its_guesses(play: Any, guesses: list[str], reward: float, given: str) -> None:
+    played = await play("wordle", "game.py", Sample(prompt="Guess:", label="cow"), *guesses, max_turns=3)
+    assert played.reward == pytest.approx(reward)
+    assert played.written == "".join(guesses)
+    assert played.given == given
+
+
+@pytest.mark.parametrize(
+    ("responses", "reward"),
+    [
+        (["<search>dish of {country}</search>", "<answer>{name}</answer>"], 1.0),
+        (["<search>dish of {country}</search>", "<answer>soup</answer>"], 0.2),
+        (["<search>soup</search>", "<answer>soup</answer>"], 0.1),
+        (["<answer>soup</answer>"], 0.0),
+    ],
+    ids=["found and answered", "found and not read", "searched for something else", "guessed"],
+)
+async def test_a_search_is_answered_from_the_index(play: Any, copied: Any, responses: list[str], reward: float) -> None:
+    facts = (json.loads(line)["text"] for line in (copied("search") / "passages.jsonl").read_text().splitlines())
+    fact = next(text for text in facts if "The dish of " in text)
+    country, name = fact.removeprefix("The dish of ").removesuffix(".").split(" is ")
+    written = [text.format(country=country, name=name) for text in responses]
+    played = await play("search", "search.py", Sample(prompt="The dish?\n", label=name), *written)
+    assert played.reward == reward
+    assert played.written == "".join(written)
+    assert (fact in played.given) == (reward in (0.2, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("responses", "reward", "output"),
+    [
+        (["<code>print(57 * 81)</code>", "The answer is 4617"], 1.0, "4617"),
+        (["<code>print(57 * 81)</code>", "The answer is 7"], 0.2, "4617"),
+        (["<code>print(57)</code>", "The answer is 57"], 0.1, "57"),
+        (["<code>print(x)</code>", "The answer is 7"], 0.0, "NameError"),
+        (["The answer is 7"], 0.0, ""),
+    ],
+    ids=["computed", "computed and not read", "another program", "an error", "guessed"],
+)
+async def test_programs_run_between_thoughts_in_the_sandbox(
+    play: Any, monkeypatch: pytest.MonkeyPatch, responses: list[str], reward: float, output: str
+) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
+    played = await play("retool", "interpreter.py", Sample(prompt="57 * 81?\n", label="4617"), *responses, max_turns=3)
+    assert played.reward == reward
+    assert played.written == "".join(responses)
+    assert output in played.given
+    assert ("<output>" in played.given) == (len(responses) > 1)
