@@ -5,7 +5,8 @@ What a page's fences mean:
 - A `bash` block is run, in the page's order and in one shell. A `shell` block needs a run or machines that are not
   here: it is not run, but its commands are checked as all are.
 - `<!-- another terminal -->` before a block leaves it running while the page goes on. `<!-- after step N -->` waits
-  until a run has trained N steps. `<!-- fails -->` says that the block's last command fails.
+  until a run has trained N steps, `<!-- after terminal N -->` until the Nth such block has ended. `<!-- fails -->` says
+  that the block's last command fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
 
 _SECONDS = 1500.0
-_NOTE = r"^<!-- (?:another terminal|after step \d+|fails) -->\n"
+_NOTE = r"^<!-- (?:another terminal|after (?:step|terminal) \d+|fails) -->\n"
 _BLOCK = re.compile(rf"(?P<notes>(?:{_NOTE})*)^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.S | re.M)
 _FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 _FUNCTIONS = r"""
@@ -36,18 +37,19 @@ after_step() {
         sleep 0.5
     done
 }
+after_terminal() { wait "${terminals[$1 - 1]}"; unset "terminals[$1 - 1]"; }
 end_of_page() { for pid in "${terminals[@]}" $(jobs -pr); do wait "$pid"; done; }
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`file` is the name of the file that the block is, if it is one."""
+    """`file` is the name of the file that the block is, if it is one; `waits_for` a command of `_FUNCTIONS`."""
 
     language: str
     text: str
     another_terminal: bool
-    after_step: int | None
+    waits_for: str
     fails: bool
 
     @property
@@ -68,12 +70,12 @@ def blocks(page: str) -> Sequence[Block]:
 
 
 def _block(found: re.Match[str]) -> Block:
-    step = re.search(r"after step (\d+)", found["notes"])
+    awaited = re.search(r"after (step|terminal) (\d+)", found["notes"])
     return Block(
         language=found["language"],
         text=found["text"],
         another_terminal="another terminal" in found["notes"],
-        after_step=int(step[1]) if step else None,
+        waits_for=f"after_{awaited[1]} {awaited[2]}" if awaited else "",
         fails="fails" in found["notes"],
     )
 
@@ -85,8 +87,8 @@ def script(page: str) -> str:
 
 def _lines(found: Sequence[Block]) -> Iterator[str]:
     for block in found:
-        if block.after_step is not None:
-            yield f"after_step {block.after_step}"
+        if block.waits_for:
+            yield block.waits_for
         if block.file:
             folder = Path(block.file).parent
             yield f"mkdir -p {folder}\ncat > {block.file} <<'END_OF_FILE'\n{block.text}END_OF_FILE"
