@@ -1,0 +1,265 @@
+// The frame of the page: links to views, keys, theme, and news of a live run.
+import type { Overview } from "./data";
+import { h } from "./dom";
+import { clock, link, number } from "./format";
+import { groupView } from "./group";
+import { placeView } from "./groups";
+import { ledgerView } from "./ledger";
+import { forget, load } from "./load";
+import { promptOfView, promptsView, promptView } from "./prompt";
+import { runView } from "./run";
+import { searchView } from "./search";
+import { Side } from "./side";
+import { sampleView } from "./tokens";
+import type { Context, Route, View } from "./view";
+
+const VERSION = 1; // of the data
+const POLL_MILLISECONDS = 5_000;
+const SLOW_MILLISECONDS = 200; // a longer wait is shown
+const THEME = "headrace-theme";
+
+const top = document.getElementById("top")!;
+const content = document.getElementById("content")!;
+const status = document.getElementById("status")!;
+const side = new Side(document.getElementById("side")!);
+
+let context: Context;
+let view: View | null = null;
+let turn = 0; // of the last navigation: a slower earlier one is forgotten
+
+function routeOf(hash: string): Route {
+  const [path = "", query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  return { words: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
+}
+
+function decoded(word: string): string {
+  try {
+    return decodeURIComponent(word);
+  } catch {
+    return word;
+  }
+}
+
+function viewOf(route: Route): View | Promise<View> {
+  const { words } = route;
+  const [kind, second] = words;
+  const [form] = words.slice(-2);
+  if (kind === undefined || kind === "run") return runView(route, context);
+  if (kind === "ledger") return ledgerView(route, context);
+  if (kind === "search") return searchView(route, context);
+  if (kind === "prompts") return promptsView(route, context);
+  if (kind === "prompt") return promptView(route, context);
+  if (kind === "prompt-of") return promptOfView(route, context);
+  if (kind === "steps" || kind === "evaluations") return lastOf(kind);
+  if (words.length > (kind === "untrained" ? 1 : 2) && second !== undefined) return form === "sample" ? sampleView(route, context) : groupView(route, context);
+  return placeView(route, context);
+}
+
+/** The newest step or evaluation; on a phone the list of all. */
+function lastOf(kind: "steps" | "evaluations"): View {
+  const { steps, evals } = context.overview;
+  const last = kind === "steps" ? steps.step.at(-1) : evals.at(-1);
+  const title = kind === "steps" ? "Steps" : "Evaluations";
+  if (last !== undefined && !isPhone()) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
+  const text = kind === "steps" ? "No samples are recorded yet." : "The run has no evaluations with samples.";
+  const element = h("div", { class: "page" }, last === undefined && [h("h1", {}, title), h("p", { class: "empty" }, text)]);
+  if (last === undefined) return { title, element };
+  return { title, element, side: { kind, chosen: null } };
+}
+
+function isPhone(): boolean {
+  return matchMedia("(max-width: 719px)").matches;
+}
+
+async function open(): Promise<void> {
+  if (location.hash && !location.hash.startsWith("#/")) return;
+  const mine = ++turn;
+  const route = routeOf(location.hash);
+  const slow = setTimeout(() => say("Loading …"), SLOW_MILLISECONDS);
+  let next: View;
+  try {
+    next = await viewOf(route);
+  } catch (error) {
+    next = failure(error as Error);
+  } finally {
+    clearTimeout(slow);
+  }
+  if (mine !== turn) return;
+  say("");
+  const isSame = view?.title === next.title;
+  const scroll = content.scrollTop;
+  view?.left?.();
+  view = next;
+  document.title = `${next.title} · ${context.overview.run}`;
+  content.replaceChildren(next.element);
+  document.body.classList.toggle("list-only", next.side?.chosen === null);
+  side.show(next.side, context.overview);
+  next.shown?.();
+  content.scrollTop = isSame ? scroll : 0;
+  drawTop(route.words[0] ?? "run");
+}
+
+function failure(error: Error): View {
+  return { title: "Not found", element: h("div", { class: "page" }, h("h1", {}, "Not found"), h("p", { class: "verdict warn" }, error.message)) };
+}
+
+function say(text: string): void {
+  status.textContent = text;
+}
+
+function go(href: string, replace = false): void {
+  if (!replace) location.hash = href;
+  else {
+    history.replaceState(null, "", href);
+    void open();
+  }
+}
+
+const TABS: [string, string, string[]][] = [
+  ["run", "Run", ["run"]],
+  ["steps", "Steps", ["steps", "step"]],
+  ["evaluations", "Evaluations", ["evaluations", "evaluation"]],
+  ["untrained", "Untrained", ["untrained"]],
+  ["prompts", "Prompts", ["prompts", "prompt"]],
+  ["ledger", "Ledger", ["ledger"]],
+  ["search", "Search", ["search"]],
+];
+
+function drawTop(kind: string): void {
+  const { run, live, made, state } = context.overview;
+  const steps = state.num_rollout === null ? `step ${number(state.step)}` : `step ${number(state.step)} of ${number(state.num_rollout)}`;
+  const untrained = context.overview.untrained.failed + context.overview.untrained.filtered;
+  const phase = live ? "live" : (state.phase ?? "written");
+  top.replaceChildren(
+    h("div", { class: "run-name" }, h("a", { href: "#/run" }, h("bdi", {}, run)), h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase), h("span", { class: "label" }, steps)),
+    h(
+      "nav",
+      { "aria-label": "Views" },
+      TABS.map(([to, name, kinds]) =>
+        h("a", { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null }, name, to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained))),
+      ),
+    ),
+    h(
+      "div",
+      { class: "switches" },
+      h("button", { class: "plain", "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾"),
+      h("button", { class: "plain", "aria-label": "Keys", title: "Keys (?)", click: help }, "?"),
+    ),
+  );
+}
+
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+function isDark(): boolean {
+  return document.documentElement.dataset["theme"] === "dark";
+}
+
+function showTheme(theme: string): void {
+  document.documentElement.dataset["theme"] = theme;
+}
+
+function switchTheme(): void {
+  const theme = isDark() ? "light" : "dark";
+  showTheme(theme);
+  try {
+    localStorage.setItem(THEME, theme);
+  } catch {
+    // a page that was opened as a file may have no storage: the choice lasts until it is closed
+  }
+  drawTop(routeOf(location.hash).words[0] ?? "run");
+}
+
+/** The theme that was chosen here earlier, or the system's. */
+function firstTheme(): void {
+  let stored: string | null = null;
+  try {
+    stored = localStorage.getItem(THEME);
+  } catch {
+    // as above
+  }
+  const theme = (): string => (systemIsDark.matches ? "dark" : "light");
+  showTheme(stored === "dark" || stored === "light" ? stored : theme());
+  if (stored === null) systemIsDark.addEventListener("change", () => showTheme(theme()));
+}
+
+const KEYS: [string, string, (() => void)?][] = [
+  ["j / k", "next or previous step, group, sample or prompt"],
+  ["Esc", "from a sample to its group, from a group to its step"],
+  ["↑ ↓", "in a list: another row. On a page with next and previous: as j and k"],
+  ["1 … 5", "at a sample: colour tokens by mask, policy version, log-prob, advantage, gap"],
+  ["/", "search", () => go("#/search")],
+  ["r", "run", () => go("#/run")],
+  ["s", "steps", () => go("#/steps")],
+  ["e", "evaluations", () => go("#/evaluations")],
+  ["u", "untrained", () => go("#/untrained")],
+  ["p", "prompts", () => go("#/prompts")],
+  ["l", "ledger", () => go("#/ledger")],
+  ["t", "dark or light", switchTheme],
+  ["?", "these keys", help],
+];
+
+function help(): void {
+  const dialog = h(
+    "dialog",
+    { "aria-label": "Keys", close: () => dialog.remove() },
+    h("h2", {}, "Keys"),
+    h("dl", { class: "facts keys" }, KEYS.map(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)])),
+    h("button", { class: "button", click: () => dialog.close() }, "Close"),
+  );
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+function press(event: KeyboardEvent): void {
+  const target = event.target as HTMLElement;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape" && target.matches("input, select")) return target.blur();
+  if (target.matches("input[type=search], select, textarea")) return;
+  const isRadio = target.matches("input");
+  const to = { j: view?.next, k: view?.previous, ArrowDown: view?.next, ArrowUp: view?.previous, Escape: view?.parent }[event.key];
+  const act = view?.keys?.[event.key] ?? KEYS.find(([key]) => key === event.key)?.[2];
+  const isArrow = event.key.startsWith("Arrow");
+  if (isArrow && (isRadio || target.closest(".rows, .cards, .tokens, svg") || !target.matches("body, main"))) return;
+  if (!to && !act) return;
+  event.preventDefault();
+  if (to) go(to);
+  else act?.();
+}
+
+async function poll(): Promise<void> {
+  if (document.hidden || !context.overview.live) return;
+  try {
+    const overview = await load<Overview>("overview", true);
+    const old = context.overview;
+    context.overview = overview;
+    if (overview.steps.step.length !== old.steps.step.length) forget("prompts");
+    if (overview.untrained.failed + overview.untrained.filtered !== old.untrained.failed + old.untrained.filtered) forget("untrained");
+    drawTop(routeOf(location.hash).words[0] ?? "run");
+    if (overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length) side.refresh(overview);
+    if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
+  } catch {
+    say("The run's server does not answer. The page keeps what it has.");
+  }
+}
+
+async function start(): Promise<void> {
+  firstTheme();
+  try {
+    const overview = await load<Overview>("overview");
+    if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
+    context = { overview, content, go, say };
+  } catch (error) {
+    content.replaceChildren(h("div", { class: "page" }, h("h1", {}, "headrace view"), h("p", { class: "verdict bad" }, (error as Error).message)));
+    return;
+  }
+  document.querySelector<HTMLElement>(".skip")!.addEventListener("click", (event) => {
+    event.preventDefault();
+    content.focus();
+  });
+  addEventListener("hashchange", () => void open());
+  document.addEventListener("keydown", press);
+  await open();
+  if (context.overview.live) setInterval(() => void poll(), POLL_MILLISECONDS);
+}
+
+void start();
