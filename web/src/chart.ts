@@ -132,7 +132,7 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
   const ends = [main.values.find((value) => value !== null), main.values.findLast((value) => value !== null)];
   const label = `${title}, steps ${main.step[0]} to ${main.step.at(-1)}: from ${number(ends[0])} to ${number(ends[1])}`;
   const root = drawing(label, height, frame, main.step, (area, x, width) => {
-    for (const tick of ticks(bottom, top, 3)) {
+    for (const tick of ticks(bottom, top, 5)) {
       area.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }));
       area.append(svg("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)));
     }

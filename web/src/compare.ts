@@ -1,29 +1,31 @@
-// Which words of a text another one does not have.
+// What a text shares with another one.
 
 export interface Piece {
   text: string;
-  isNew: boolean;
+  kind: "start" | "same" | "new"; // the start is what both begin with
 }
 
 const MOST_EDITS = 160;
+const MOST_NEW = 0.4; // share of the words after the start
 const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
 
-/** The text in pieces, or null where the two differ too much for marks to help. */
-export function compare(text: string, reference: string): Piece[] | null {
-  if (text === reference) return [{ text, isNew: false }];
+/** The text in pieces. Where it differs too much for marks to help, only the first other word is marked. */
+export function compare(text: string, reference: string): Piece[] {
   const [a, b] = [reference.match(WORDS) ?? [], text.match(WORDS) ?? []];
   let start = 0;
   while (start < a.length && start < b.length && a[start] === b[start]) start += 1;
   let end = 0;
   while (end < a.length - start && end < b.length - start && a[a.length - 1 - end] === b[b.length - 1 - end]) end += 1;
   const kept = keptWords(a.slice(start, a.length - end), b.slice(start, b.length - end));
-  if (!kept) return null;
+  const middle = b.length - end - start;
+  const isMarked = kept !== null && middle - kept.size <= MOST_NEW * (b.length - start);
   const pieces: Piece[] = [];
   b.forEach((word, index) => {
-    const isNew = index >= start && index < b.length - end && !kept.has(index - start);
+    const isNew = isMarked ? index >= start && index < start + middle && !kept.has(index - start) : index === start;
+    const kind = index < start ? "start" : isNew ? "new" : "same";
     const last = pieces.at(-1);
-    if (last?.isNew === isNew) last.text += word;
-    else pieces.push({ text: word, isNew });
+    if (last?.kind === kind) last.text += word;
+    else pieces.push({ text: word, kind });
   });
   return pieces;
 }

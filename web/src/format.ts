@@ -2,12 +2,17 @@
 import type { Group, Sample } from "./data";
 import { h, svg } from "./dom";
 
-export function number(value: number | null | undefined): string {
+export function number(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return String(value).replace(/\B(?=(\d{3})+$)/g, ",");
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−").replace("e−", "e−");
-  return String(Number(value.toPrecision(4))).replace("-", "−");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(digits)).toExponential()).replaceAll("-", "−").replace("+", "");
+  const text = size >= 1000 ? String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, ",") : String(Number(value.toPrecision(digits)));
+  return (Number.isInteger(value) && size < 1000 ? String(value) : text).replace("-", "−");
+}
+
+/** A name with its number, for a line of them. */
+export function fact(name: string, value: string): HTMLElement {
+  return h("span", {}, `${name} `, h("b", {}, value));
 }
 
 export function count(value: number, noun: string): string {
@@ -23,7 +28,7 @@ export function seconds(value: number): string {
 }
 
 export function clock(time: number): string {
-  return new Date(time * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+  return new Date(time * 1000).toLocaleString("sv-SE"); // 2026-11-27 16:31:07
 }
 
 export function firstLine(text: string, most = 160): string {

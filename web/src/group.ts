@@ -2,8 +2,8 @@
 import { compare } from "./compare";
 import type { Group, Sample } from "./data";
 import { append, choice, folded, h } from "./dom";
-import { badge, count, type Domain, firstLine, link, number, rewardChip, rewardDomain, spread } from "./format";
-import { groupsOf, nameOf, pagerOf, type Place, placeOf, type PlacedGroup, reasonOf, wordsOf } from "./groups";
+import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, spread } from "./format";
+import { changed, groupsOf, nameOf, pagerOf, type Place, placeOf, type PlacedGroup, reasonOf, sideOf, wordsOf } from "./groups";
 import type { Context, Route, View } from "./view";
 
 const CARDS_AT_ONCE = 24;
@@ -23,11 +23,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
   const order: Order = query.get("order") === "reward" ? "reward" : "index";
   const samples = order === "index" ? group.samples : group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const reference = referenceOf(group, query.get("with"));
-  const change = (name: string, value: string): void => {
-    const changed = new URLSearchParams(query);
-    changed.set(name, value);
-    context.go(`${link(...wordsOf(place), "group", key)}?${changed}`, true);
-  };
+  const change = (name: string, value: string): void => context.go(changed(link(...wordsOf(place), "group", key), query, name, value), true);
   const to = (each: PlacedGroup | undefined): string | undefined => each && link(...wordsOf(place), "group", each.key);
   const title = place.kind === "untrained" ? `Group ${group.id}` : `Group ${key}`;
   const element = h(
@@ -35,7 +31,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     { class: "page" },
     h("p", { class: "crumbs" }, h("a", { href: link(...wordsOf(place)) }, nameOf(place)), set !== null && ` / ${set}`),
     h("div", { class: "bar" }, h("h1", {}, title), pagerOf(to(groups[at - 1]), to(groups[at + 1]), "group")),
-    verdict(group),
+    verdict(group, place),
     groupFacts(group, place, key),
     promptBox(group),
     h(
@@ -47,43 +43,36 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     ),
     cards(samples, reference, place, domain),
   );
-  const view: View = {
-    title: `${nameOf(place)}, group ${key}`,
-    element,
-    previous: to(groups[at - 1]),
-    next: to(groups[at + 1]),
-    parent: link(...wordsOf(place)),
-  };
-  if (place.kind !== "untrained") view.side = { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step };
-  return view;
+  const [previous, next] = [to(groups[at - 1]), to(groups[at + 1])];
+  return { title: `${nameOf(place)}, group ${key}`, element, previous, next, parent: link(...wordsOf(place)), ...sideOf(place) };
 }
 
 /** Says why a group was not trained, with the numbers that led to it. */
-function verdict(group: Group): HTMLElement | false {
+function verdict(group: Group, place: Place): HTMLElement | false {
   const reason = reasonOf(group);
   if (!reason) return false;
+  const isTrained = place.kind === "step" && reason.kind === "failed";
   const { mean, deviation, count: scored } = spread(group.samples.map((sample) => sample.reward));
   const failures = group.samples.filter((sample) => sample.failure).length;
   const rewards = scored ? ` Mean reward ${number(mean)}, spread ${number(deviation)}.` : "";
   const text =
     reason.kind === "filtered"
       ? `A filter dropped this group: ${reason.reason || "it gave no reason"}.${rewards}`
-      : `${failures} of ${count(group.samples.length, "sample")} failed: ${reason.reason}.${rewards}`;
-  return h("p", { class: `verdict ${reason.kind === "failed" ? "bad" : "warn"}` }, h("b", {}, reason.kind === "failed" ? "Failed. " : "Not trained. "), text);
+      : `${failures} of ${count(group.samples.length, "sample")} failed: ${reason.reason}.${isTrained ? " Failed samples are not trained." : rewards}`;
+  return h("p", { class: `verdict ${reason.kind === "failed" ? "bad" : "warn"}` }, place.kind === "untrained" && h("b", {}, "Not trained. "), text);
 }
 
 function groupFacts(group: Group, place: Place, key: string): HTMLElement {
   const { mean, deviation } = spread(group.samples.map((sample) => sample.reward));
   const versions = [...new Set(group.samples.flatMap((sample) => sample.ranges.map(([version]) => version)))].sort((a, b) => a - b);
-  const part = (name: string, value: string): HTMLElement => h("span", {}, `${name} `, h("b", {}, value));
   return h(
     "p",
     { class: "summary" },
     h("span", {}, count(group.samples.length, "sample")),
-    part("mean reward", number(mean)),
-    part("spread", number(deviation)),
-    versions.length > 0 && part(versions.length > 1 ? "policy versions" : "policy version", versionRange(versions)),
-    part("id", group.id),
+    fact("mean reward", number(mean)),
+    fact("spread", number(deviation)),
+    versions.length > 0 && fact(versions.length > 1 ? "policy versions" : "policy version", versionRange(versions)),
+    fact("id", group.id),
     place.kind === "step" && h("a", { href: link("prompt-of", place.step, key) }, "This prompt over all steps"),
   );
 }
@@ -111,10 +100,9 @@ export function longText(text: string, reference: string | null = null): HTMLEle
   const box = h("div", { class: "text" });
   const show = (length: number): void => {
     const shown = text.slice(0, length);
-    const pieces = reference === null ? null : compare(shown, reference.slice(0, length));
     box.replaceChildren();
-    if (pieces) for (const piece of pieces) box.append(piece.isNew ? h("ins", {}, piece.text) : piece.text);
-    else box.append(shown || h("span", { class: "label" }, "(empty)"));
+    if (reference === null || !shown) box.append(shown || h("span", { class: "label" }, "(empty)"));
+    else for (const { text, kind } of compare(shown, reference.slice(0, length))) box.append(kind === "new" ? h("ins", {}, text) : kind === "start" ? h("span", { class: "shared" }, text) : text);
     if (text.length > length)
       box.append(
         h("button", { class: "more", click: () => show(text.length) }, `Show all ${number(text.length)} characters`),
@@ -134,7 +122,7 @@ function referenceOf(group: Group, chosen: string | null): Sample | null {
 function referencePicker(group: Group, reference: Sample | null, pick: (value: string) => void): HTMLElement {
   const select = h(
     "select",
-    { change: () => pick(select.value) },
+    { name: "with", change: () => pick(select.value) },
     h("option", { value: "none", selected: reference === null }, "nothing"),
     group.samples.map((sample) =>
       h("option", { value: sample.index, selected: sample === reference }, `#${sample.index} (${number(sample.reward)})`),

@@ -2,7 +2,7 @@
 import type { EvaluationData, Group, Overview, StepData } from "./data";
 import { fileOf } from "./data";
 import { append, choice, h, VirtualList } from "./dom";
-import { badge, count, type Domain, link, number, rewardDomain, rewardStrip, spread, tellingLine } from "./format";
+import { badge, count, type Domain, fact, link, number, rewardDomain, rewardStrip, spread, tellingLine } from "./format";
 import { load, loaded } from "./load";
 import type { Context, Route, View } from "./view";
 
@@ -111,16 +111,12 @@ export async function placeView({ words, query }: Route, context: Context): Prom
     `Groups of ${nameOf(place)}`,
     "groups",
   );
-  const change = (name: string, value: string): void => {
-    const changed = new URLSearchParams(query);
-    changed.set(name, value);
-    context.go(`${link(...wordsOf(place))}?${changed}`, true);
-  };
-  const around = place.kind === "untrained" ? {} : neighbours(place, overview);
+  const change = (name: string, value: string): void => context.go(changed(link(...wordsOf(place)), query, name, value), true);
+  const around: { previous?: string; next?: string } = place.kind === "untrained" ? {} : neighbours(place, overview);
   const element = h(
     "div",
     { class: "page" },
-    h("div", { class: "bar" }, h("h1", {}, nameOf(place)), pager(around, place)),
+    h("div", { class: "bar" }, h("h1", {}, nameOf(place)), place.kind !== "untrained" && pagerOf(around.previous, around.next, place.kind)),
     summary(place, all, overview),
     h(
       "div",
@@ -129,13 +125,23 @@ export async function placeView({ words, query }: Route, context: Context): Prom
       reasons.size > 0 && reasonPicker(reasons, reason, (value) => change("reason", value)),
     ),
     groups.length > 0
-      ? h("div", { class: "head groups", "aria-hidden": "true" }, ["group", "prompt", "rewards", "mean", "spread"].map((name) => h("span", {}, name)))
+      ? h("div", { class: "head groups", "aria-hidden": "true" }, [place.kind === "untrained" ? "version" : "group", "prompt", "rewards", "mean", "spread"].map((name) => h("span", {}, name)))
       : h("p", { class: "empty" }, place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups."),
     list.element,
   );
-  const view: View = { title: nameOf(place), element, shown: () => list.show(groups), ...around };
-  if (place.kind !== "untrained") view.side = { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step };
-  return view;
+  return { title: nameOf(place), element, shown: () => list.show(groups), ...sideOf(place), ...around };
+}
+
+/** The list that stands beside everything of a step or an evaluation. */
+export function sideOf(place: Place): Pick<View, "side"> {
+  return place.kind === "untrained" ? {} : { side: { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step } };
+}
+
+/** The link with another choice in it. */
+export function changed(href: string, query: URLSearchParams, name: string, value: string): string {
+  const next = new URLSearchParams(query);
+  next.set(name, value);
+  return `${href}?${next}`;
 }
 
 function neighbours(place: { kind: "step" | "evaluation"; step: number }, overview: Overview): { previous?: string; next?: string } {
@@ -146,11 +152,6 @@ function neighbours(place: { kind: "step" | "evaluation"; step: number }, overvi
     ...(before === undefined ? {} : { previous: link(place.kind, before) }),
     ...(after === undefined ? {} : { next: link(place.kind, after) }),
   };
-}
-
-function pager(around: { previous?: string; next?: string }, place: Place): HTMLElement | false {
-  if (place.kind === "untrained") return false;
-  return pagerOf(around.previous, around.next, place.kind);
 }
 
 /** Links to the things before and after. */
@@ -164,22 +165,21 @@ function summary(place: Place, groups: PlacedGroup[], overview: Overview): HTMLE
   const samples = groups.flatMap(({ group }) => group.samples);
   const { mean, deviation } = spread(samples.map((sample) => sample.reward));
   const words = h("p", { class: "summary" });
-  const part = (name: string, value: string): HTMLElement => h("span", {}, `${name} `, h("b", {}, value));
   append(words, [h("span", {}, `${count(groups.length, "group")}, ${count(samples.length, "sample")}`)]);
   if (place.kind === "untrained")
-    append(words, [part("failed", number(overview.untrained.failed)), part("filtered", number(overview.untrained.filtered))]);
-  append(words, [mean !== null && part("mean reward", number(mean)), deviation !== null && part("spread", number(deviation))]);
+    append(words, [fact("failed", number(overview.untrained.failed)), fact("filtered", number(overview.untrained.filtered))]);
+  append(words, [mean !== null && fact("mean reward", number(mean)), deviation !== null && fact("spread", number(deviation))]);
   if (place.kind === "step") {
     const at = overview.metrics.step.indexOf(place.step);
     for (const name of ["entropy", "grad_norm", "response_length/mean", "staleness/mean"]) {
       const value = overview.metrics.columns[name]?.[at];
-      if (value !== null && value !== undefined) append(words, [part(name, number(value))]);
+      if (value !== null && value !== undefined) append(words, [fact(name, number(value))]);
     }
   }
   if (place.kind === "evaluation") {
     for (const name of new Set(groups.map((each) => each.set))) {
       const rewards = groups.filter((each) => each.set === name).flatMap((each) => each.group.samples.map((sample) => sample.reward));
-      append(words, [part(name ?? "", number(spread(rewards).mean))]);
+      append(words, [fact(name ?? "", number(spread(rewards).mean))]);
     }
   }
   return words;
@@ -188,7 +188,7 @@ function summary(place: Place, groups: PlacedGroup[], overview: Overview): HTMLE
 function reasonPicker(reasons: Map<string, number>, chosen: string, pick: (reason: string) => void): HTMLElement {
   const select = h(
     "select",
-    { "aria-label": "Reason", change: () => pick(select.value) },
+    { name: "reason", "aria-label": "Reason", change: () => pick(select.value) },
     h("option", { value: "" }, "every reason"),
     [...reasons].map(([reason, samples]) => h("option", { value: reason, selected: reason === chosen }, `${reason} (${number(samples)})`)),
   );

@@ -1,20 +1,16 @@
 // The ledger as a flow: where groups are, what left it and why, and how stale trained samples were.
 import type { Ledger, Overview } from "./data";
 import { h } from "./dom";
-import { clock, number, percent } from "./format";
+import { clock, fact, number, percent } from "./format";
 import type { Context, Route, View } from "./view";
 
-const FLOW: [string, string][] = [
-  ["QUEUED", "wait for a producer"],
-  ["LEASED", "are generated and scored"],
-  ["READY", "wait for the trainer"],
-  ["CONSUMED", "trained, not yet in a checkpoint"],
-  ["COMMITTED", "trained, in a checkpoint"],
-];
-const SIDE: [string, string][] = [
-  ["DROPPED", "a filter rejected them"],
-  ["FAILED", "no attempts are left"],
-  ["EXPIRED", "too stale to train"],
+type Exit = [state: string, meaning: string];
+const FLOW: [state: string, meaning: string, exits: Exit[]][] = [
+  ["QUEUED", "wait for a producer", []],
+  ["LEASED", "are generated and scored", [["DROPPED", "a filter rejected them"], ["FAILED", "no attempts are left"]]],
+  ["READY", "wait for the trainer", [["EXPIRED", "too stale to train"]]],
+  ["CONSUMED", "trained, not yet in a checkpoint", []],
+  ["COMMITTED", "trained, in a checkpoint", []],
 ];
 
 export function ledgerView(_: Route, context: Context): View {
@@ -34,8 +30,13 @@ function contents(ledger: Ledger, overview: Overview): HTMLElement[] {
           "section",
           { "aria-label": "Groups by state" },
           h("h2", {}, "Groups by state"),
-          h("ol", { class: "flow" }, FLOW.map(([name, what]) => state(name, what, states[name]))),
-          h("ul", { class: "flow side" }, SIDE.map(([name, what]) => state(name, what, states[name]))),
+          h(
+            "ol",
+            { class: "flow" },
+            FLOW.map(([name, meaning, exits]) =>
+              h("li", {}, state(name, meaning, states), exits.length > 0 && h("ul", {}, exits.map(([exit, why]) => h("li", {}, state(exit, why, states))))),
+            ),
+          ),
         )
       : h("p", { class: "empty" }, "The buffer could not be asked, so there are no counts of states here. `headrace view` asks it while the run is live."),
     h(
@@ -54,20 +55,15 @@ function contents(ledger: Ledger, overview: Overview): HTMLElement[] {
 }
 
 function source(ledger: Ledger, overview: Overview): (HTMLElement | string)[] {
-  const produced = ledger.produced === null ? [] : [h("span", {}, "samples produced ", h("b", {}, number(ledger.produced)))];
+  const produced = ledger.produced === null ? [] : [fact("samples produced", number(ledger.produced))];
   if (ledger.source === "metrics" || ledger.time === null) return [h("span", {}, "From the run's metrics: the buffer was not asked."), ...produced];
   const text = overview.live ? "Live: counts of the buffer at" : "The buffer's last counts, of";
   return [h("span", {}, `${text} ${clock(ledger.time)}.`), ...produced];
 }
 
-function state(name: string, what: string, groups: number | undefined): HTMLElement {
-  return h(
-    "li",
-    { class: groups ? "" : "zero" },
-    h("span", { class: "name" }, name.toLowerCase()),
-    h("b", {}, groups === undefined ? "–" : number(groups)),
-    h("span", { class: "label" }, what),
-  );
+function state(name: string, meaning: string, states: Record<string, number>): HTMLElement {
+  const groups = states[name] ?? 0;
+  return h("div", { class: groups ? "state" : "state zero" }, h("span", { class: "name" }, name.toLowerCase()), h("b", {}, number(groups)), h("span", { class: "label" }, meaning));
 }
 
 function bars(title: string, rows: [string, number][], unit: "samples" | "share", none: string, href = ""): HTMLElement {

@@ -62,7 +62,7 @@ function lastOf(kind: "steps" | "evaluations"): View {
   const title = kind === "steps" ? "Steps" : "Evaluations";
   if (last !== undefined && !isPhone()) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
   const text = kind === "steps" ? "No samples are recorded yet." : "The run has no evaluations with samples.";
-  const element = h("div", { class: "page" }, last === undefined && [h("h1", {}, title), h("p", { class: "empty" }, text)]);
+  const element = h("div", { class: "page" }, h("h1", {}, title), last === undefined && h("p", { class: "empty" }, text));
   if (last === undefined) return { title, element };
   return { title, element, side: { kind, chosen: null } };
 }
@@ -87,6 +87,7 @@ async function open(): Promise<void> {
   if (mine !== turn) return;
   say("");
   const isSame = view?.title === next.title;
+  const focused = isSame ? focusedControl() : null;
   const scroll = content.scrollTop;
   view?.left?.();
   view = next;
@@ -97,6 +98,15 @@ async function open(): Promise<void> {
   next.shown?.();
   content.scrollTop = isSame ? scroll : 0;
   drawTop(route.words[0] ?? "run");
+  (focused ? document.querySelector<HTMLElement>(focused) : null)?.focus();
+  if (document.activeElement === document.body) content.focus({ preventScroll: true }); // arrow keys scroll it
+}
+
+/** Where the focus is among the controls of a view that is about to be drawn again. */
+function focusedControl(): string | null {
+  const element = document.activeElement;
+  if (element instanceof HTMLInputElement && element.type === "radio") return `input[name="${element.name}"]:checked`;
+  return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
 }
 
 function failure(error: Error): View {
@@ -185,7 +195,8 @@ function firstTheme(): void {
 const KEYS: [string, string, (() => void)?][] = [
   ["j / k", "next or previous step, group, sample or prompt"],
   ["Esc", "from a sample to its group, from a group to its step"],
-  ["↑ ↓", "in a list: another row. On a page with next and previous: as j and k"],
+  ["← →", "the same as k and j"],
+  ["↑ ↓", "in a list: another row"],
   ["1 … 5", "at a sample: colour tokens by mask, policy version, log-prob, advantage, gap"],
   ["/", "search", () => go("#/search")],
   ["r", "run", () => go("#/run")],
@@ -215,11 +226,10 @@ function press(event: KeyboardEvent): void {
   if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || document.querySelector("dialog[open]")) return;
   if (event.key === "Escape" && target.matches("input, select")) return target.blur();
   if (target.matches("input[type=search], select, textarea")) return;
-  const isRadio = target.matches("input");
-  const to = { j: view?.next, k: view?.previous, ArrowDown: view?.next, ArrowUp: view?.previous, Escape: view?.parent }[event.key];
+  const to = { j: view?.next, k: view?.previous, ArrowRight: view?.next, ArrowLeft: view?.previous, Escape: view?.parent }[event.key];
   const act = view?.keys?.[event.key] ?? KEYS.find(([key]) => key === event.key)?.[2];
   const isArrow = event.key.startsWith("Arrow");
-  if (isArrow && (isRadio || target.closest(".rows, .cards, .tokens, svg") || !target.matches("body, main"))) return;
+  if (isArrow && target.closest("input, .cards, .tokens, svg")) return;
   if (!to && !act) return;
   event.preventDefault();
   if (to) go(to);

@@ -130,7 +130,7 @@ async function visit(step: number, number: number, context: Context): Promise<HT
             "li",
             {},
             rewardChip(sample!.reward, domain),
-            h("a", { href: link("step", step, "sample", sample!.id) }, h("bdi", {}, firstLine(response, 200))),
+            h("a", { href: link("step", step, "sample", sample!.id) }, h("bdi", {}, firstLine(response)), lastLine(response)),
             others.length > 0 && badge(`× ${others.length + 1}`),
           ),
         ),
@@ -140,6 +140,12 @@ async function visit(step: number, number: number, context: Context): Promise<HT
   } catch (error) {
     return h("section", {}, h("h2", {}, title), h("p", { class: "empty" }, String((error as Error).message)));
   }
+}
+
+/** The end of a response of several lines: often its answer. */
+function lastLine(text: string): HTMLElement | false {
+  const lines = text.trim().split("\n");
+  return lines.length > 1 && h("bdi", { class: "end" }, ` … ${lines.at(-1)!.slice(-60)}`);
 }
 
 /** Finds the prompt of a group of a step, and goes there. */

@@ -9,11 +9,10 @@ const FIRST_CURVES = ["reward/mean", "response_length/mean", "entropy", "grad_no
 const TIMES = ["wait", "train", "publish", "save", "evaluate"];
 const INNER_TIMES = ["fetch", "log_probs", "forward", "backward", "optimizer", "critic"];
 
-export function runView({ words, query }: Route, context: Context): View {
+export function runView({ query }: Route, context: Context): View {
   const element = h("div", { class: "page run" });
   const draw = (overview: Overview): void => element.replaceChildren(...contents(overview, query, context));
   draw(context.overview);
-  void words;
   return { title: "Run", element, refresh: draw };
 }
 
@@ -28,6 +27,7 @@ function contents(overview: Overview, query: URLSearchParams, context: Context):
   const chosen = query.get("curves")?.split(",").filter((name) => name in columns) ?? FIRST_CURVES.filter((name) => name in columns);
   const show = (names: string[]): void => context.go(`#/run?curves=${names.map(encodeURIComponent).join(",")}`, true);
   return [
+    h("h1", { class: "unseen" }, `Run ${overview.run}`),
     tiles(overview),
     ...(step.length === 0
       ? [h("p", { class: "empty" }, "No step is finished yet. Curves appear after the first one.")]
@@ -96,7 +96,7 @@ function picker(names: string[], chosen: string[], show: (names: string[]) => vo
   }
   const select = h(
     "select",
-    { "aria-label": "Add a curve", change: () => select.value && show([...chosen, select.value]) },
+    { name: "curve", "aria-label": "Add a curve", change: () => select.value && show([...chosen, select.value]) },
     h("option", { value: "" }, "Add a curve …"),
     [...groups].map(([group, members]) => h("optgroup", { label: group }, members.map((name) => h("option", { value: name }, name)))),
   );

@@ -40,7 +40,7 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     hits = text ? inMemory(text, prompts) : [];
     list.show(hits);
     everywhere.hidden = !text;
-    tell(text ? `${found(hits)} in prompts and in ${memory()}.` : "Type to search prompts, ids, labels and texts.");
+    tell(text ? `${found(hits)} in prompts and ${memory()}.` : "Type to search prompts, ids, labels and texts.");
   };
   const searchAll = async (): Promise<void> => {
     const [text, { overview }] = [wanted.toLowerCase(), context];

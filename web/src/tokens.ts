@@ -1,16 +1,16 @@
 // A sample: its tokens, coloured by what one wants to know, beside its response and its facts.
 import { fileOf, type Group, type Sample, type SampleTokens, type TokensData } from "./data";
 import { choice, h, svg } from "./dom";
-import { diverging, type Domain, link, number, percent, rewardChip, rewardDomain, sequential, spread } from "./format";
+import { diverging, type Domain, fact, link, number, percent, rewardChip, rewardDomain, sequential, spread } from "./format";
 import { badges, factsOf, numbersOf, promptBox, responseBox } from "./group";
-import { groupsOf, nameOf, pagerOf, type Place, placeOf, wordsOf } from "./groups";
+import { groupsOf, nameOf, pagerOf, type Place, placeOf, sideOf, wordsOf } from "./groups";
 import { load } from "./load";
 import type { Context, Route, View } from "./view";
 
 type Colour = "mask" | "version" | "engine" | "advantage" | "gap";
 const COLOURS: [Colour, string][] = [
   ["mask", "mask"],
-  ["version", "policy version"],
+  ["version", "version"],
   ["engine", "log-prob"],
   ["advantage", "advantage"],
   ["gap", "gap"],
@@ -22,7 +22,7 @@ const EXPLAINED: Record<Colour, string> = {
   advantage: "Blue tokens become more likely, orange ones less.",
   gap: "Log-probability by the trainer minus that by the engine, in nats, before the step. Both ends of the scale are errors of numerics or staleness.",
 };
-const TINT = 0.5; // opacity behind text, which stays readable in both themes
+const TINT = 0.45; // opacity behind text, which stays readable in both themes
 const TOKENS_A_BLOCK = 200; // a block that is not visible is not laid out
 const MOST_TOKENS_A_BLOCK = 600;
 let lastColour: Colour = "advantage";
@@ -55,19 +55,19 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
       ),
       h("div", { class: "bar" }, h("h1", {}, `Sample #${sample.index}`), rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))), badges(sample), pagerOf(previous, next, "sample")),
       sample.failure && h("p", { class: "verdict bad" }, h("b", {}, `${sample.failure[0]}. `), h("bdi", {}, sample.failure[1])),
-      h("p", { class: "summary" }, numbersOf(sample).map(([name, value]) => h("span", {}, `${name} `, h("b", {}, value)))),
+      h("p", { class: "summary" }, numbersOf(sample).map(([name, value]) => fact(name, value))),
       h(
         "div",
         { class: "sample" },
-        h("div", {}, tokens ? tokenSection(sample, tokens, colour) : missing(sample, place, context), textSection(sample, group)),
+        h("div", {}, tokens ? tokenSection(sample, group, tokens, colour) : missing(place, context), textSection(sample, group)),
         h("section", { class: "side-facts", "aria-label": "Facts" }, h("h2", {}, "Facts"), factsOf(sample)),
       ),
     ),
     previous,
     next,
     parent,
+    ...sideOf(place),
   };
-  if (place.kind !== "untrained") view.side = { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step };
   if (tokens)
     view.keys = Object.fromEntries(
       COLOURS.map((_, index) => [String(index + 1), () => view.element.querySelectorAll<HTMLInputElement>(".token-tools input")[index]?.click()]),
@@ -92,7 +92,7 @@ async function tokensOf(sample: Sample, place: Place): Promise<Loaded | null> {
   return columns ? { columns, texts: data.texts, ids: data.ids } : null;
 }
 
-function missing(sample: Sample, place: Place, context: Context): HTMLElement {
+function missing(place: Place, context: Context): HTMLElement {
   const why =
     place.kind === "evaluation"
       ? "Samples of an evaluation have no tokens here: they are not trained."
@@ -106,7 +106,6 @@ function missing(sample: Sample, place: Place, context: Context): HTMLElement {
     const near = [whole.findLast((each) => each < place.step), whole.find((each) => each > place.step)].filter((each) => each !== undefined);
     if (near.length) element.append(h("p", {}, "With all tokens: ", near.map((each, index) => [index > 0 && ", ", h("a", { href: link("step", each) }, `step ${each}`)])));
   }
-  void sample;
   return element;
 }
 
@@ -141,7 +140,7 @@ function scaleOf(colour: Colour, values: (number | null)[]): Scale {
   return { domain: [-most, most], colour: (value) => diverging(value, [-most, most], TINT) };
 }
 
-function tokenSection(sample: Sample, { columns, texts, ids }: Loaded, first: Colour): HTMLElement {
+function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loaded, first: Colour): HTMLElement {
   const values = valuesOf(sample, columns);
   const spans: HTMLElement[] = [];
   const text = (index: number): string => texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
@@ -150,7 +149,7 @@ function tokenSection(sample: Sample, { columns, texts, ids }: Loaded, first: Co
   const legend = h("div", { class: "token-legend" });
   const paint = (colour: Colour): void => {
     lastColour = colour;
-    const scale = scaleOf(colour, values[colour]);
+    const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...group.samples.map((each) => each.advantage)] : values[colour]);
     for (let index = columns.n; index < spans.length; index++) {
       const value = values[colour][index - columns.n] ?? null;
       spans[index]!.style.backgroundColor = value === null ? "" : scale.colour(value);
@@ -225,10 +224,10 @@ function detailOf(index: number, text: string, id: number, columns: SampleTokens
     facts.push(
       ["mask", values.mask[at] ? "trained" : "not trained"],
       ["version", number(values.version[at])],
-      ["engine", logProb === null ? "–" : `${number(logProb)} (${percent(Math.exp(logProb))})`],
-      ["trainer", number(columns.trainer[at])],
+      ["engine", logProb === null ? "–" : `${number(logProb, 5)} (${percent(Math.exp(logProb))})`],
+      ["trainer", number(columns.trainer[at], 5)],
       ["gap", number(values.gap[at])],
-      ["advantage", number(values.advantage[at])],
+      ["advantage", number(values.advantage[at], 4)],
     );
   }
   return facts.map(([name, value]) => h("span", {}, h("span", { class: "label" }, `${name} `), h("bdi", {}, value)));
@@ -263,6 +262,6 @@ function legendOf(colour: Colour, values: (number | null)[], { domain, colour: p
   });
   return [
     h("div", { class: "scale" }, bars, h("div", { class: "ends" }, h("span", {}, number(domain[0])), h("span", {}, number((domain[0] + domain[1]) / 2)), h("span", {}, number(domain[1])))),
-    h("div", {}, h("p", { class: "summary" }, (["lowest", "mean", "highest"] as const).map((name, index) => h("span", {}, `${name} `, h("b", {}, number([low, mean, high][index]))))), note),
+    h("div", {}, h("p", { class: "summary" }, (["lowest", "mean", "highest"] as const).map((name, index) => fact(name, number([low, mean, high][index], 4)))), note),
   ];
 }
