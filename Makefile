@@ -46,6 +46,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── flags";        $(BIN)/python -m tools.flags
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
+	@echo "── page";         tools/check_page.sh
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

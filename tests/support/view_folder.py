@@ -14,11 +14,30 @@ from pathlib import Path
 from typing import Any
 
 STATIC = Path(__file__).resolve().parents[2] / "headrace" / "view" / "static"
-HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b> \u2028\u2029 \u202eright\u202c שלום 👩‍👩‍👧 \x00\x1b[31m {{x}} ${x}"
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)><b>bold</b> \u2028\u2029 \u202eright\u202c "
+    "\u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f467 \x00\x1b[31m {{x}} ${x}"
+)
 """A text that is markup, a line's end for JavaScript, another direction and an emoji."""
 LONG = 20_000
 TURNS = 40
-_WORDS = "the sum of both numbers is then we add carry one so answer therefore check again wait let me see because".split()
+_WORDS = (
+    "the",
+    "sum",
+    "of",
+    "both",
+    "numbers",
+    "is",
+    "then",
+    "we",
+    "add",
+    "carry",
+    "one",
+    "so",
+    "answer",
+    "check",
+    "wait",
+)
 _PROMPTS = 24
 _KEPT = 8
 """Each eighth step has tokens of all samples, and the others of the eight best and worst."""
@@ -83,7 +102,8 @@ def overview(
 
     def noisy(start: float, end: float, noise: float) -> list[float]:
         return [
-            abs(start + (end - start) * step / sizes.steps + chance.gauss(0, noise) * abs(start or end)) for step in steps
+            abs(start + (end - start) * step / sizes.steps + chance.gauss(0, noise) * abs(start or end))
+            for step in steps
         ]
 
     times = {"wait": 4.0, "train": 9.0, "publish": 1.5, "save": 0.2, "evaluate": 0.3}
@@ -128,7 +148,9 @@ def overview(
             "produced": 1200,
         },
         "tokenizer": {"error": None},
-        "notes": ["Tokens are kept for all samples of each eighth step, and for the eight best and worst of the others."],
+        "notes": [
+            "Tokens are kept for all samples of each eighth step, and for the eight best and worst of the others."
+        ],
     }
 
 

@@ -71,7 +71,7 @@ function drawing(
   const x = (step: number): number => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (width - LEFT - RIGHT);
   const redraw = (): void => {
     root.replaceChildren();
-    for (const tick of ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger))
+    for (const tick of ticks(first, last, Math.max(2, width / 70)).filter(Number.isInteger))
       root.append(svg("text", { x: x(tick), y: height - 4, "text-anchor": "middle" }, number(tick)));
     frame.marks.forEach(([step], index) => {
       root.append(svg("line", { class: "mark", x1: x(step), x2: x(step), y1: TOP, y2: height - BOTTOM }));

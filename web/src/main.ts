@@ -94,10 +94,10 @@ async function open(): Promise<void> {
   document.title = `${next.title} · ${context.overview.run}`;
   content.replaceChildren(next.element);
   document.body.classList.toggle("list-only", next.side?.chosen === null);
+  drawTop(route.words[0] ?? "run");
   side.show(next.side, context.overview);
   next.shown?.();
   content.scrollTop = isSame ? scroll : 0;
-  drawTop(route.words[0] ?? "run");
   (focused ? document.querySelector<HTMLElement>(focused) : null)?.focus();
   if (document.activeElement === document.body) content.focus({ preventScroll: true }); // arrow keys scroll it
 }
@@ -156,6 +156,7 @@ function drawTop(kind: string): void {
       h("button", { class: "plain", "aria-label": "Keys", title: "Keys (?)", click: help }, "?"),
     ),
   );
+  top.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
 }
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");

@@ -9,7 +9,7 @@ import type { Context, Route, View } from "./view";
 
 type Order = "order" | "often" | "low" | "rise" | "fall";
 const ORDERS: [Order, string][] = [
-  ["order", "first trained"],
+  ["order", "first"],
   ["often", "most often"],
   ["low", "lowest"],
   ["rise", "rising"],
@@ -61,7 +61,7 @@ function promptRow({ index, text, means }: Row): HTMLElement {
     { class: "row prompts", href: link("prompt", index) },
     h("span", { class: "prompt" }, h("bdi", {}, tellingLine(text))),
     h("span", { class: "mean" }, means.length),
-    h("span", { class: "rewards" }, sparkline(means, 110, 22, `mean rewards ${means.slice(0, 20).map(number).join(", ")}`)),
+    h("span", { class: "rewards" }, sparkline(means, 110, 22, `mean rewards ${means.slice(0, 20).map((mean) => number(mean)).join(", ")}`)),
     h("span", { class: "mean" }, number(means.findLast((mean) => mean !== null))),
   );
 }
