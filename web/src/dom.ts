@@ -72,6 +72,8 @@ const SPARE_ROWS = 6; // beyond each edge of the window
 /** A list with rows of one height, inside an element that scrolls. */
 export class VirtualList<T> {
   readonly element: HTMLElement;
+  /** Lets go of the element that scrolls. */
+  readonly close: () => void;
   private items: readonly T[] = [];
   private rows = new Map<number, HTMLElement>();
   private height = 40;
@@ -83,14 +85,14 @@ export class VirtualList<T> {
     className: string,
   ) {
     this.element = h("div", { class: `rows ${className}`, role: "list", "aria-label": label });
-    const draw = (): void => (this.element.isConnected ? this.draw() : stop());
-    const watch = new ResizeObserver(() => (this.element.isConnected ? this.measure() : stop()));
-    const stop = (): void => {
+    const draw = (): void => this.draw();
+    const watch = new ResizeObserver(() => this.measure());
+    scroller.addEventListener("scroll", draw, { passive: true });
+    watch.observe(scroller);
+    this.close = () => {
       scroller.removeEventListener("scroll", draw);
       watch.disconnect();
     };
-    scroller.addEventListener("scroll", draw, { passive: true });
-    watch.observe(scroller);
     this.element.addEventListener("keydown", (event) => this.move(event));
   }
 

@@ -73,11 +73,13 @@ export function reasonOf(group: Group): { kind: "failed" | "filtered"; reason: s
 
 type Order = "order" | "low" | "high" | "spread";
 const ORDERS: [Order, string][] = [
-  ["order", "as trained"],
+  ["order", ""],
   ["low", "lowest"],
   ["high", "highest"],
   ["spread", "most mixed"],
 ];
+
+const FIRST_ORDER = { step: "as trained", evaluation: "as asked", untrained: "newest" };
 
 function inOrder(groups: PlacedGroup[], order: Order): PlacedGroup[] {
   if (order === "order") return groups;
@@ -121,7 +123,7 @@ export async function placeView({ words, query }: Route, context: Context): Prom
     h(
       "div",
       { class: "bar tools" },
-      all.length > 1 && choice("Order", place.kind === "untrained" ? [["order", "newest"], ...ORDERS.slice(1)] : ORDERS, order, (value) => change("order", value)),
+      all.length > 1 && choice("Order", [["order", FIRST_ORDER[place.kind]], ...ORDERS.slice(1)], order, (value) => change("order", value)),
       reasons.size > 0 && reasonPicker(reasons, reason, (value) => change("reason", value)),
     ),
     groups.length > 0
@@ -129,7 +131,7 @@ export async function placeView({ words, query }: Route, context: Context): Prom
       : h("p", { class: "empty" }, place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups."),
     list.element,
   );
-  return { title: nameOf(place), element, shown: () => list.show(groups), ...sideOf(place), ...around };
+  return { title: nameOf(place), element, shown: () => list.show(groups), left: list.close, ...sideOf(place), ...around };
 }
 
 /** The list that stands beside everything of a step or an evaluation. */

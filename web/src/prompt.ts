@@ -52,7 +52,7 @@ export async function promptsView({ query }: Route, context: Context): Promise<V
     h("div", { class: "head prompts", "aria-hidden": "true" }, ["prompt", "steps", "mean reward", "last"].map((name) => h("span", {}, name))),
     list.element,
   );
-  return { title: "Prompts", element, shown: () => list.show(shown) };
+  return { title: "Prompts", element, shown: () => list.show(shown), left: list.close };
 }
 
 function promptRow({ index, text, means }: Row): HTMLElement {

@@ -92,7 +92,10 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
       begin();
       input.focus();
     },
-    left: () => void (stop = true),
+    left: () => {
+      stop = true;
+      list.close();
+    },
   };
 }
 

@@ -45,6 +45,7 @@ export class Side {
     this.domain = [Math.min(0, low), Math.max(1, high)];
     const title = kind === "steps" ? "Steps" : "Evaluations";
     if (isNew || !this.list) {
+      this.list?.close();
       this.list = new VirtualList<Entry>(this.scroller, (entry) => this.row(entry), title, "steps");
       this.scroller.replaceChildren(this.list.element);
       this.element.setAttribute("aria-label", title);

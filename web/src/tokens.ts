@@ -17,8 +17,8 @@ const COLOURS: [Colour, string][] = [
 ];
 const EXPLAINED: Record<Colour, string> = {
   mask: "Blue tokens are trained. The others are the environment's, or were taken out of the loss.",
-  version: "The version of the weights that sampled the token. Darker is newer.",
-  engine: "Log-probability of the token when the engine sampled it, in nats. Darker is less likely.",
+  version: "The version of the weights that sampled the token. A stronger colour is newer.",
+  engine: "Log-probability of the token when the engine sampled it, in nats. A stronger colour is less likely.",
   advantage: "Blue tokens become more likely, orange ones less.",
   gap: "Log-probability by the trainer minus that by the engine, in nats, before the step. Both ends of the scale are errors of numerics or staleness.",
 };
