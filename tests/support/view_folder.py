@@ -54,6 +54,8 @@ class Sizes:
     groups: int = 6
     samples: int = 8
     characters: int = 400
+    tokens: int = 48
+    """Of a response"""
     is_hostile: bool = True
     """With texts, failures and turns that are out of the ordinary"""
 
@@ -167,7 +169,7 @@ def _mean(samples: Sequence[Value]) -> float | None:
 
 
 def _text(chance: random.Random, characters: int) -> str:
-    words = [chance.choice(_WORDS) for _ in range(max(1, characters // 5))]
+    words = [chance.choice(_WORDS) for _ in range(characters // 3 + 1)]
     return " ".join(word + ("\n" if number % 17 == 16 else "") for number, word in enumerate(words))[:characters]
 
 
@@ -202,9 +204,9 @@ def _sample(
         "scorer": "math",
         "scorer_version": "math sha256:0123456789ab",
         "prompt_tokens": 24,
-        "response_tokens": 48,
-        "trained_tokens": 40,
-        "ranges": [[step - 1, 0, 30], [step, 30, 48]] if index % 2 else [[step - 1, 0, 48]],
+        "response_tokens": sizes.tokens,
+        "trained_tokens": sizes.tokens - 8,
+        "ranges": [[step - 1, 0, 30], [step, 30, sizes.tokens]] if index % 2 else [[step - 1, 0, sizes.tokens]],
         "response": response,
         "turns": [],
         "metadata": {"level": 3, "source": {"name": "made", "tags": ["a", "b"]}} if index == 0 else None,

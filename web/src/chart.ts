@@ -154,7 +154,7 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
       ...curves.map((curve, index) => {
         const at = step === null ? curve.values.length - 1 : nearest(curve.step, step);
         const value = step !== null && curve.step[at] !== step && !curve.hasPoints ? null : curve.values[at];
-        return h("span", { class: `value line-${index}` }, curves.length > 1 ? `${curve.name} ` : "", h("b", {}, number(value)));
+        return h("span", { class: `value line-${index} ${curves.length > 1 ? "keyed" : ""}` }, index > 0 && `${curve.name} `, h("b", {}, number(value)));
       }),
     );
   };
@@ -162,7 +162,13 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
   return h(
     "figure",
     { class: "curve" },
-    h("figcaption", {}, h("span", { class: "name" }, title), values, remove && h("button", { class: "plain", "aria-label": `Remove ${title}`, click: remove }, "×")),
+    h(
+      "figcaption",
+      {},
+      h("span", { class: "name" }, title),
+      values,
+      remove && h("button", { class: "plain", "aria-label": `Remove ${title}`, click: remove }, "×"),
+    ),
     root,
   );
 }
@@ -178,7 +184,8 @@ function path(curve: Curve, x: (step: number) => number, y: (value: number) => n
 }
 
 function band(curve: Curve, x: (step: number) => number, y: (value: number) => number): string {
-  const there = curve.step.map((step, index) => [step, curve.low![index], curve.high![index]] as const).filter(([, low, high]) => low != null && high != null);
+  const all = curve.step.map((step, index) => [step, curve.low![index], curve.high![index]] as const);
+  const there = all.filter(([, low, high]) => low != null && high != null);
   const upper = there.map(([step, , high]) => `${x(step).toFixed(1)} ${y(high!).toFixed(1)}`);
   const lower = there.map(([step, low]) => `${x(step).toFixed(1)} ${y(low!).toFixed(1)}`).reverse();
   return upper.length ? `M${[...upper, ...lower].join("L")}Z` : "";
@@ -213,7 +220,8 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
         const from = bottoms[index]!;
         bottoms[index] = from + value;
         const middle = x((steps[index * size]! + steps[Math.min(steps.length, (index + 1) * size) - 1]!) / 2);
-        if (value > 0) text += `M${(middle - thick / 2).toFixed(1)} ${y(from).toFixed(1)}V${y(from + value).toFixed(1)}h${thick.toFixed(1)}V${y(from).toFixed(1)}Z`;
+        const [left, start, end] = [middle - thick / 2, y(from), y(from + value)].map((each) => each.toFixed(1));
+        if (value > 0) text += `M${left} ${start}V${end}h${thick.toFixed(1)}V${start}Z`;
       });
       area.append(svg("path", { class: `bar part-${part}`, d: text }));
     });

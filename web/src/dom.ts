@@ -31,6 +31,18 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   return fill(document.createElement(tag), attributes, children);
 }
 
+/** Quiet text. */
+export function label(...children: Child[]): HTMLElement {
+  return h("span", { class: "label" }, ...children);
+}
+
+/** A button that makes way for the next few of many. */
+export function moreButton(left: number, atOnce: number, noun: string, show: () => void): HTMLElement {
+  const text = `Show ${Math.min(left, atOnce)} more of ${left} ${noun}`;
+  const button = h("button", { class: "more", click: () => (button.remove(), show()) }, text);
+  return button;
+}
+
 /** An element of a drawing. */
 export function svg<K extends keyof SVGElementTagNameMap>(
   tag: K,

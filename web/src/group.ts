@@ -1,7 +1,7 @@
 // A group: the samples of one prompt side by side.
 import { compare } from "./compare";
 import type { Group, Sample } from "./data";
-import { append, choice, folded, h } from "./dom";
+import { append, choice, folded, h, label, moreButton } from "./dom";
 import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, spread } from "./format";
 import { changed, groupsOf, nameOf, pagerOf, type Place, placeOf, type PlacedGroup, reasonOf, sideOf, wordsOf } from "./groups";
 import type { Context, Route, View } from "./view";
@@ -87,7 +87,7 @@ export function promptBox(group: Group): HTMLElement {
     "section",
     { class: "prompt-box", "aria-label": "Prompt" },
     folded(
-      [h("b", {}, "Prompt"), isLong && h("span", { class: "label" }, ` ${firstLine(group.prompt, 80)}`), h("span", { class: "label" }, ` ${count(group.prompt.length, "character")}`)],
+      [h("b", {}, "Prompt "), isLong && label(`${firstLine(group.prompt, 80)} `), label(count(group.prompt.length, "character"))],
       !isLong,
       () => longText(group.prompt),
     ),
@@ -101,8 +101,10 @@ export function longText(text: string, reference: string | null = null): HTMLEle
   const show = (length: number): void => {
     const shown = text.slice(0, length);
     box.replaceChildren();
-    if (reference === null || !shown) box.append(shown || h("span", { class: "label" }, "(empty)"));
-    else for (const { text, kind } of compare(shown, reference.slice(0, length))) box.append(kind === "new" ? h("ins", {}, text) : kind === "start" ? h("span", { class: "shared" }, text) : text);
+    if (reference === null || !shown) box.append(shown || label("(empty)"));
+    else
+      for (const { text, kind } of compare(shown, reference.slice(0, length)))
+        box.append(kind === "new" ? h("ins", {}, text) : kind === "start" ? h("span", { class: "shared" }, text) : text);
     if (text.length > length)
       box.append(
         h("button", { class: "more", click: () => show(text.length) }, `Show all ${number(text.length)} characters`),
@@ -140,9 +142,7 @@ function cards(samples: Sample[], reference: Sample | null, place: Place, domain
     for (const sample of samples.slice(from, from + CARDS_AT_ONCE))
       row.append(card(sample, reference === sample ? null : reference, place, domain, firstWith.get(sample.response)!, sample === reference));
     const left = samples.length - from - CARDS_AT_ONCE;
-    if (left <= 0) return;
-    const more = h("button", { class: "more", click: () => (more.remove(), add(from + CARDS_AT_ONCE)) }, `Show ${Math.min(left, CARDS_AT_ONCE)} more of ${left}`);
-    row.append(more);
+    if (left > 0) row.append(moreButton(left, CARDS_AT_ONCE, "samples", () => add(from + CARDS_AT_ONCE)));
   };
   add(0);
   return row;
@@ -213,7 +213,7 @@ export function responseBox(sample: Sample, reference: Sample | null = null): HT
   const isLong = sample.turns.length > TURNS_OPEN_AT_ONCE;
   const box = h("div", { class: "turns" });
   append(box, [
-    h("div", { class: "fold-all" }, h("span", { class: "label" }, count(sample.turns.length, "turn")), foldButton(box)),
+    h("div", { class: "fold-all" }, label(count(sample.turns.length, "turn")), foldButton(box)),
     sample.turns.map((turn, index) => {
       const other = reference?.turns[index];
       const isOpen = turn.role === "assistant" && (!isLong || index === last);

@@ -115,6 +115,7 @@ export async function placeView({ words, query }: Route, context: Context): Prom
   );
   const change = (name: string, value: string): void => context.go(changed(link(...wordsOf(place)), query, name, value), true);
   const around: { previous?: string; next?: string } = place.kind === "untrained" ? {} : neighbours(place, overview);
+  const heads = [place.kind === "untrained" ? "version" : "group", "prompt", "rewards", "mean", "spread"];
   const element = h(
     "div",
     { class: "page" },
@@ -127,7 +128,7 @@ export async function placeView({ words, query }: Route, context: Context): Prom
       reasons.size > 0 && reasonPicker(reasons, reason, (value) => change("reason", value)),
     ),
     groups.length > 0
-      ? h("div", { class: "head groups", "aria-hidden": "true" }, [place.kind === "untrained" ? "version" : "group", "prompt", "rewards", "mean", "spread"].map((name) => h("span", {}, name)))
+      ? h("div", { class: "head groups", "aria-hidden": "true" }, heads.map((name) => h("span", {}, name)))
       : h("p", { class: "empty" }, place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups."),
     list.element,
   );

@@ -1,6 +1,6 @@
 // The ledger as a flow: where groups are, what left it and why, and how stale trained samples were.
 import type { Ledger, Overview } from "./data";
-import { h } from "./dom";
+import { h, label } from "./dom";
 import { clock, fact, number, percent } from "./format";
 import type { Context, Route, View } from "./view";
 
@@ -63,7 +63,7 @@ function source(ledger: Ledger, overview: Overview): (HTMLElement | string)[] {
 
 function state(name: string, meaning: string, states: Record<string, number>): HTMLElement {
   const groups = states[name] ?? 0;
-  return h("div", { class: groups ? "state" : "state zero" }, h("span", { class: "name" }, name.toLowerCase()), h("b", {}, number(groups)), h("span", { class: "label" }, meaning));
+  return h("div", { class: groups ? "state" : "state zero" }, h("span", { class: "name" }, name.toLowerCase()), h("b", {}, number(groups)), label(meaning));
 }
 
 function bars(title: string, rows: [string, number][], unit: "samples" | "share", none: string, href = ""): HTMLElement {

@@ -1,6 +1,6 @@
 // The frame of the page: links to views, keys, theme, and news of a live run.
 import type { Overview } from "./data";
-import { h } from "./dom";
+import { h, label } from "./dom";
 import { clock, link, number } from "./format";
 import { groupView } from "./group";
 import { placeView } from "./groups";
@@ -42,8 +42,8 @@ function decoded(word: string): string {
 
 function viewOf(route: Route): View | Promise<View> {
   const { words } = route;
-  const [kind, second] = words;
-  const [form] = words.slice(-2);
+  const [kind] = words;
+  const form = words.at(-2); // "sample" or "group", before its id
   if (kind === undefined || kind === "run") return runView(route, context);
   if (kind === "ledger") return ledgerView(route, context);
   if (kind === "search") return searchView(route, context);
@@ -51,8 +51,8 @@ function viewOf(route: Route): View | Promise<View> {
   if (kind === "prompt") return promptView(route, context);
   if (kind === "prompt-of") return promptOfView(route, context);
   if (kind === "steps" || kind === "evaluations") return lastOf(kind);
-  if (words.length > (kind === "untrained" ? 1 : 2) && second !== undefined) return form === "sample" ? sampleView(route, context) : groupView(route, context);
-  return placeView(route, context);
+  if (form === "sample") return sampleView(route, context);
+  return form === "group" ? groupView(route, context) : placeView(route, context);
 }
 
 /** The newest step or evaluation; on a phone the list of all. */
@@ -141,12 +141,23 @@ function drawTop(kind: string): void {
   const untrained = context.overview.untrained.failed + context.overview.untrained.filtered;
   const phase = live ? "live" : (state.phase ?? "written");
   top.replaceChildren(
-    h("div", { class: "run-name" }, h("a", { href: "#/run" }, h("bdi", {}, run)), h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase), h("span", { class: "label" }, steps)),
+    h(
+      "div",
+      { class: "run-name" },
+      h("a", { href: "#/run" }, h("bdi", {}, run)),
+      h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase),
+      label(steps),
+    ),
     h(
       "nav",
       { "aria-label": "Views" },
       TABS.map(([to, name, kinds]) =>
-        h("a", { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null }, name, to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained))),
+        h(
+          "a",
+          { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null },
+          name,
+          to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained)),
+        ),
       ),
     ),
     h(
@@ -243,11 +254,13 @@ async function poll(): Promise<void> {
     const overview = await load<Overview>("overview", true);
     const old = context.overview;
     context.overview = overview;
-    if (overview.steps.step.length !== old.steps.step.length) forget("prompts");
+    const isLonger = overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length;
+    if (isLonger) forget("prompts");
     if (overview.untrained.failed + overview.untrained.filtered !== old.untrained.failed + old.untrained.filtered) forget("untrained");
     drawTop(routeOf(location.hash).words[0] ?? "run");
-    if (overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length) side.refresh(overview);
+    if (isLonger) side.refresh(overview);
     if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
+    if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
   } catch {
     say("The run's server does not answer. The page keeps what it has.");
   }
@@ -270,7 +283,8 @@ async function start(): Promise<void> {
   addEventListener("hashchange", () => void open());
   document.addEventListener("keydown", press);
   await open();
-  if (context.overview.live) setInterval(() => void poll(), POLL_MILLISECONDS);
+  setInterval(() => void poll(), POLL_MILLISECONDS);
+  document.addEventListener("visibilitychange", () => void poll());
 }
 
 void start();

@@ -1,7 +1,7 @@
 // Prompts over the steps: which ones rise, and what was written to one of them step by step.
 import { Crosshair, curveFigure } from "./chart";
 import type { Prompts } from "./data";
-import { choice, h, VirtualList } from "./dom";
+import { choice, h, label, moreButton, VirtualList } from "./dom";
 import { badge, count, firstLine, link, number, rewardChip, rewardDomain, rewardStrip, sparkline, spread, tellingLine } from "./format";
 import { groupsOf, pagerOf } from "./groups";
 import { load } from "./load";
@@ -81,6 +81,7 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
     marks: [],
     open: (step: number) => context.go(link("step", step, "group", at.find(([each]) => each === step)?.[1] ?? 0)),
   };
+  const curve = { name: "mean reward", step: steps, values: at.map(([, , mean]) => mean), hasPoints: true };
   const list = h("div", { class: "visits" });
   const [previous, next] = [index > 0 ? link("prompt", index - 1) : undefined, index + 1 < prompts.texts.length ? link("prompt", index + 1) : undefined];
   const element = h(
@@ -88,10 +89,9 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
     { class: "page" },
     h("p", { class: "crumbs" }, h("a", { href: "#/prompts" }, "Prompts")),
     h("div", { class: "bar" }, h("h1", {}, `Prompt ${index}`), pagerOf(previous, next, "prompt")),
-    h("div", { class: "text prompt-text" }, text, text.length >= 200 && h("span", { class: "label" }, " …")),
+    h("div", { class: "text prompt-text" }, text, text.length >= 200 && label(" …")),
     h("p", { class: "summary" }, h("span", {}, `Trained in ${count(new Set(steps).size, "step")}`)),
-    at.length > 1 &&
-      h("div", { class: "curves" }, curveFigure("mean reward", [{ name: "mean reward", step: steps, values: at.map(([, , mean]) => mean), hasPoints: true }], frame)),
+    at.length > 1 && h("div", { class: "curves" }, curveFigure(curve.name, [curve], frame)),
     list,
   );
   let isLeft = false;
@@ -102,9 +102,7 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
       list.append(section);
     }
     const left = at.length - from - STEPS_AT_ONCE;
-    if (left <= 0) return;
-    const more = h("button", { class: "more", click: () => (more.remove(), void show(from + STEPS_AT_ONCE)) }, `Show ${Math.min(left, STEPS_AT_ONCE)} more of ${left} steps`);
-    list.append(more);
+    if (left > 0) list.append(moreButton(left, STEPS_AT_ONCE, "steps", () => void show(from + STEPS_AT_ONCE)));
   };
   return { title: `Prompt ${index}`, element, previous, next, parent: "#/prompts", shown: () => void show(0), left: () => void (isLeft = true) };
 }

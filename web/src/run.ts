@@ -1,7 +1,7 @@
 // The run: curves, timeline, facts, and what is left out.
 import { Crosshair, type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
 import type { Overview } from "./data";
-import { h } from "./dom";
+import { h, label } from "./dom";
 import { clock, count, link, number, seconds } from "./format";
 import type { Context, Route, View } from "./view";
 
@@ -55,7 +55,7 @@ function tiles(overview: Overview): HTMLElement {
   const { columns } = overview.metrics;
   const last = (name: string): number | null => columns[name]?.findLast((value) => value !== null) ?? null;
   const tile = (name: string, value: string, more = ""): HTMLElement =>
-    h("div", { class: "tile" }, h("span", { class: "label" }, name), h("b", {}, value), h("span", { class: "label" }, more));
+    h("div", { class: "tile" }, label(name), h("b", {}, value), label(more));
   const evaluations = Object.entries(overview.evaluations.columns).filter(([name]) => name.startsWith("eval/"));
   const reward = columns["reward/mean"]?.find((value) => value !== null) ?? null;
   const of = overview.state.num_rollout === null ? "" : `of ${number(overview.state.num_rollout)}`;

@@ -3,7 +3,7 @@ import type { Prompts } from "./data";
 import { h, VirtualList } from "./dom";
 import { badge, count, link, number } from "./format";
 import { groupsOf, loadedGroups, type Place, type PlacedGroup, wordsOf } from "./groups";
-import { load, loaded, loadedNames } from "./load";
+import { load, loadedNames } from "./load";
 import type { Context, Route, View } from "./view";
 
 interface Hit {
@@ -84,7 +84,14 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
       begin();
     },
   });
-  const element = h("div", { class: "page" }, h("div", { class: "bar" }, h("h1", {}, "Search")), h("div", { class: "bar search" }, input, everywhere, progress), told, list.element);
+  const element = h(
+    "div",
+    { class: "page" },
+    h("h1", {}, "Search"),
+    h("div", { class: "bar search" }, input, everywhere, progress),
+    told,
+    list.element,
+  );
   return {
     title: "Search",
     element,
@@ -110,9 +117,9 @@ function memory(): string {
 function inMemory(text: string, prompts: Prompts): Hit[] {
   const hits = inPrompts(text, prompts);
   for (const name of loadedNames()) {
-    const numbered = /^(step|eval)-(\d+)$/.exec(name);
-    const place: Place | null = numbered ? { kind: numbered[1] === "eval" ? "evaluation" : "step", step: Number(numbered[2]) } : name === "untrained" ? { kind: name } : null;
-    if (place && loaded(name) && hits.length < MOST_HITS) hits.push(...inGroups(text, place, loadedGroups(place)));
+    const [, kind, step] = /^(step|eval)-(\d+)$/.exec(name) ?? [];
+    const place: Place = kind === undefined ? { kind: "untrained" } : { kind: kind === "step" ? kind : "evaluation", step: Number(step) };
+    if ((kind !== undefined || name === "untrained") && hits.length < MOST_HITS) hits.push(...inGroups(text, place, loadedGroups(place)));
   }
   return hits.slice(0, MOST_HITS);
 }
@@ -133,23 +140,24 @@ function inGroups(text: string, place: Place, groups: PlacedGroup[]): Hit[] {
   for (const { group, key } of groups) {
     const number = place.kind === "untrained" ? "" : `, group ${key}`;
     const inGroup = [group.id, group.label ?? "", ...(place.kind === "step" ? [] : [group.prompt])].find((each) => each.toLowerCase().includes(text));
-    if (inGroup !== undefined) hits.push({ href: link(...wordsOf(place), "group", key), where: `${name}${number}`, text: inGroup, at: inGroup.toLowerCase().indexOf(text) });
+    const hit = (form: "group" | "sample", id: string, where: string, found: string): number =>
+      hits.push({ href: link(...wordsOf(place), form, id), where, text: found, at: found.toLowerCase().indexOf(text) });
+    if (inGroup !== undefined) hit("group", key, `${name}${number}`, inGroup);
     for (const sample of group.samples) {
       const texts = [sample.id, ...(sample.turns.length ? sample.turns.map((turn) => turn.content) : [sample.response])];
       const inSample = texts.find((each) => each.toLowerCase().includes(text));
-      if (inSample !== undefined && inGroup === undefined)
-        hits.push({ href: link(...wordsOf(place), "sample", sample.id), where: `${name}${number}, #${sample.index}`, text: inSample, at: inSample.toLowerCase().indexOf(text) });
+      if (inSample !== undefined && inGroup === undefined) hit("sample", sample.id, `${name}${number}, #${sample.index}`, inSample);
     }
   }
   return hits;
 }
 
 function hitRow({ href, where, text, at }: Hit, length: number): HTMLElement {
-  const start = Math.max(0, at - AROUND);
+  const [start, end] = [Math.max(0, at - AROUND), at + length];
   return h(
     "a",
     { class: "row hits", href },
     h("span", { class: "where" }, badge(where)),
-    h("bdi", { class: "prompt" }, start > 0 && "… ", text.slice(start, at), h("mark", {}, text.slice(at, at + length)), text.slice(at + length, at + length + 200)),
+    h("bdi", { class: "prompt" }, start > 0 && "… ", text.slice(start, at), h("mark", {}, text.slice(at, end)), text.slice(end, end + 200)),
   );
 }

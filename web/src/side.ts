@@ -1,6 +1,6 @@
 // The list beside a step or an evaluation: all of them, with their mean reward.
 import type { Numbers, Overview } from "./data";
-import { h, VirtualList } from "./dom";
+import { h, label, VirtualList } from "./dom";
 import { diverging, type Domain, link, number, sparkline, spread } from "./format";
 
 type Kind = "steps" | "evaluations";
@@ -52,7 +52,7 @@ export class Side {
     }
     const means = this.entries.map((entry) => entry.mean);
     this.element.replaceChildren(
-      h("div", { class: "side-head" }, h("b", {}, title), h("span", { class: "label" }, "mean reward"), sparkline(means, 200, 34, `Mean reward of ${title.toLowerCase()}`)),
+      h("div", { class: "side-head" }, h("b", {}, title), label("mean reward"), sparkline(means, 200, 34, `Mean reward of ${title}`)),
       this.scroller,
     );
     this.list.show(this.entries);
@@ -60,11 +60,12 @@ export class Side {
 
   private row({ step, mean }: Entry): HTMLElement {
     const share = mean === null ? 0 : (mean - this.domain[0]) / (this.domain[1] - this.domain[0]);
+    const style = { width: `${Math.max(2, 100 * share)}%`, "background-color": diverging(mean ?? 0, this.domain, 0.85) };
     return h(
       "a",
       { class: "row steps", href: link(this.kind === "steps" ? "step" : "evaluation", step), "aria-current": step === this.chosen ? "page" : null },
       h("span", { class: "number" }, step),
-      h("span", { class: "track" }, mean !== null && h("i", { style: { width: `${Math.max(2, 100 * share)}%`, "background-color": diverging(mean, this.domain, 0.85) } })),
+      h("span", { class: "track" }, mean !== null && h("i", { style })),
       h("span", { class: "mean" }, number(mean)),
     );
   }

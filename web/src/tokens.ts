@@ -1,6 +1,6 @@
 // A sample: its tokens, coloured by what one wants to know, beside its response and its facts.
 import { fileOf, type Group, type Sample, type SampleTokens, type TokensData } from "./data";
-import { choice, h, svg } from "./dom";
+import { choice, h, label, svg } from "./dom";
 import { diverging, type Domain, fact, link, number, percent, rewardChip, rewardDomain, sequential, spread } from "./format";
 import { badges, factsOf, numbersOf, promptBox, responseBox } from "./group";
 import { groupsOf, nameOf, pagerOf, type Place, placeOf, sideOf, wordsOf } from "./groups";
@@ -22,7 +22,8 @@ const EXPLAINED: Record<Colour, string> = {
   advantage: "Blue tokens become more likely, orange ones less.",
   gap: "Log-probability by the trainer minus that by the engine, in nats, before the step. Both ends of the scale are errors of numerics or staleness.",
 };
-const TINT = 0.45; // opacity behind text, which stays readable in both themes
+const TINT = 0.48; // opacity behind text, which stays readable in both themes
+const TINT_OF_ONE = 0.58; // of a scale with one colour
 const TOKENS_A_BLOCK = 200; // a block that is not visible is not laid out
 const MOST_TOKENS_A_BLOCK = 600;
 let lastColour: Colour = "advantage";
@@ -41,6 +42,7 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
   const parent = link(...wordsOf(place), "group", key);
   const colour = COLOURS.find(([each]) => each === query.get("colour"))?.[0] ?? lastColour;
   const tokens = await tokensOf(sample, place);
+  const textError = context.overview.tokenizer.error;
   const view: View = {
     title: `Sample ${id}`,
     element: h(
@@ -53,13 +55,20 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
         " / ",
         h("a", { href: parent }, place.kind === "untrained" ? group.id : `Group ${key}`),
       ),
-      h("div", { class: "bar" }, h("h1", {}, `Sample #${sample.index}`), rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))), badges(sample), pagerOf(previous, next, "sample")),
+      h(
+        "div",
+        { class: "bar" },
+        h("h1", {}, `Sample #${sample.index}`),
+        rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))),
+        badges(sample),
+        pagerOf(previous, next, "sample"),
+      ),
       sample.failure && h("p", { class: "verdict bad" }, h("b", {}, `${sample.failure[0]}. `), h("bdi", {}, sample.failure[1])),
       h("p", { class: "summary" }, numbersOf(sample).map(([name, value]) => fact(name, value))),
       h(
         "div",
         { class: "sample" },
-        h("div", {}, tokens ? tokenSection(sample, group, tokens, colour) : missing(place, context), textSection(sample, group)),
+        h("div", {}, tokens ? tokenSection(sample, group, tokens, colour, textError) : missing(place, context), textSection(sample, group)),
         h("section", { class: "side-facts", "aria-label": "Facts" }, h("h2", {}, "Facts"), factsOf(sample)),
       ),
     ),
@@ -98,13 +107,15 @@ function missing(place: Place, context: Context): HTMLElement {
       ? "Samples of an evaluation have no tokens here: they are not trained."
       : place.kind === "untrained"
         ? "Only trained samples have tokens here."
-        : "A run keeps the tokens of all samples of every eighth step (1, 9, 17, …), and of the eight best and eight worst samples of other steps. This sample is not among them.";
+        : "A run keeps the tokens of all samples of every eighth step (1, 9, 17, …). Of other steps it keeps those of the eight best and the eight worst samples. " +
+          "This sample is not among them.";
   const element = h("section", { "aria-label": "Tokens" }, h("h2", {}, "Tokens"), h("p", { class: "empty" }, why));
   if (place.kind === "step") {
     const { step, tokens } = context.overview.steps;
     const whole = step.filter((each, index) => each % 8 === 1 && tokens[index]);
     const near = [whole.findLast((each) => each < place.step), whole.find((each) => each > place.step)].filter((each) => each !== undefined);
-    if (near.length) element.append(h("p", {}, "With all tokens: ", near.map((each, index) => [index > 0 && ", ", h("a", { href: link("step", each) }, `step ${each}`)])));
+    const links = near.map((each, index) => [index > 0 && ", ", h("a", { href: link("step", each) }, `step ${each}`)]);
+    if (near.length) element.append(h("p", {}, "With all tokens: ", links));
   }
   return element;
 }
@@ -134,17 +145,18 @@ function scaleOf(colour: Colour, values: (number | null)[]): Scale {
   const { low, high, count } = spread(values);
   if (!count) return { domain: [0, 1], colour: () => "transparent" };
   if (colour === "mask") return { domain: [0, 1], colour: (value) => (value ? diverging(1, [0, 1], TINT * 0.8) : "transparent") };
-  if (colour === "engine") return { domain: [low, 0], colour: (value) => sequential(-value, [0, Math.max(-low, 1e-9)], TINT) };
-  if (colour === "version") return { domain: [low, high], colour: (value) => sequential(value, [low - (high - low || 1) * 0.35, high], TINT) };
+  if (colour === "engine") return { domain: [low, 0], colour: (value) => sequential(-value, [0, Math.max(-low, 1e-9)], TINT_OF_ONE) };
+  if (colour === "version") return { domain: [low, high], colour: (value) => sequential(value, [low - (high - low || 1) * 0.35, high], TINT_OF_ONE) };
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
   return { domain: [-most, most], colour: (value) => diverging(value, [-most, most], TINT) };
 }
 
-function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loaded, first: Colour): HTMLElement {
+function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loaded, first: Colour, textError: string | null): HTMLElement {
   const values = valuesOf(sample, columns);
   const spans: HTMLElement[] = [];
   const text = (index: number): string => texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
-  const box = h("div", { class: `tokens ${texts ? "" : "numbers-only"}`, tabindex: 0, role: "group", "aria-label": "Tokens. Arrow keys move from one to the next." });
+  const words = "Tokens. Arrow keys move from one to the next.";
+  const box = h("div", { class: `tokens ${texts ? "" : "numbers-only"}`, tabindex: 0, role: "group", "aria-label": words });
   box.append(...blocks(columns, text, spans, texts === null));
   const legend = h("div", { class: "token-legend" });
   const paint = (colour: Colour): void => {
@@ -162,7 +174,8 @@ function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loa
     spans[current]?.classList.remove("current");
     current = index;
     spans[current]?.classList.add("current");
-    detail.replaceChildren(...(index < 0 ? [h("span", { class: "label" }, "Point at a token, or move with the arrow keys.")] : detailOf(index, text(index), ids[columns.t[index]!]!, columns, values)));
+    if (index < 0) detail.replaceChildren(label("Point at a token, or move with the arrow keys."));
+    else detail.replaceChildren(...detailOf(index, text(index), ids[columns.t[index]!]!, columns, values));
   };
   const numbers = new Map(spans.map((span, index) => [span, index]));
   box.addEventListener("pointerover", (event) => {
@@ -183,6 +196,7 @@ function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loa
     "section",
     { "aria-label": "Tokens" },
     h("h2", {}, "Tokens"),
+    texts === null && textError !== null && h("p", { class: "verdict warn" }, textError),
     h("div", { class: "bar token-tools" }, choice<Colour>("Colour", COLOURS, first, paint)),
     legend,
     box,
@@ -230,7 +244,7 @@ function detailOf(index: number, text: string, id: number, columns: SampleTokens
       ["advantage", number(values.advantage[at], 4)],
     );
   }
-  return facts.map(([name, value]) => h("span", {}, h("span", { class: "label" }, `${name} `), h("bdi", {}, value)));
+  return facts.map(([name, value]) => h("span", {}, label(`${name} `), h("bdi", {}, value)));
 }
 
 const BINS = 32;
@@ -248,11 +262,13 @@ function legendOf(colour: Colour, values: (number | null)[], { domain, colour: p
     );
     return [h("div", { class: "legend" }, keys), note];
   }
+  const facts: [string, number | null][] = [["lowest", low], ["mean", mean], ["highest", high]];
   const bins = new Array<number>(BINS).fill(0);
   const width = domain[1] - domain[0] || 1;
   for (const value of values) if (value !== null) bins[Math.max(0, Math.min(BINS - 1, Math.floor(((value - domain[0]) / width) * BINS)))]! += 1;
   const most = Math.max(...bins);
-  const bars = svg("svg", { class: "histogram", width: BINS * 7, height: 36, role: "img", "aria-label": `Histogram from ${number(domain[0])} to ${number(domain[1])}` });
+  const [start, middle, end] = [domain[0], (domain[0] + domain[1]) / 2, domain[1]].map((each) => number(each));
+  const bars = svg("svg", { class: "histogram", width: BINS * 7, height: 36, role: "img", "aria-label": `Histogram from ${start} to ${end}` });
   bins.forEach((size, bin) => {
     const tall = size ? Math.max(2, (30 * size) / most) : 0;
     bars.append(
@@ -261,7 +277,7 @@ function legendOf(colour: Colour, values: (number | null)[], { domain, colour: p
     );
   });
   return [
-    h("div", { class: "scale" }, bars, h("div", { class: "ends" }, h("span", {}, number(domain[0])), h("span", {}, number((domain[0] + domain[1]) / 2)), h("span", {}, number(domain[1])))),
-    h("div", {}, h("p", { class: "summary" }, (["lowest", "mean", "highest"] as const).map((name, index) => fact(name, number([low, mean, high][index], 4)))), note),
+    h("div", { class: "scale" }, bars, h("div", { class: "ends" }, [start, middle, end].map((each) => h("span", {}, each)))),
+    h("div", {}, h("p", { class: "summary" }, facts.map(([name, value]) => fact(name, number(value, 4)))), note),
   ];
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -259,6 +263,42 @@ def test_the_theme_is_the_system_s_until_one_is_chosen(browser: Browser, index: 
 def test_a_link_to_nothing_says_what_there_is(browser: Browser, index: Path) -> None:
     with opened(browser, index, "#/step/99") as seen:
         expect(seen.page.locator(".verdict")).to_contain_text("1 to 18")
+
+
+def test_a_live_page_shows_new_steps_and_keeps_its_place(browser: Browser, tmp_path: Path) -> None:
+    few, more = (
+        write_view_folder(tmp_path / str(steps), Sizes(steps=steps, groups=40, samples=2), live=True).parent
+        for steps in (2, 3)
+    )
+    with served(few) as url, visit(browser, f"{url}/index.html#/step/2") as seen:
+        expect(seen.page.locator(".rows.steps .row")).to_have_count(2)
+        seen.page.locator("#content").evaluate("pane => { pane.scrollTop = 300 }")
+        shutil.copytree(more, few, dirs_exist_ok=True)
+        seen.page.evaluate(
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )  # what a tab does that is shown again
+        expect(seen.page.locator(".rows.steps .row")).to_have_count(3)
+        expect(seen.page.locator("h1")).to_have_text("Step 2")
+        assert seen.page.locator("#content").evaluate("pane => pane.scrollTop") == 300
+        seen.page.keyboard.press("j")
+        expect(seen.page.locator("h1")).to_have_text("Step 3")
+        assert (seen.errors, seen.foreign_requests) == ([], [])
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    handler = partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Requests are not printed."""
 
 
 def test_a_missing_file_is_named(browser: Browser, tmp_path: Path) -> None:
