@@ -106,9 +106,7 @@ export function longText(text: string, reference: string | null = null): HTMLEle
       for (const { text, kind } of compare(shown, reference.slice(0, length)))
         box.append(kind === "new" ? h("ins", {}, text) : kind === "start" ? h("span", { class: "shared" }, text) : text);
     if (text.length > length)
-      box.append(
-        h("button", { class: "more", click: () => show(text.length) }, `Show all ${number(text.length)} characters`),
-      );
+      box.append(h("button", { class: "more", click: () => show(text.length) }, `Show all ${number(text.length)} characters`));
   };
   show(CHARACTERS_AT_ONCE);
   return box;

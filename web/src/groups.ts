@@ -72,12 +72,7 @@ export function reasonOf(group: Group): { kind: "failed" | "filtered"; reason: s
 }
 
 type Order = "order" | "low" | "high" | "spread";
-const ORDERS: [Order, string][] = [
-  ["order", ""],
-  ["low", "lowest"],
-  ["high", "highest"],
-  ["spread", "most mixed"],
-];
+const ORDERS: [Order, string][] = [["order", ""], ["low", "lowest"], ["high", "highest"], ["spread", "most mixed"]];
 
 const FIRST_ORDER = { step: "as trained", evaluation: "as asked", untrained: "newest" };
 
