@@ -47,9 +47,9 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
-	@echo "── page";         tools/check_page.sh
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
+	@echo "── page";         tools/check_page.sh
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -58,7 +58,7 @@ protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
 
 page:
-	@web/build.sh headrace/view/static
+	@cd web && npm run --silent build
 
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
