@@ -13,8 +13,12 @@ from threading import Thread
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from headrace.view.data import RunData
+from headrace.view.folder import write_page
 from tests.support.browser import Visit, chromium, visit
+from tests.support.models.tiny_model import make_tiny_tokenizer
 from tests.support.view_folder import HOSTILE, LONG, TURNS, Sizes, write_view_folder
+from tests.support.viewed_run import viewed_run
 
 SIZES = Sizes(steps=18, groups=6, samples=8)
 SAMPLE = "train%2F9-0%2F1%2F1"
@@ -57,6 +61,30 @@ def opened(
         yield seen
         assert seen.errors == []
         assert [url for url in seen.requests if not url.startswith("file:")] == []
+
+
+def test_the_page_of_a_recorded_run_shows_its_samples_and_tokens(browser: Browser, tmp_path: Path) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_page(RunData(viewed_run(tmp_path, tmp_path / "model")), None, tmp_path / "page")
+    with opened(browser, tmp_path / "page" / "index.html", "#/step/1/sample/1-0%2F1") as seen:
+        tokens = seen.page.locator(".tokens span")
+        expect(tokens).to_have_count(5)
+        seen.page.keyboard.press("1")
+        expect(seen.page.locator("input[value=mask]")).to_be_checked()
+        colours = tokens.evaluate_all("all => all.map(each => each.style.backgroundColor)")
+        assert colours[3] != "transparent"
+        assert colours[4] == "transparent"  # its mask is 0
+        tokens.nth(3).hover()
+        expect(seen.page.locator(".token-detail")).to_contain_text("gap 0.25")
+        for route, title in {
+            "evaluation/2": "Evaluation after step 2",
+            "prompt/0": "Prompt 0",
+            "ledger": "Ledger",
+        }.items():
+            go(seen.page, f"#/{route}")
+            expect(seen.page.locator("h1")).to_have_text(title)
+        go(seen.page, "#/untrained")
+        expect(seen.page.locator(".rows.groups .row")).to_have_count(2)
 
 
 def rows(page: Page) -> list[str]:
