@@ -57,7 +57,7 @@ format: $(STAMPS)/dev
 protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
 
-page:
+page: $(STAMPS)/node
 	@cd web && npm run --silent build
 
 check-protos: $(PROTOS)/.stamp
@@ -151,7 +151,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
