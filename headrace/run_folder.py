@@ -250,6 +250,8 @@ def _write_whole(file: Path, text: str) -> None:
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 """Every line begins so: a reader that looks for some steps need not decode the others."""
 _TAIL_BYTES = 65_536
+_EVALUATION = "eval"
+"""What the names of an evaluation's metrics begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,12 @@ class MetricsRow:
     """Sentences for a person."""
     marks: Sequence[str] = ()
     """What changed before the step, for the pictures: a restart, options, the scorer."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> MetricsRow:
+        """Takes the row out of a line's fields."""
+        warnings, marks = fields.pop("warnings", ()), fields.pop("marks", ())
+        return cls(fields.pop("step"), fields.pop("time"), warnings=warnings, marks=marks, metrics=fields)
 
     def fields(self) -> dict[str, Any]:
         """The line's fields, the step first."""
@@ -278,10 +286,13 @@ def step_of(line: bytes) -> int | None:
 
 def row_of(line: bytes) -> MetricsRow | None:
     """Returns a line's row; None for one that a kill tore."""
-    if (fields := object_of_line(line)) is None:
-        return None
-    warnings, marks = fields.pop("warnings", ()), fields.pop("marks", ())
-    return MetricsRow(fields.pop("step"), fields.pop("time"), warnings=warnings, marks=marks, metrics=fields)
+    fields = object_of_line(line)
+    return None if fields is None else MetricsRow.of(fields)
+
+
+def is_evaluation(metrics: Mapping[str, float]) -> bool:
+    """True for the metrics of an evaluation, False for a step's."""
+    return all(name.startswith(_EVALUATION) for name in metrics)
 
 
 def fields_in(file: Path) -> Iterator[dict[str, Any]]:

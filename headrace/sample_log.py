@@ -236,10 +236,9 @@ class SampleLog:
         """Yields those of `untrained` that failed."""
         return (answer for answer in self.untrained() if answer.failure_reason is not None)
 
-    def signature(self) -> tuple[tuple[str, int], ...]:
-        """Changes when a file does: names and sizes."""
-        files = (file for pattern in (_STEP, _UNTRAINED, _EVALUATED, _TOKENS) for file, _ in self._files(pattern))
-        return tuple(sorted((file.name, _size(file)) for file in files))
+    def untrained_files(self) -> Mapping[str, int]:
+        """The files of `untrained` and their bytes: equal as long as it yields the same."""
+        return {file.name: _size(file) for file, _ in self._files(_UNTRAINED)}
 
     def _files(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
         if not self.folder.is_dir():

@@ -20,7 +20,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.job.changes import changes
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection
-from headrace.run_folder import MetricsRow, RunFolder, fields_in
+from headrace.run_folder import MetricsRow, RunFolder, fields_in, is_evaluation
 from headrace.sample_log import Answer, SampleLog
 from headrace.view.tokens import TokenTexts
 
@@ -69,6 +69,7 @@ class RunData:
         self._texts = TokenTexts(self._job.model.hf_checkpoint)
         self._untrained: tuple[object, Value] | None = None
         self._prompts: dict[int, list[tuple[str, float | None]]] = {}
+        """Prompt and mean reward of each group, of the steps that were read."""
 
     def value(self, name: str) -> Value | None:
         """The data of that name; None where there are none. The overview has a method of its own."""
@@ -92,9 +93,9 @@ class RunData:
 
     def overview(self, ledger: LedgerCounts | None, notes: Sequence[str] = ()) -> Value:
         """All that is about the run as a whole."""
-        rows = [_row(fields) for fields in fields_in(self._run.metrics)]
-        by_step = {row.step: row for row in rows if not _is_evaluation(row)}
-        evaluations = {row.step: row for row in rows if _is_evaluation(row)}
+        rows = list(map(MetricsRow.of, fields_in(self._run.metrics)))
+        by_step = {row.step: row for row in rows if not is_evaluation(row.metrics)}
+        evaluations = {row.step: row for row in rows if is_evaluation(row.metrics)}
         last = max(by_step, default=None)
         shown = _thinned(list(by_step.values()))
         untrained = self.untrained()
@@ -157,7 +158,9 @@ class RunData:
     def step(self, step: int, *, has_tokens: bool = True) -> Value:
         """The groups that a step trained. `has_tokens`: its tokens are beside it, where any were recorded."""
         ids = self.log.ids_with_tokens(step) if has_tokens else set()
-        return {"step": step, "groups": _groups(self.log.of_step(step), ids)}
+        groups = _groups(self.log.of_step(step), ids)
+        self._prompts[step] = [(group["prompt"], _mean_reward(group["samples"])) for group in groups]
+        return {"step": step, "groups": groups}
 
     def evaluation(self, step: int) -> Value:
         """The samples of the evaluation after a step, by data set."""
@@ -168,12 +171,12 @@ class RunData:
 
     def untrained(self) -> Value:
         """Groups that failed or were filtered, the newest first."""
-        signature = self.log.signature()
-        if self._untrained is None or self._untrained[0] != signature:
+        files = self.log.untrained_files()
+        if self._untrained is None or self._untrained[0] != files:
             answers = list(self.log.untrained())
             counts = Counter("failed" if answer.failure_reason else "filtered" for answer in answers)
             value = {"counts": {"failed": counts["failed"], "filtered": counts["filtered"]}, "groups": _groups(answers)}
-            self._untrained = (signature, value)
+            self._untrained = (files, value)
         return self._untrained[1]
 
     def prompts(self) -> Value:
@@ -181,8 +184,7 @@ class RunData:
         found: dict[str, list[tuple[int, int, float | None]]] = {}
         for step in self.log.steps():
             if step not in self._prompts:
-                groups = self.step(step, has_tokens=False)["groups"]
-                self._prompts[step] = [(group["prompt"], _mean_reward(group["samples"])) for group in groups]
+                self.step(step, has_tokens=False)
             for number, (prompt, mean) in enumerate(self._prompts[step]):
                 found.setdefault(prompt, []).append((step, number, mean))
         return {"texts": [prompt[:PROMPT_CHARACTERS] for prompt in found], "at": list(found.values())}
@@ -204,15 +206,6 @@ class RunData:
             for each in columns
         }
         return {"step": step, "texts": self._texts.of(ids), "ids": ids, "samples": samples}
-
-
-def _row(fields: dict[str, Any]) -> MetricsRow:
-    warnings, marks = fields.pop("warnings", ()), fields.pop("marks", ())
-    return MetricsRow(fields.pop("step"), fields.pop("time"), fields, warnings, marks)
-
-
-def _is_evaluation(row: MetricsRow) -> bool:
-    return all(name.startswith("eval") for name in row.metrics)
 
 
 def _thinned(rows: list[MetricsRow]) -> list[MetricsRow]:

@@ -28,11 +28,11 @@ def write_page(
     (target / DATA).mkdir(parents=True)
     num_bytes = sum(_copy(file, target) for file in sorted(STATIC.iterdir()))
     left, notes = TOKEN_BYTES, list[str]()
-    steps = data.log.steps()
+    steps, with_tokens = data.log.steps(), set(data.log.steps_with_tokens())
     for done, step in enumerate(reversed(steps)):
         report(done, len(steps))
         has_tokens = False
-        if left > 0 and step in set(data.log.steps_with_tokens()):
+        if left > 0 and step in with_tokens:
             written = _write(target, step_name("tokens", step), data.tokens(step))
             num_bytes, left, has_tokens = num_bytes + written, left - written, True
         num_bytes += _write(target, step_name("step", step), data.step(step, has_tokens=has_tokens))

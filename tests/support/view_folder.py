@@ -5,7 +5,6 @@ Their texts are what a model may write: scripts, right-to-left letters, control 
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STATIC = Path(__file__).resolve().parents[2] / "headrace" / "view" / "static"
+from headrace.view.data import Value, script, step_name
+from headrace.view.folder import DATA, INDEX, STATIC
+
 HOSTILE = (
     "</script><img src=x onerror=alert(1)><b>bold</b> \u2028\u2029 \u202eright\u202c "
     "\u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f467 \x00\x1b[31m {{x}} ${x}"
@@ -43,8 +44,6 @@ _KEPT = 8
 """Each eighth step has tokens of all samples, and the others of the eight best and worst."""
 _PIECES = [f" {word}" for word in _WORDS] + ["\n", "\t", *"0123456789", "<|im_end|>", "\\xE4\\xBD", HOSTILE]
 
-Value = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -63,7 +62,7 @@ class Sizes:
 def write_view_folder(target: Path, sizes: Sizes = Sizes(), *, static: Path = STATIC, live: bool = False) -> Path:
     """Writes the page and its data. Returns the page's file."""
     chance = random.Random(7)
-    (target / "data").mkdir(parents=True)
+    (target / DATA).mkdir(parents=True)
     for file in static.iterdir():
         shutil.copyfile(file, target / file.name)
     prompts: dict[str, list[list[Any]]] = {}
@@ -72,22 +71,24 @@ def write_view_folder(target: Path, sizes: Sizes = Sizes(), *, static: Path = ST
         groups = [_group(chance, sizes, step, number) for number in range(sizes.groups)]
         samples = [sample for group in groups for sample in group["samples"]]
         _mark_tokens(samples, step)
-        _write(target, f"step-{step:07}", {"step": step, "groups": groups})
-        _write(target, f"tokens-{step:07}", _tokens(chance, step, [each for each in samples if each["has_tokens"]]))
+        _write(target, step_name("step", step), {"step": step, "groups": groups})
+        _write(
+            target, step_name("tokens", step), _tokens(chance, step, [each for each in samples if each["has_tokens"]])
+        )
         means.append(_mean(samples))
         for number, group in enumerate(groups):
             prompts.setdefault(group["prompt"], []).append([step, number, _mean(group["samples"])])
     evaluations = [step for step in range(1, sizes.steps + 1) if step % 5 == 0]
     for step in evaluations:
         sets = [{"name": name, "groups": [_group(chance, sizes, step, number) for number in range(4)]} for name in "ab"]
-        _write(target, f"eval-{step:07}", {"step": step, "sets": sets})
+        _write(target, step_name("eval", step), {"step": step, "sets": sets})
     untrained = _untrained(chance, sizes)
     counts = {"failed": sum(len(group["samples"]) for group in untrained if group["samples"][0]["failure"])}
     counts["filtered"] = sum(len(group["samples"]) for group in untrained) - counts["failed"]
     _write(target, "untrained", {"counts": counts, "groups": untrained})
     _write(target, "prompts", {"texts": [text[:200] for text in prompts], "at": list(prompts.values())})
     _write(target, "overview", overview(sizes, means, evaluations, counts, chance, live=live))
-    return target / "index.html"
+    return target / INDEX
 
 
 def overview(
@@ -157,10 +158,7 @@ def overview(
 
 
 def _write(target: Path, name: str, value: Value) -> None:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for character, escaped in (("<", "\\u003c"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029")):
-        text = text.replace(character, escaped)
-    (target / "data" / f"{name}.js").write_text(f"headrace.load({json.dumps(name)},{text});\n", errors="replace")
+    (target / DATA / f"{name}.js").write_bytes(script(name, value))
 
 
 def _mean(samples: Sequence[Value]) -> float | None:

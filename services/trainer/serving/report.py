@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.disk import atomic_write
 from headrace.rpc.log import log
-from headrace.run_folder import MetricsRow, RunFolder, row_of, step_of
+from headrace.run_folder import MetricsRow, RunFolder, is_evaluation, row_of, step_of
 from headrace.sample_log import SampleLog
 from services.trainer.durable import append_rows
 from services.trainer.serving import pictures
@@ -117,8 +117,6 @@ _PICTURES: Mapping[str, Callable[[Sequence[Point], Path], None]] = {
 }
 _OF_EVALUATIONS = pictures.EVALUATIONS
 _OF_STEPS = tuple({*pictures.CURVES, *pictures.TIMELINE} - {*_OF_EVALUATIONS})
-_EVALUATION = "eval"
-"""What the names of an evaluation's metrics begin with."""
 
 
 class RunReport:
@@ -176,7 +174,7 @@ class RunReport:
         untracked: Collection[str] = (),
     ) -> None:
         """Adds a row to metrics.jsonl, the live stream and, but for the `untracked` ones, the trackers."""
-        is_step = not all(name.startswith(_EVALUATION) for name in metrics)
+        is_step = not is_evaluation(metrics)
         marks = tuple(self._marks) if is_step else ()
         row = MetricsRow(step, time.time(), metrics, tuple(warnings), marks)
         if is_step:
