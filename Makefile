@@ -47,9 +47,9 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
-	@echo "── page";         tools/check_page.sh
 	@echo "── roles";        $(BIN)/python -m tools.roles
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
+	@echo "── page";         tools/check_page.sh
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -58,7 +58,7 @@ protos: $(PROTOS)/.stamp
 	@protos/generate.sh $(PROTOS)/bin/python
 
 page:
-	@web/build.sh headrace/view/static
+	@cd web && npm run --silent build
 
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
@@ -101,7 +101,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py \
 		tests/unit/trainer/control/test_rollback.py tests/unit/trainer/control/test_several_services.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_agents.py tests/e2e/test_engine.py tests/e2e/test_ways_of_publication.py tests/e2e/test_evaluation.py tests/e2e/test_replay.py \
-		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py \
+		tests/e2e/test_rollout_services.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py tests/e2e/test_tutorials.py \
 		tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py \
 		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py tests/unit/trainer/rl/test_algorithm_ranks.py \
 		tests/contract/test_placement.py tests/contract/test_wheels.py tests/unit/rollout/engine/test_fleet.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py

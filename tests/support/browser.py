@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.processes.buffer_server import ROOT
 
@@ -20,6 +20,9 @@ WEB = ROOT / "web"
 _UNPACKED = WEB / "node_modules" / ".chromium"
 _PATH = 'import("@sparticuz/chromium").then(async it => console.log(await it.default.executablePath()))'
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+_PATIENCE_MS = 60_000
+"""On a busy machine a page may take its time."""
+expect.set_options(timeout=_PATIENCE_MS)
 _PHONE = 600
 """Widths below it are a phone's."""
 
@@ -96,6 +99,7 @@ def visit(browser: Browser, url: str, *, width: int = 1280, height: int = 900, d
         color_scheme="dark" if dark else "light",
         has_touch=width < _PHONE,
     )
+    context.set_default_timeout(_PATIENCE_MS)
     page = context.new_page()
     found = Visit(page)
     page.on("request", lambda request: found.requests.append(request.url))

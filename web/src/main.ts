@@ -1,251 +1,290 @@
-// The frame: where we are, keys, themes, and what goes on while the run does.
+// The frame of the page: links to views, keys, theme, and news of a live run.
+import type { Overview } from "./data";
+import { h, label } from "./dom";
+import { clock, link, number } from "./format";
+import { groupView } from "./group";
+import { placeView } from "./groups";
+import { ledgerView } from "./ledger";
+import { forget, load } from "./load";
+import { promptOfView, promptsView, promptView } from "./prompt";
+import { runView } from "./run";
+import { searchView } from "./search";
+import { Side } from "./side";
+import { sampleView } from "./tokens";
+import type { Context, Route, View } from "./view";
 
-import { conversation, groupsView, groupView, bounds, summary, type Collection } from "./groups";
-import { sparkline } from "./charts";
-import { count, h, text, virtualList } from "./dom";
-import { forgetGrowing, loadEvaluation, loadOverview, loadStep, loadTokens, loadUntrained, type Overview } from "./data";
-import { promptsView, promptView, searchView } from "./find";
-import { ledgerView, runView } from "./run";
-import { pressMode, tokensView, withoutTokens } from "./tokens";
-
-const REFRESH = 5000;
-
-let overview: Overview;
-let shown = 0; // numbers the views, so that a slow one does not replace a later one
-const main = h("main", { id: "main", tabindex: "0" });
-const side = h("aside", { class: "steps", "aria-label": "Steps" });
-const frame = h("div", { class: "frame" });
-const header = h("header", { class: "bar" });
-const search = h("input", { id: "search", type: "search", placeholder: "Search prompts and responses", "aria-label": "Search prompts and responses" });
-
-const parts = () => location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-const at = (value: string | undefined) => Number(value ?? NaN);
-
-async function collection(kind: string, step: number): Promise<Collection> {
-  if (kind === "untrained") return { title: "Not trained", base: "#/untrained", up: "#/ledger", groups: (await loadUntrained()).groups, step: null };
-  if (kind === "evaluation") {
-    const groups = (await loadEvaluation(step)).sets.flatMap((set) => set.groups);
-    return { title: `Evaluation after step ${step}`, base: `#/evaluation/${step}`, up: "#/evaluations", groups, step };
-  }
-  return { title: `Step ${step}`, base: `#/step/${step}`, up: "#/steps", groups: (await loadStep(step)).groups, step };
-}
-
-async function view(words: string[]): Promise<HTMLElement> {
-  const [kind, first, second, third] = words;
-  if (kind === "" || kind === "run") return runView(overview);
-  if (kind === "ledger") return ledgerView(overview);
-  if (kind === "prompts") return promptsView();
-  if (kind === "prompt") return promptView(at(first));
-  if (kind === "search") return searchView(first ?? "", overview);
-  if (kind === "steps") return first_(overview.steps.step, "#/step/", "No step was trained yet.");
-  if (kind === "evaluations") return first_(overview.evals, "#/evaluation/", "There was no evaluation yet.");
-  const isUntrained = kind === "untrained";
-  if (isUntrained || kind === "step" || kind === "evaluation") {
-    const [what, which] = isUntrained ? [first, second] : [second, third];
-    const found = await collection(kind, at(first));
-    if (what === "group") return groupView(found, at(which));
-    if (what === "sample") return sampleView(found, which ?? "");
-    return groupsView(found);
-  }
-  return h("div", { class: "page" }, h("h1", {}, "No such view"), h("p", {}, h("a", { href: "#/" }, "The run")));
-}
-
-/** The newest step or evaluation. */
-function first_(steps: number[], base: string, none: string): HTMLElement {
-  if (steps.length) location.replace(`${base}${steps.at(-1)}`);
-  return h("div", { class: "page" }, h("p", {}, none));
-}
-
-async function sampleView(found: Collection, id: string): Promise<HTMLElement> {
-  const index = found.groups.findIndex((group) => group.samples.some((sample) => sample.id === id));
-  const sample = found.groups[index]?.samples.find((each) => each.id === id);
-  if (!sample) return h("div", { class: "page" }, h("h1", {}, "No such sample"), h("p", { class: "mono" }, id));
-  const [low, high] = bounds(found.groups);
-  const body = sample.has_tokens && found.step !== null ? tokensView(await loadTokens(found.step), sample) : withoutTokens(sample);
-  return h(
-    "div",
-    { class: "page" },
-    h("h1", {}, h("a", { href: found.base }, found.title), " · ", h("a", { href: `${found.base}/group/${index}` }, `group ${index}`), ` · sample ${sample.index}`),
-    h("p", { class: "mono quiet" }, sample.id),
-    h("div", { class: "sample one" }, summary(sample, low, high)),
-    body,
-    sample.turns.length > 1 ? h("section", {}, h("h2", {}, "Turns"), conversation(sample)) : null,
-    h("details", { class: "asked" }, h("summary", {}, "Prompt"), text(found.groups[index].prompt)),
-    sample.metadata ? h("details", { class: "asked" }, h("summary", {}, "Metadata"), text(JSON.stringify(sample.metadata, null, 2))) : null,
-  );
-}
-
-async function show(): Promise<void> {
-  const mine = ++shown;
-  const words = parts();
-  const slow = setTimeout(() => mine === shown && main.replaceChildren(h("p", { class: "quiet page" }, "loading …")), 150);
-  let found: HTMLElement;
-  try {
-    found = await view(words);
-  } catch (error) {
-    found = h("div", { class: "page" }, h("h1", {}, "This cannot be shown"), h("p", {}, error instanceof Error ? error.message : String(error)));
-  }
-  clearTimeout(slow);
-  if (mine !== shown) return;
-  main.replaceChildren(found);
-  main.scrollTop = 0;
-  document.title = `${found.querySelector("h1")?.textContent ?? "headrace"} · ${overview.run}`;
-  const tab = { step: "steps", evaluation: "evaluations", prompt: "prompts", run: "" }[words[0]] ?? words[0];
-  for (const link of header.querySelectorAll("nav a")) {
-    if (link.getAttribute("href") === `#/${tab}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
-  drawSide(words);
-}
-
-function drawSide(words: string[]): void {
-  const isStep = words[0] === "step";
-  const steps = isStep ? overview.steps.step : words[0] === "evaluation" ? overview.evals : [];
-  frame.classList.toggle("with-side", steps.length > 0);
-  if (!steps.length) return side.replaceChildren();
-  const base = isStep ? "#/step/" : "#/evaluation/";
-  const current = at(words[1]);
-  const rewards = overview.metrics.columns["reward/mean"] ?? [];
-  const rewardOf = new Map(overview.metrics.step.map((step, index) => [step, rewards[index]]));
-  const list = virtualList(isStep ? "Steps" : "Evaluations", steps.length, 32, (index) => {
-    const step = steps[steps.length - 1 - index];
-    const mean = isStep ? rewardOf.get(step) : null;
-    const hasTokens = isStep && overview.steps.tokens[steps.length - 1 - index] > 0;
-    const link = h("a", { class: "step-row", href: `${base}${step}` }, h("span", {}, `${isStep ? "step" : "after"} ${step}`), h("span", { class: "quiet", title: hasTokens ? "with tokens" : null }, hasTokens ? "tokens" : ""), h("span", { class: "num" }, mean === null || mean === undefined ? "" : mean.toFixed(3)));
-    if (step === current) link.setAttribute("aria-current", "true");
-    return link;
-  });
-  side.replaceChildren(isStep ? sparkline(rewards) : "", list.element);
-  list.show(steps.length - 1 - steps.indexOf(current));
-}
-
-function drawHeader(): void {
-  const { state } = overview;
-  const links: [string, string][] = [["", "Run"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["prompts", "Prompts"], ["ledger", "Ledger"]];
-  if (overview.untrained.failed + overview.untrained.filtered) links.splice(4, 0, ["untrained", "Not trained"]);
-  const nav = h("nav", { "aria-label": "Views" }, ...links.map(([path, name]) => h("a", { href: `#/${path}` }, name)));
-  const theme = h("button", { title: "key t", onclick: switchTheme }, "theme");
-  const help = h("button", { title: "key ?", onclick: showHelp, "aria-label": "Keys" }, "?");
-  const form = h("form", { role: "search", onsubmit: submit }, search);
-  header.replaceChildren(h("span", { class: "run" }, h("b", {}, overview.run), h("span", { class: `phase ${state.phase}` }, state.phase), h("span", { class: "quiet" }, `step ${state.step ?? 0} of ${count(state.num_rollout)}`)), nav, form, theme, help);
-}
-
-function submit(event: Event): void {
-  event.preventDefault();
-  if (search.value.trim()) location.hash = `#/search/${encodeURIComponent(search.value.trim())}`;
-}
-
+const VERSION = 1; // of the data
+const POLL_MILLISECONDS = 5_000;
+const SLOW_MILLISECONDS = 200; // a longer wait is shown
 const THEME = "headrace-theme";
 
-function switchTheme(): void {
-  const isDark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = isDark ? "light" : "dark";
+const top = document.getElementById("top")!;
+const content = document.getElementById("content")!;
+const status = document.getElementById("status")!;
+const side = new Side(document.getElementById("side")!);
+
+let context: Context;
+let view: View | null = null;
+let turn = 0; // of the last navigation: a slower earlier one is forgotten
+
+function routeOf(hash: string): Route {
+  const [path = "", query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  return { words: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
+}
+
+function decoded(word: string): string {
   try {
-    localStorage.setItem(THEME, document.documentElement.dataset.theme);
+    return decodeURIComponent(word);
   } catch {
-    // a page that was opened as a file may keep nothing
+    return word;
   }
 }
 
-function startTheme(): void {
+function viewOf(route: Route): View | Promise<View> {
+  const { words } = route;
+  const [kind] = words;
+  const form = words.at(-2); // "sample" or "group", before its id
+  if (kind === undefined || kind === "run") return runView(route, context);
+  if (kind === "ledger") return ledgerView(route, context);
+  if (kind === "search") return searchView(route, context);
+  if (kind === "prompts") return promptsView(route, context);
+  if (kind === "prompt") return promptView(route, context);
+  if (kind === "prompt-of") return promptOfView(route, context);
+  if (kind === "steps" || kind === "evaluations") return lastOf(kind);
+  if (form === "sample") return sampleView(route, context);
+  return form === "group" ? groupView(route, context) : placeView(route, context);
+}
+
+/** The newest step or evaluation; on a phone the list of all. */
+function lastOf(kind: "steps" | "evaluations"): View {
+  const { steps, evals } = context.overview;
+  const last = kind === "steps" ? steps.step.at(-1) : evals.at(-1);
+  const title = kind === "steps" ? "Steps" : "Evaluations";
+  if (last !== undefined && !isPhone()) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
+  const text = kind === "steps" ? "No samples are recorded yet." : "The run has no evaluations with samples.";
+  const element = h("div", { class: "page" }, h("h1", {}, title), last === undefined && h("p", { class: "empty" }, text));
+  if (last === undefined) return { title, element };
+  return { title, element, side: { kind, chosen: null } };
+}
+
+function isPhone(): boolean {
+  return matchMedia("(max-width: 719px)").matches;
+}
+
+async function open(): Promise<void> {
+  if (location.hash && !location.hash.startsWith("#/")) return;
+  const mine = ++turn;
+  const route = routeOf(location.hash);
+  const slow = setTimeout(() => say("Loading …"), SLOW_MILLISECONDS);
+  let next: View;
   try {
-    const theme = localStorage.getItem(THEME);
-    if (theme) document.documentElement.dataset.theme = theme;
+    next = await viewOf(route);
+  } catch (error) {
+    next = failure(error as Error);
+  } finally {
+    clearTimeout(slow);
+  }
+  if (mine !== turn) return;
+  say("");
+  const isSame = view?.title === next.title;
+  const focused = isSame ? focusedControl() : null;
+  const scroll = content.scrollTop;
+  view?.left?.();
+  view = next;
+  document.title = `${next.title} · ${context.overview.run}`;
+  content.replaceChildren(next.element);
+  document.body.classList.toggle("list-only", next.side?.chosen === null);
+  drawTop(route.words[0] ?? "run");
+  side.show(next.side, context.overview);
+  next.shown?.();
+  content.scrollTop = isSame ? scroll : 0;
+  (focused ? document.querySelector<HTMLElement>(focused) : null)?.focus();
+  if (document.activeElement === document.body) content.focus({ preventScroll: true }); // arrow keys scroll it
+}
+
+/** Where the focus is among the controls of a view that is about to be drawn again. */
+function focusedControl(): string | null {
+  const element = document.activeElement;
+  if (element instanceof HTMLInputElement && element.type === "radio") return `input[name="${element.name}"]:checked`;
+  return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
+}
+
+function failure(error: Error): View {
+  return { title: "Not found", element: h("div", { class: "page" }, h("h1", {}, "Not found"), h("p", { class: "verdict warn" }, error.message)) };
+}
+
+function say(text: string): void {
+  status.textContent = text;
+}
+
+function go(href: string, replace = false): void {
+  if (!replace) location.hash = href;
+  else {
+    history.replaceState(null, "", href);
+    void open();
+  }
+}
+
+const TABS: [string, string, string[]][] = [
+  ["run", "Run", ["run"]],
+  ["steps", "Steps", ["steps", "step"]],
+  ["evaluations", "Evaluations", ["evaluations", "evaluation"]],
+  ["untrained", "Untrained", ["untrained"]],
+  ["prompts", "Prompts", ["prompts", "prompt"]],
+  ["ledger", "Ledger", ["ledger"]],
+  ["search", "Search", ["search"]],
+];
+
+function drawTop(kind: string): void {
+  const { run, live, made, state } = context.overview;
+  const steps = state.num_rollout === null ? `step ${number(state.step)}` : `step ${number(state.step)} of ${number(state.num_rollout)}`;
+  const untrained = context.overview.untrained.failed + context.overview.untrained.filtered;
+  const phase = live ? "live" : (state.phase ?? "written");
+  top.replaceChildren(
+    h(
+      "div",
+      { class: "run-name" },
+      h("a", { href: "#/run" }, h("bdi", {}, run)),
+      h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase),
+      label(steps),
+    ),
+    h(
+      "nav",
+      { "aria-label": "Views" },
+      TABS.map(([to, name, kinds]) =>
+        h(
+          "a",
+          { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null },
+          name,
+          to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained)),
+        ),
+      ),
+    ),
+    h(
+      "div",
+      { class: "switches" },
+      h("button", { class: "plain", "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾"),
+      h("button", { class: "plain", "aria-label": "Keys", title: "Keys (?)", click: help }, "?"),
+    ),
+  );
+  top.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
+}
+
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+function isDark(): boolean {
+  return document.documentElement.dataset["theme"] === "dark";
+}
+
+function showTheme(theme: string): void {
+  document.documentElement.dataset["theme"] = theme;
+}
+
+function switchTheme(): void {
+  const theme = isDark() ? "light" : "dark";
+  showTheme(theme);
+  try {
+    localStorage.setItem(THEME, theme);
+  } catch {
+    // a page that was opened as a file may have no storage: the choice lasts until it is closed
+  }
+  drawTop(routeOf(location.hash).words[0] ?? "run");
+}
+
+/** The theme that was chosen here earlier, or the system's. */
+function firstTheme(): void {
+  let stored: string | null = null;
+  try {
+    stored = localStorage.getItem(THEME);
   } catch {
     // as above
   }
+  const theme = (): string => (systemIsDark.matches ? "dark" : "light");
+  showTheme(stored === "dark" || stored === "light" ? stored : theme());
+  if (stored === null) systemIsDark.addEventListener("change", () => showTheme(theme()));
 }
 
-const KEYS: [string, string][] = [["j  k", "next, previous group"], ["]  [", "next, previous step"], ["1 … 5", "colour tokens by mask, version, log-prob, advantage, gap"], ["← → ↑ ↓", "move over tokens"], ["/", "search"], ["t", "dark or light"], ["Esc", "up"], ["?", "this list"]];
+const KEYS: [string, string, (() => void)?][] = [
+  ["j / k", "next or previous step, group, sample or prompt"],
+  ["Esc", "from a sample to its group, from a group to its step"],
+  ["← →", "the same as k and j"],
+  ["↑ ↓", "in a list: another row"],
+  ["1 … 5", "at a sample: colour tokens by mask, policy version, log-prob, advantage, gap"],
+  ["/", "search", () => go("#/search")],
+  ["r", "run", () => go("#/run")],
+  ["s", "steps", () => go("#/steps")],
+  ["e", "evaluations", () => go("#/evaluations")],
+  ["u", "untrained", () => go("#/untrained")],
+  ["p", "prompts", () => go("#/prompts")],
+  ["l", "ledger", () => go("#/ledger")],
+  ["t", "dark or light", switchTheme],
+  ["?", "these keys", help],
+];
 
-function showHelp(): void {
-  const dialog = h("dialog", { id: "help", "aria-label": "Keys", onclose: () => dialog.remove() }, h("h2", {}, "Keys"), h("dl", { class: "facts" }, ...KEYS.flatMap(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])), h("form", { method: "dialog" }, h("button", {}, "close")));
+function help(): void {
+  const dialog = h(
+    "dialog",
+    { "aria-label": "Keys", close: () => dialog.remove() },
+    h("h2", {}, "Keys"),
+    h("dl", { class: "facts keys" }, KEYS.map(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)])),
+    h("button", { class: "button", click: () => dialog.close() }, "Close"),
+  );
   document.body.append(dialog);
   dialog.showModal();
 }
 
-function key(event: KeyboardEvent): void {
+function press(event: KeyboardEvent): void {
   const target = event.target as HTMLElement;
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) {
-    if (event.key === "Escape") target.blur();
-    return;
-  }
-  if (document.querySelector("dialog")) return;
-  const act: Record<string, () => void> = {
-    "?": showHelp,
-    "/": () => search.focus(),
-    t: switchTheme,
-    j: () => moveGroup(1),
-    k: () => moveGroup(-1),
-    "]": () => moveStep(1),
-    "[": () => moveStep(-1),
-    Escape: up,
-  };
-  if (event.key in act) act[event.key]();
-  else if (event.key >= "1" && event.key <= "5") pressMode(Number(event.key) - 1);
-  else return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape" && target.matches("input, select")) return target.blur();
+  if (target.matches("input[type=search], select, textarea")) return;
+  const to = { j: view?.next, k: view?.previous, ArrowRight: view?.next, ArrowLeft: view?.previous, Escape: view?.parent }[event.key];
+  const act = view?.keys?.[event.key] ?? KEYS.find(([key]) => key === event.key)?.[2];
+  const isArrow = event.key.startsWith("Arrow");
+  if (isArrow && target.closest("input, .cards, .tokens, svg")) return;
+  if (!to && !act) return;
   event.preventDefault();
+  if (to) go(to);
+  else act?.();
 }
 
-function moveGroup(by: number): void {
-  const words = parts();
-  const place = words.indexOf("group");
-  if (place > 0) document.querySelector<HTMLAnchorElement>(by > 0 ? ".next" : ".previous")?.click();
-  else {
-    const rows = [...document.querySelectorAll<HTMLElement>("main .group-row")];
-    const now = rows.indexOf(document.activeElement as HTMLElement);
-    rows[now < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, now + by))]?.focus();
-  }
-}
-
-function moveStep(by: number): void {
-  const [kind, step] = parts();
-  const steps = kind === "evaluation" ? overview.evals : overview.steps.step;
-  const index = kind === "step" || kind === "evaluation" ? steps.indexOf(Number(step)) + by : steps.length - 1;
-  if (steps[index] !== undefined) location.hash = `#/${kind === "evaluation" ? kind : "step"}/${steps[index]}`;
-}
-
-function up(): void {
-  const words = parts();
-  const depth = words[0] === "untrained" ? 1 : 2;
-  location.hash = words.length > depth ? `#/${words.slice(0, depth).map(encodeURIComponent).join("/")}` : "#/";
-}
-
-async function refresh(): Promise<void> {
-  if (!overview.live) return;
+async function poll(): Promise<void> {
+  if (document.hidden || !context.overview.live) return;
   try {
-    const newer = await loadOverview();
-    const isNewer = newer.state.step !== overview.state.step || newer.live !== overview.live || newer.evals.length !== overview.evals.length;
-    overview = newer;
-    if (isNewer) forgetGrowing();
-    if (isNewer) drawHeader();
-    const words = parts();
-    if (["", "run", "ledger"].includes(words[0])) {
-      const top = main.scrollTop;
-      await show();
-      main.scrollTop = top;
-    } else if (isNewer) drawSide(words);
+    const overview = await load<Overview>("overview", true);
+    const old = context.overview;
+    context.overview = overview;
+    const isLonger = overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length;
+    if (isLonger) forget("prompts");
+    if (overview.untrained.failed + overview.untrained.filtered !== old.untrained.failed + old.untrained.filtered) forget("untrained");
+    drawTop(routeOf(location.hash).words[0] ?? "run");
+    if (isLonger) side.refresh(overview);
+    if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
+    if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
   } catch {
-    overview.live = false; // headrace view has ended: what is here stays
+    say("The run's server does not answer. The page keeps what it has.");
   }
 }
 
 async function start(): Promise<void> {
-  startTheme();
-  frame.append(side, main);
-  document.body.append(h("a", { class: "skip", href: "#main", onclick: (event: Event) => (event.preventDefault(), main.focus()) }, "to the content"), header, frame);
+  firstTheme();
   try {
-    overview = await loadOverview();
+    const overview = await load<Overview>("overview");
+    if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
+    context = { overview, content, go, say };
   } catch (error) {
-    main.append(h("div", { class: "page" }, h("h1", {}, "headrace"), h("p", {}, String(error instanceof Error ? error.message : error))));
+    content.replaceChildren(h("div", { class: "page" }, h("h1", {}, "headrace view"), h("p", { class: "verdict bad" }, (error as Error).message)));
     return;
   }
-  drawHeader();
-  addEventListener("hashchange", () => void show());
-  addEventListener("keydown", key);
-  await show();
-  setInterval(() => void refresh(), REFRESH);
+  document.querySelector<HTMLElement>(".skip")!.addEventListener("click", (event) => {
+    event.preventDefault();
+    content.focus();
+  });
+  addEventListener("hashchange", () => void open());
+  document.addEventListener("keydown", press);
+  await open();
+  setInterval(() => void poll(), POLL_MILLISECONDS);
+  document.addEventListener("visibilitychange", () => void poll());
 }
 
 void start();

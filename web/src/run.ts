@@ -1,117 +1,172 @@
-// The run as a whole: curves, timeline, job; and the ledger.
+// The run: curves, timeline, facts, and what is left out.
+import { Crosshair, type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
+import type { Overview } from "./data";
+import { h, label } from "./dom";
+import { clock, count, link, number, seconds } from "./format";
+import type { Context, Route, View } from "./view";
 
-import { bars, chart, timeline, type Series } from "./charts";
-import { clock, count, h, number } from "./dom";
-import type { Ledger, Numbers, Overview } from "./data";
+const FIRST_CURVES = ["reward/mean", "response_length/mean", "entropy", "grad_norm", "log_prob_diff/mean", "tokens_per_second"];
+const TIMES = ["wait", "train", "publish", "save", "evaluate"];
+const INNER_TIMES = ["fetch", "log_probs", "forward", "backward", "optimizer", "critic"];
 
-const CURVES: [string, string[]][] = [
-  ["reward", ["reward/all/mean", "reward/mean"]],
-  ["entropy (nats)", ["entropy"]],
-  ["trainer − engine (nats)", ["log_prob_diff/mean"]],
-  ["gradient norm", ["grad_norm"]],
-  ["tokens a response", ["response_length/mean"]],
-  ["loss", ["loss/policy", "loss/sft", "loss/kl"]],
-  ["staleness (steps)", ["staleness/mean"]],
-  ["tokens/s", ["tokens_per_second"]],
-];
-const PARTS = ["wait", "fetch", "log_probs", "forward", "backward", "optimizer", "critic", "publish", "save", "evaluate"];
+export function runView({ query }: Route, context: Context): View {
+  const element = h("div", { class: "page run" });
+  const draw = (overview: Overview): void => element.replaceChildren(...contents(overview, query, context));
+  draw(context.overview);
+  return { title: "Run", element, refresh: draw };
+}
 
-let chosen: string[] = [];
+function contents(overview: Overview, query: URLSearchParams, context: Context): HTMLElement[] {
+  const { step, columns } = overview.metrics;
+  const frame: Frame = {
+    crosshair: new Crosshair(),
+    steps: [step[0] ?? 0, step.at(-1) ?? 0],
+    marks: overview.marks,
+    open: (at) => context.go(link("step", at)),
+  };
+  const chosen = query.get("curves")?.split(",").filter((name) => name in columns) ?? FIRST_CURVES.filter((name) => name in columns);
+  const show = (names: string[]): void => context.go(`#/run?curves=${names.map(encodeURIComponent).join(",")}`, true);
+  return [
+    h("h1", { class: "unseen" }, `Run ${overview.run}`),
+    tiles(overview),
+    ...(step.length === 0
+      ? [h("p", { class: "empty" }, "No step is finished yet. Curves appear after the first one.")]
+      : [
+          h(
+            "section",
+            { "aria-label": "Curves" },
+            h("div", { class: "bar" }, h("h2", {}, "Curves"), picker(Object.keys(columns), chosen, show)),
+            h(
+              "div",
+              { class: "curves" },
+              chosen.map((name) =>
+                curveFigure(name, curvesOf(name, overview), frame, () => show(chosen.filter((each) => each !== name))),
+              ),
+            ),
+            marksList(overview),
+          ),
+          timeline(overview, frame),
+        ]),
+    h("div", { class: "columns" }, facts(overview), remarks(overview)),
+  ].filter((each): each is HTMLElement => each !== null);
+}
 
-const isSame = (one: Numbers | undefined, other: Numbers) => one !== undefined && one.every((value, index) => value === other[index]);
+function tiles(overview: Overview): HTMLElement {
+  const { columns } = overview.metrics;
+  const last = (name: string): number | null => columns[name]?.findLast((value) => value !== null) ?? null;
+  const tile = (name: string, value: string, more = ""): HTMLElement =>
+    h("div", { class: "tile" }, label(name), h("b", {}, value), label(more));
+  const evaluations = Object.entries(overview.evaluations.columns).filter(([name]) => name.startsWith("eval/"));
+  const reward = columns["reward/mean"]?.find((value) => value !== null) ?? null;
+  const of = overview.state.num_rollout === null ? "" : `of ${number(overview.state.num_rollout)}`;
+  return h(
+    "div",
+    { class: "tiles" },
+    tile("step", number(overview.state.step), of),
+    tile("mean reward", number(last("reward/mean")), reward === null ? "" : `${number(reward)} at first`),
+    evaluations.slice(0, 2).map(([name, values]) => tile(name, number(values.at(-1) ?? null), `after step ${overview.evaluations.step.at(-1)}`)),
+    tile("seconds a step", number(last("time/step_seconds")), last("tokens_per_second") === null ? "" : `${number(last("tokens_per_second"))} tokens/s`),
+    tile("staleness", number(last("staleness/mean")), "steps behind"),
+    tile("untrained samples", number(overview.untrained.failed + overview.untrained.filtered), `${number(overview.untrained.failed)} failed`),
+  );
+}
 
-export function runView(overview: Overview): HTMLElement {
-  const { metrics, evaluations, marks } = overview;
-  const open = (step: number) => (location.hash = `#/step/${step}`);
-  const series = (name: string): Series => ({ name, steps: metrics.step, values: metrics.columns[name] });
-  const evaluated = Object.keys(evaluations.columns)
-    .filter((name) => name.startsWith("eval/"))
-    .map((name): Series => ({ name: name.replace("eval/", ""), steps: evaluations.step, values: evaluations.columns[name], dots: true }));
-  const charts = h("div", { class: "charts" });
-  if (evaluated.length) charts.append(chart("evaluations", evaluated, [], () => undefined));
-  for (const [title, names] of CURVES) {
-    const there = names.filter((name, index) => name in metrics.columns && !names.slice(0, index).some((other) => isSame(metrics.columns[other], metrics.columns[name])));
-    if (there.length) charts.append(chart(title, there.map(series), marks, open));
+function curvesOf(name: string, overview: Overview): Curve[] {
+  const { step, columns } = overview.metrics;
+  const curves: Curve[] = [{ name, step, values: columns[name]! }];
+  if (name !== "reward/mean") return curves;
+  const evaluations = overview.evaluations;
+  for (const [key, values] of Object.entries(evaluations.columns)) {
+    if (!key.startsWith("eval/")) continue;
+    const set = key.slice("eval/".length);
+    const curve: Curve = { name: key, step: evaluations.step, values, hasPoints: true };
+    const [low, high] = [evaluations.columns[`eval_low/${set}`], evaluations.columns[`eval_high/${set}`]];
+    if (low && high) Object.assign(curve, { low, high });
+    curves.push(curve);
   }
-  for (const name of chosen) if (name in metrics.columns) charts.append(chart(name, [series(name)], marks, open));
-  const others = Object.keys(metrics.columns).filter((name) => !chosen.includes(name)).sort();
-  const more = h(
+  return curves;
+}
+
+function picker(names: string[], chosen: string[], show: (names: string[]) => void): HTMLElement {
+  const groups = new Map<string, string[]>();
+  for (const name of names.sort()) {
+    if (chosen.includes(name)) continue;
+    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
+    groups.set(group, [...(groups.get(group) ?? []), name]);
+  }
+  const select = h(
     "select",
-    {
-      "aria-label": "Add a curve",
-      onchange: (event: Event) => {
-        const name = (event.target as HTMLSelectElement).value;
-        chosen = [...chosen, name];
-        charts.append(chart(name, [series(name)], marks, open));
-      },
-    },
-    h("option", { value: "" }, "add a curve …"),
-    ...others.map((name) => h("option", { value: name }, name)),
+    { name: "curve", "aria-label": "Add a curve", change: () => select.value && show([...chosen, select.value]) },
+    h("option", { value: "" }, "Add a curve …"),
+    [...groups].map(([group, members]) => h("optgroup", { label: group }, members.map((name) => h("option", { value: name }, name)))),
   );
-  const parts = PARTS.map((part): [string, Numbers] => [part, metrics.columns[`time/${part}_seconds`] ?? []]).filter(([, values]) => values.some((value) => value));
-  if (parts.length) charts.append(timeline(metrics.step, parts, open));
+  return select;
+}
+
+function marksList(overview: Overview): HTMLElement | null {
+  if (!overview.marks.length) return null;
   return h(
-    "div",
-    { class: "page" },
-    h("h1", {}, overview.run),
-    notes(overview),
-    metrics.step.length ? charts : h("p", {}, "No step was trained yet."),
-    metrics.step.length ? h("p", {}, more) : null,
-    marks.length ? h("section", {}, h("h2", {}, "Changes"), lines(marks)) : null,
-    overview.warnings.length ? h("section", {}, h("h2", {}, "Warnings"), lines(overview.warnings)) : null,
-    h("section", {}, h("h2", {}, "Job"), facts([["folder", overview.folder], ...overview.job])),
+    "ol",
+    { class: "marks" },
+    overview.marks.map(([step, text]) => h("li", {}, h("a", { href: link("step", step) }, `step ${step}`), ` ${text}`)),
   );
 }
 
-function notes(overview: Overview): HTMLElement {
-  const said = [...overview.notes, ...(overview.tokenizer.error ? [`Token texts are missing: ${overview.tokenizer.error}.`] : [])];
-  return h("div", { class: "notes" }, ...said.map((note) => h("p", {}, note)), h("p", {}, `Written ${clock(overview.made)} by headrace ${overview.headrace}.`));
-}
-
-const lines = (rows: [number, string][]) => h("ul", { class: "lines" }, ...rows.map(([step, text]) => h("li", {}, h("a", { href: `#/step/${step}` }, `step ${step}`), ` ${text}`)));
-
-export const facts = (rows: [string, string][]) => h("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
-
-const WAY = ["QUEUED", "LEASED", "READY", "CONSUMED", "COMMITTED"];
-const MEANING: Record<string, string> = {
-  QUEUED: "prompts that wait",
-  LEASED: "being generated",
-  READY: "complete, not trained",
-  CONSUMED: "trained, not saved",
-  COMMITTED: "trained and saved",
-  DROPPED: "filtered",
-  EXPIRED: "too old",
-  FAILED: "without a sample",
-};
-
-export function ledgerView(overview: Overview): HTMLElement {
-  const { ledger } = overview;
-  const states = ledger.states;
-  const state = (name: string) =>
-    h("div", { class: `state ${name.toLowerCase()}` }, h("strong", {}, count(states?.[name] ?? 0)), h("span", {}, name.toLowerCase()), h("small", {}, MEANING[name] ?? ""));
-  const way = WAY.flatMap((name, index) => (index ? [h("span", { class: "arrow", "aria-hidden": "true" }, "→"), state(name)] : [state(name)]));
-  const beside = ["DROPPED", "EXPIRED", "FAILED"].filter((name) => name in (states ?? {}));
+function timeline(overview: Overview, frame: Frame): HTMLElement | null {
+  const { step, columns } = overview.metrics;
+  const column = (name: string): (number | null)[] | undefined => columns[`time/${name}_seconds`];
+  const parts: Curve[] = TIMES.filter((name) => column(name)?.some((value) => value)).map((name) => ({ name, step, values: column(name)! }));
+  if (!parts.length) return null;
+  const whole = column("step");
+  if (whole) {
+    const rest = whole.map((value, index) => (value === null ? null : Math.max(0, value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0))));
+    if (rest.some((value, index) => (value ?? 0) > 0.01 * (whole[index] ?? 0))) parts.push({ name: "other", step, values: rest });
+  }
+  const inner: Curve[] = INNER_TIMES.filter((name) => column(name)?.some((value) => value)).map((name) => ({
+    name: name.replace("_", "-"),
+    step,
+    values: column(name)!,
+  }));
   return h(
-    "div",
-    { class: "page" },
-    h("h1", {}, "Ledger"),
-    h("p", { class: "quiet" }, source(ledger, overview.live)),
-    states ? h("div", { class: "flow" }, ...way) : null,
-    states ? h("div", { class: "flow beside" }, ...beside.map(state)) : null,
-    ledger.produced === null ? null : h("p", {}, `${count(ledger.produced)} samples were produced.`),
-    table("Why samples failed", ledger.failures, "No sample failed.", count),
-    table("Why groups were filtered (samples)", ledger.filtered, "No group was filtered.", count),
-    ledger.staleness ? table("Steps that trained samples are behind", ledger.staleness.map(([lag, share]) => [String(lag), share]), "", (share) => `${number(100 * share)} %`) : null,
-    overview.untrained.failed + overview.untrained.filtered ? h("p", {}, h("a", { href: "#/untrained" }, "Look at the groups that were not trained")) : null,
+    "section",
+    { "aria-label": "Timeline" },
+    h("h2", {}, "Timeline"),
+    h(
+      "div",
+      { class: "curves" },
+      stackedFigure("seconds of a step", seconds, parts, frame),
+      inner.length > 0 && stackedFigure("seconds of training, in the ranks", seconds, inner, frame),
+    ),
   );
 }
 
-function source(ledger: Ledger, live: boolean): string {
-  if (ledger.source === "metrics") return "The ledger could not be read here, so states are unknown. Reasons are those of the sample log.";
-  const at = ledger.time === null ? "" : `, ${clock(ledger.time)}`;
-  return live ? `Groups by state, as the buffer says${at}.` : `Groups by state at the end of the run${at}.`;
+function facts(overview: Overview): HTMLElement {
+  return h(
+    "section",
+    { "aria-label": "Job" },
+    h("h2", {}, "Job"),
+    h("dl", { class: "facts" }, overview.job.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+  );
 }
 
-function table(title: string, rows: [string, number][], none: string, say: (value: number) => string): HTMLElement {
-  return h("section", {}, h("h2", {}, title), rows.length ? bars(rows, say) : h("p", { class: "quiet" }, none));
+function remarks(overview: Overview): HTMLElement {
+  const lines = overview.tokenizer.error ? [...overview.notes, overview.tokenizer.error] : overview.notes;
+  return h(
+    "section",
+    { "aria-label": "Notes" },
+    h("h2", {}, "Notes"),
+    h(
+      "ul",
+      { class: "plain" },
+      lines.map((note) => h("li", {}, note)),
+      h("li", {}, `Written ${clock(overview.made)} by headrace ${overview.headrace}, from ${overview.folder}.`),
+    ),
+    overview.warnings.length > 0 && h("h3", {}, count(overview.warnings.length, "warning")),
+    overview.warnings.length > 0 &&
+      h(
+        "ul",
+        { class: "plain warnings" },
+        overview.warnings.slice(-20).reverse().map(([step, text]) => h("li", {}, h("a", { href: link("step", step) }, `step ${step}`), ` ${text}`)),
+      ),
+  );
 }
