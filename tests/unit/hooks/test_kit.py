@@ -100,6 +100,21 @@ async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
     assert [*whole.loss_mask] == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
 
 
+async def test_a_sample_whose_response_is_a_text_of_the_function_has_the_tokens_of_all_turns(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    call = call_of(engine, tmp_path)
+    sample = Sample(prompt="3 + 4 =<|im_start|>assistant\n")
+    with calling(call):
+        first = await generate_single(sample.prompt)
+        second = await generate_single(f"{sample.prompt}{first} Sure?<|im_start|>assistant\n")
+    sample.response = f"{first} Sure? {second}"
+    made = attach_tokens(sample, call)
+    assert (made.response, made.status) == (f"{first} Sure? {second}", Sample.Status.COMPLETED)
+    assert made.tokens == second.turn.tokens()
+    assert made.loss_mask == [*second.turn.branch().loss_mask]
+
+
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
