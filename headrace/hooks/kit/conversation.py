@@ -187,11 +187,7 @@ class Call:
         return not any(turn.answer.is_cut for turn in before) and (most is None or len(before) < most)
 
     def note(self, conversation: Conversation, completion: Completion) -> None:
-        """Remembers the latest completion of a conversation, also for the shorter texts that it began with."""
-        before = completion.turn.path()
-        for known, earlier in [*self._of_conversations.values()]:
-            if any(earlier.turn is turn for turn in before):
-                self._of_conversations[id(known)] = (known, completion)
+        """Remembers the latest completion of a conversation."""
         self._of_conversations[id(conversation)] = (conversation, completion)
         self.latest = completion
 
@@ -206,7 +202,14 @@ class Call:
         latest = self.latest if len(self.samples) == 1 and not response else None
         if id(sample.prompt) in self._of_conversations:
             latest = self._of_conversations[id(sample.prompt)][1]
+            if isinstance(sample.prompt, str) and response != latest:
+                latest = self._last_behind(latest)
         return latest, latest is not None and latest.is_open and not response
+
+    def _last_behind(self, first: Completion) -> Completion:
+        """The newest completion that goes on where `first` ended, or `first`: a text that goes on is another object."""
+        every = (completion for _, completion in reversed(self._of_conversations.values()))
+        return next((one for one in every if any(turn is first.turn for turn in one.turn.path())), first)
 
     def params(self) -> dict[str, Any]:
         """Returns the job's sampling parameters; each request has its own seed, which depends on the job's alone."""

@@ -113,6 +113,8 @@ async def test_a_sample_whose_response_is_a_text_of_the_function_has_the_tokens_
     assert (made.response, made.status) == (f"{first} Sure? {second}", Sample.Status.COMPLETED)
     assert made.tokens == second.turn.tokens()
     assert made.loss_mask == [*second.turn.branch().loss_mask]
+    alone = attach_tokens(Sample(prompt=sample.prompt, response=str(first)), call)
+    assert alone.tokens == first.turn.tokens()
 
 
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
