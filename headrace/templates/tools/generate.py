@@ -22,7 +22,8 @@ async def generate(args, sample, sampling_params, evaluation=False):
     sample.response = written
     if call := CALL.search(written):
         result = await tools.call(ToolCall(name="multiply", arguments={"a": call[1], "b": call[2]}))
-        sample.response = await generate_single(f"{text}{written} {result}", sampling_params={"max_new_tokens": 4})
+        rest = await generate_single(f"{text}{written} {result}", sampling_params={"max_new_tokens": 4})
+        sample.response = f"{written} {result}{rest}"
         sample.metadata["result"] = result
     return sample
 
@@ -31,5 +32,5 @@ async def reward(args, sample, **kwargs):
     """1 for a call that gives the right number and a response that ends there, 0.3 if words follow."""
     if sample.metadata.get("result") != sample.label:
         return 0.0
-    ends = sample.status is sample.Status.COMPLETED and not sample.response.strip()
+    ends = sample.status is sample.Status.COMPLETED and sample.response.rstrip().endswith(f">> {sample.label}")
     return 1.0 if ends else 0.3
