@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -40,6 +41,7 @@ from headrace.rpc.log import log
 from headrace.session import Ask
 from services.rollout.agents.dialects.chat import CHAT, COMPLETIONS, error_body
 from services.rollout.agents.dialects.core import Asked, Dialect, Exchange
+from services.rollout.agents.dialects.messages import MESSAGES
 from services.rollout.agents.server import PEER
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
 from services.rollout.engine.api import Generation
@@ -62,7 +64,7 @@ _OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING"
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 
 
-_DIALECTS: dict[str, Dialect] = {"chat/completions": CHAT, "completions": COMPLETIONS}
+_DIALECTS: dict[str, Dialect] = {"chat/completions": CHAT, "completions": COMPLETIONS, "messages": MESSAGES}
 """By the path below /v1/."""
 
 _SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -72,7 +74,8 @@ _OPEN = Access(has_certificates=False, tokens=None)
 class Gate:
     """Refuses a request before its body is read: the roles of gRPC's callers may ask.
 
-    A caller shows a certificate, or sends a token as OpenAI's clients send their key: `Authorization: Bearer TOKEN`.
+    A caller shows a certificate, or sends a token as OpenAI's clients send their key, `Authorization: Bearer TOKEN`, or
+    as Anthropic's do, `x-api-key: TOKEN`.
     """
 
     def __init__(self, access: Access = _OPEN) -> None:
@@ -90,13 +93,14 @@ class Gate:
     def _require_allowed(self, request: Request, rpc: str) -> None:
         shown = request.scope.get("state", {}).get(PEER, {})
         tokens = [(AUTHORIZATION, value) for value in request.headers.getlist(AUTHORIZATION)]
+        tokens += [(AUTHORIZATION, f"Bearer {value}") for value in request.headers.getlist("x-api-key")]
         caller = self._access.caller(shown, tokens)
         try:
             self._access.require(caller, _SERVICE, rpc)
         except (Unauthenticated, PermissionDenied) as error:
             log.info("openai_refused", caller=caller.name, role=caller.role, path=request.url.path, reason=error.reason)
             if isinstance(error, Unauthenticated):
-                raise Unauthenticated(f"{error.message}; OpenAI's clients send it as api_key") from error
+                raise Unauthenticated(f"{error.message}; clients send it as api_key") from error
             raise
 
 
@@ -138,13 +142,24 @@ class Endpoint:
         self._policy = policy
         self._encoder = encoder
         self._model = model
-        self._described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "headrace"}
+        began = int(time.time())
+        self._described = {
+            "id": model,
+            "object": "model",
+            "created": began,
+            "owned_by": "headrace",
+            "type": "model",
+            "display_name": model,
+            "created_at": f"{datetime.fromtimestamp(began, UTC):%FT%TZ}",
+        }
+        """As OpenAI and Anthropic describe a model, in one."""
         self.calls = CallsInProgress()
 
     def application(self) -> Starlette:
         """Returns the routes as an ASGI application."""
         handlers: list[tuple[str, str, Handler, str, Dialect]] = [
             *((path, "POST", self._respond, "Generate", dialect) for path, dialect in _DIALECTS.items()),
+            ("messages/count_tokens", "POST", self._count_tokens, "Generate", MESSAGES),
             ("models", "GET", self._models, "GetFleet", CHAT),
             ("models/{name:path}", "GET", self._model_named, "GetFleet", CHAT),
         ]
@@ -176,18 +191,37 @@ class Endpoint:
         return guarded
 
     async def _models(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [self._described],
+                "has_more": False,
+                "first_id": self._model,
+                "last_id": self._model,
+            }
+        )
 
     async def _model_named(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
         if (name := request.path_params["name"]) != self._model:
             raise NotFound(f"model {name[:80]!r} does not exist: there is {self._model!r}, which answers for any name")
         return JSONResponse(self._described)
 
-    async def _respond(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+    async def _count_tokens(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        _, ask = await self._read(request, session, body, dialect)
+        return JSONResponse({"input_tokens": len(ask.tokens)})
+
+    async def _read(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> tuple[Exchange, Ask]:
+        if dialect.version:
+            header, known = dialect.version
+            if (version := request.headers.get(header, known)) != known:
+                raise InvalidArgument(f"{header} {version[:40]} is not supported: send {known}", field=header)
         exchange = dialect.read(body, self._model, session.kept if session.is_recorded else None)
-        asked = exchange.asked
         session.seconds_left()  # whether it is over
-        ask = await self._policy.ask(session, asked)
+        return exchange, await self._policy.ask(session, exchange.asked)
+
+    async def _respond(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        exchange, ask = await self._read(request, session, body, dialect)
+        asked = exchange.asked
         if asked.stream:
             task = asyncio.current_task()
             assert task is not None

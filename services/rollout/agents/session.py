@@ -189,7 +189,9 @@ class AgentPolicy:
         record = session.record
         if asked.messages is None:
             return await self._encoder.off_loop(record.ask_text, asked.text)
-        ask = await self._encoder.off_loop(record.ask, asked.messages, asked.tools, asked.variables)
+        ask = await self._encoder.off_loop(
+            record.ask, asked.messages, asked.tools, {**self._encoder.known(asked.hints), **asked.variables}
+        )
         if asked.without_thoughts and opened_thought(ask.text):
             raise InvalidArgument("thinking cannot be disabled: the chat template opens a thought", field="thinking")
         return ask

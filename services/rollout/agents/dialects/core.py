@@ -117,6 +117,8 @@ class Asked:
     tools: Sequence[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for this request."""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that act where the chat template reads them."""
     num_choices: int = 1
     stream: bool = False
     splits_thoughts: bool = False
@@ -209,6 +211,8 @@ class Dialect:
     """Of a body, the model's name and what the session keeps (None outside of one). Raises InvalidArgument."""
     error: Callable[[int, str, str, str | None, str | None], Mapping[str, Any]]
     """Of a status, OpenAI's type, the message, the parameter and the code."""
+    version: tuple[str, str] | None = None
+    """A header, and the value that it must have where a client sends it."""
 
 
 def assistant_message(thought: str, text: str, calls: Sequence[TemplateMessage]) -> TemplateMessage:

@@ -54,11 +54,11 @@ class Policy:
         if choose.random() < 0.3:
             text = f"<think>\n{choose.choice(WORDS)} {len(self.requests)}\n</think>\n\n{text}"
         if tools and choose.random() < 0.5:
-            calls = [
+            written = [
                 f'<tool_call>\n{{"name":"add",  "arguments": {{"a":{n}}}}}\n</tool_call>'
                 for n in range(choose.randint(1, self.most_calls))
             ]
-            text += "\n" + "\n".join(calls)
+            text += "\n" + "\n".join(written)
         was_cut = choose.random() < 0.2
         self.version += choose.random() < 0.1
         tokens = [token for character in text for token in self.encoder.tokens_of_rendered(character)]
