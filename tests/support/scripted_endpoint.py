@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +79,9 @@ class Served:
         path = "chat/completions"
         return await self.post(path, {"model": "m", "messages": [USER], **body}, recorded=recorded)
 
-    async def post(self, path: str, body: Any, *, recorded: bool = True, **headers: str) -> httpx.Response:
+    async def post(
+        self, path: str, body: Any, *, recorded: bool = True, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
         url = f"{self.url}/v1/{path}" if recorded else f"/v1/{path}"
         return await self.http.post(url, json=body, headers=headers)
 

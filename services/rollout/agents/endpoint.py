@@ -211,10 +211,12 @@ class Endpoint:
         return JSONResponse({"input_tokens": len(ask.tokens)})
 
     async def _read(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> tuple[Exchange, Ask]:
-        if dialect.version:
-            header, known = dialect.version
-            if (version := request.headers.get(header, known)) != known:
-                raise InvalidArgument(f"{header} {version[:40]} is not supported: send {known}", field=header)
+        if dialect.versions:
+            header, known = dialect.versions
+            if (version := request.headers.get(header)) not in (None, *known):
+                raise InvalidArgument(
+                    f"{header} {str(version)[:40]} is not supported: send {' or '.join(known)}", field=header
+                )
         exchange = dialect.read(body, self._model, session.kept if session.is_recorded else None)
         session.seconds_left()  # whether it is over
         return exchange, await self._policy.ask(session, exchange.asked)

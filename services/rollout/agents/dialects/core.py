@@ -211,8 +211,8 @@ class Dialect:
     """Of a body, the model's name and what the session keeps (None outside of one). Raises InvalidArgument."""
     error: Callable[[int, str, str, str | None, str | None], Mapping[str, Any]]
     """Of a status, OpenAI's type, the message, the parameter and the code."""
-    version: tuple[str, str] | None = None
-    """A header, and the value that it must have where a client sends it."""
+    versions: tuple[str, Sequence[str]] | None = None
+    """A header, and the values that it may have where a client sends it."""
 
 
 def assistant_message(thought: str, text: str, calls: Sequence[TemplateMessage]) -> TemplateMessage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +40,8 @@ _OF_TOOL = frozenset(
 )
 """`strict` is a wish: arguments are given as they were sampled."""
 _CALLED = {"max_new_tokens": "max_tokens"}
+_SIGNED = "headrace."
+"""Signatures of this endpoint begin so."""
 _SEND_TEXT = "send text"
 _ERRORS = {
     401: "authentication_error",
@@ -135,6 +136,8 @@ class _Request(msgspec.Struct, kw_only=True):
 
     def _tools(self) -> list[Any] | None:
         choice = self.tool_choice or {"type": "auto"}
+        if choice.get("disable_parallel_tool_use"):
+            refuse("tool_choice.disable_parallel_tool_use", "a response may call several tools")
         if (kind := choice.get("type")) not in ("auto", "none"):
             refuse(f"tool_choice of type {kind!r:.40}", "a response is sampled freely, so write auto or none")
         tools = [_tool(tool) for tool in self.tools or ()]
@@ -153,8 +156,10 @@ class _Request(msgspec.Struct, kw_only=True):
                     yield from _of_user(blocks, called)
                 case "assistant":
                     yield _of_assistant(blocks, called)
+                case "system":
+                    yield {"role": "system", "content": _text_of(blocks, "messages")}
                 case _:
-                    refuse(f"messages: role {role!r:.40}", "write user or assistant, and system as a parameter")
+                    refuse(f"messages: role {role!r:.40}", "write user, assistant or system")
         if role == "assistant":
             raise InvalidArgument(
                 "messages: the last one is the assistant's: a response that is begun (prefill) is not supported",
@@ -208,7 +213,7 @@ def _of_assistant(blocks: Sequence[Block], called: dict[str, str]) -> TemplateMe
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(thought)}:
-                thoughts.append(thought)
+                thoughts.append(_signed(thought, block.get("signature")))
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
                 called[call_id] = name
                 calls.append(template_call(call_id, name, arguments))
@@ -227,10 +232,12 @@ class _Exchange:
         self._blocks = 0
         self._open: str | None = None
         self._thought = self._text = ""
+        self._omits = (request.thinking or {}).get("display") == "omitted"
+        """Thoughts are not shown, and their signature brings them back."""
 
     def body(self, replies: Sequence[Reply], prompt_tokens: int) -> Mapping[str, Any]:
         (reply,) = replies
-        return self._message(list(_blocks(reply)), prompt_tokens, reply.num_tokens, **_ending(reply))
+        return self._message(list(self._content(reply)), prompt_tokens, reply.num_tokens, **_ending(reply))
 
     def begin(self, prompt_tokens: int) -> bytes:
         message = self._message([], prompt_tokens, 0, stop_reason=None, stop_sequence=None)
@@ -241,7 +248,7 @@ class _Exchange:
         new, self._thought = said_since(self._thought, thought), thought
         if new:
             events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
-            events += self._delta("thinking_delta", thinking=new)
+            events += b"" if self._omits else self._delta("thinking_delta", thinking=new)
         if text.strip():  # clients refuse a text of blanks
             new, self._text = said_since(self._text, text), text
             events += self._begin({"type": "text", "text": ""}) + self._delta("text_delta", text=new) if new else b""
@@ -258,6 +265,18 @@ class _Exchange:
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return sse(error, "error")
+
+    def _content(self, reply: Reply) -> Iterator[Block]:
+        if thought := reply.thought:
+            yield {
+                "type": "thinking",
+                "thinking": "" if self._omits else thought,
+                "signature": _signature(thought),
+            }
+        if reply.text:
+            yield {"type": "text", "text": reply.text}
+        for call in reply.calls:
+            yield _tool_use(call)
 
     def _message(self, content: list[Block], prompt_tokens: int, tokens: int, **ending: Any) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
@@ -286,21 +305,28 @@ class _Exchange:
         return events
 
 
-def _blocks(reply: Reply) -> Iterator[Block]:
-    if reply.thought:
-        yield {"type": "thinking", "thinking": reply.thought, "signature": _signature(reply.thought)}
-    if reply.text:
-        yield {"type": "text", "text": reply.text}
-    for call in reply.calls:
-        yield _tool_use(call)
-
-
 def _tool_use(call: Call) -> Block:
     return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 
 def _signature(thought: str) -> str:
-    return base64.b64encode(hashlib.sha256(thought.encode(errors="surrogatepass")).digest()).decode()
+    """Holds the thought itself, for clients that are not shown it."""
+    return _SIGNED + base64.b64encode(thought.encode(errors="surrogatepass")).decode()
+
+
+def _signed(thought: str, signature: Any) -> str:
+    """The thought of a block that comes back. Raises InvalidArgument for one that was changed."""
+    if not isinstance(signature, str) or not signature.startswith(_SIGNED):
+        return thought  # another model's
+    try:
+        known = base64.b64decode(signature.removeprefix(_SIGNED)).decode(errors="surrogatepass")
+    except ValueError:
+        known = None
+    if known is None or thought not in ("", known):
+        raise InvalidArgument(
+            "messages: a thinking block was changed: send it back as it was given, or leave it out", field="messages"
+        )
+    return known
 
 
 def _ending(reply: Reply) -> dict[str, Any]:
@@ -331,4 +357,4 @@ def read_messages(body: bytes, model: str, kept: Kept | None = None) -> _Exchang
     return _Exchange(parsed(body, _Request, without_effect=_WITHOUT_EFFECT, asking_nothing=_DEFAULTS), model)
 
 
-MESSAGES = Dialect(read_messages, error_body, version=("anthropic-version", "2023-06-01"))
+MESSAGES = Dialect(read_messages, error_body, versions=("anthropic-version", ("2023-06-01", "2026-10-21")))
