@@ -42,6 +42,7 @@ from headrace.session import Ask
 from services.rollout.agents.dialects.chat import CHAT, COMPLETIONS, error_body
 from services.rollout.agents.dialects.core import Asked, Dialect, Exchange
 from services.rollout.agents.dialects.messages import MESSAGES
+from services.rollout.agents.dialects.responses import RESPONSES
 from services.rollout.agents.server import PEER
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
 from services.rollout.engine.api import Generation
@@ -64,7 +65,12 @@ _OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING"
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 
 
-_DIALECTS: dict[str, Dialect] = {"chat/completions": CHAT, "completions": COMPLETIONS, "messages": MESSAGES}
+_DIALECTS: dict[str, Dialect] = {
+    "chat/completions": CHAT,
+    "completions": COMPLETIONS,
+    "messages": MESSAGES,
+    "responses": RESPONSES,
+}
 """By the path below /v1/."""
 
 _SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name

@@ -6,6 +6,7 @@ refuses more of them, because a response that is trained is sampled as the job s
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from services.rollout.production.sampling import require_in_range
 T = TypeVar("T", bound=msgspec.Struct)
 TemplateMessage = dict[str, Any]
 """A message as chat templates take it: content as text, arguments of tool calls as objects."""
+_SIGNED = "headrace."
+"""Signatures of this endpoint begin so."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -173,6 +176,16 @@ class Reply:
     def num_tokens(self) -> int:
         return len(self.answer.tokens)
 
+    @property
+    def num_thought_tokens(self) -> int:
+        """The tokens of the thought, with its marks."""
+        end, characters = self.answer.text.find("</think>"), 0
+        for number, piece in enumerate(self.pieces if self.thought else ()):
+            if 0 <= end < characters:
+                return number
+            characters += len(piece)
+        return self.num_tokens if self.thought else 0
+
     def message(self) -> TemplateMessage:
         """The message that the client sends back, as the record knows it."""
         return assistant_message(self.thought, self.text, [call.for_template() for call in self.calls])
@@ -261,6 +274,24 @@ def parsed(
 def refuse(field: str, instead: str) -> None:
     """Raises InvalidArgument for what the endpoint cannot do."""
     raise InvalidArgument(f"{field} is not supported: {instead}", field=field)
+
+
+def sign(thought: str) -> str:
+    """Returns what a client sends back with a thought. It holds the thought, for clients that are not shown it."""
+    return _SIGNED + base64.b64encode(thought.encode(errors="surrogatepass")).decode()
+
+
+def signed(thought: str, signature: Any, what: str) -> str:
+    """Returns the thought that comes back with its signature. Raises InvalidArgument for one that was changed."""
+    if not isinstance(signature, str) or not signature.startswith(_SIGNED):
+        return thought  # another model's
+    try:
+        known = base64.b64decode(signature.removeprefix(_SIGNED), validate=True).decode(errors="surrogatepass")
+    except ValueError:
+        known = None
+    if known is None or thought not in ("", known):
+        raise InvalidArgument(f"{what} was changed: send it back as it was given, or leave it out")
+    return known
 
 
 def said_since(sent: str, text: str) -> str:

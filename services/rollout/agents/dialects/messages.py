@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from services.rollout.agents.dialects.core import (
     parsed,
     refuse,
     said_since,
+    sign,
+    signed,
     sse,
     template_call,
 )
@@ -40,8 +41,6 @@ _OF_TOOL = frozenset(
 )
 """`strict` is a wish: arguments are given as they were sampled."""
 _CALLED = {"max_new_tokens": "max_tokens"}
-_SIGNED = "headrace."
-"""Signatures of this endpoint begin so."""
 _SEND_TEXT = "send text"
 _ERRORS = {
     401: "authentication_error",
@@ -213,7 +212,7 @@ def _of_assistant(blocks: Sequence[Block], called: dict[str, str]) -> TemplateMe
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(thought)}:
-                thoughts.append(_signed(thought, block.get("signature")))
+                thoughts.append(signed(thought, block.get("signature"), "messages: a thinking block"))
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
                 called[call_id] = name
                 calls.append(template_call(call_id, name, arguments))
@@ -271,7 +270,7 @@ class _Exchange:
             yield {
                 "type": "thinking",
                 "thinking": "" if self._omits else thought,
-                "signature": _signature(thought),
+                "signature": sign(thought),
             }
         if reply.text:
             yield {"type": "text", "text": reply.text}
@@ -296,9 +295,7 @@ class _Exchange:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
-        signed = (
-            self._delta("signature_delta", signature=_signature(self._thought)) if self._open == "thinking" else b""
-        )
+        signed = self._delta("signature_delta", signature=sign(self._thought)) if self._open == "thinking" else b""
         events = signed + _event("content_block_stop", index=self._blocks)
         self._open = None
         self._blocks += 1
@@ -307,26 +304,6 @@ class _Exchange:
 
 def _tool_use(call: Call) -> Block:
     return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": json.loads(call.arguments)}
-
-
-def _signature(thought: str) -> str:
-    """Holds the thought itself, for clients that are not shown it."""
-    return _SIGNED + base64.b64encode(thought.encode(errors="surrogatepass")).decode()
-
-
-def _signed(thought: str, signature: Any) -> str:
-    """The thought of a block that comes back. Raises InvalidArgument for one that was changed."""
-    if not isinstance(signature, str) or not signature.startswith(_SIGNED):
-        return thought  # another model's
-    try:
-        known = base64.b64decode(signature.removeprefix(_SIGNED)).decode(errors="surrogatepass")
-    except ValueError:
-        known = None
-    if known is None or thought not in ("", known):
-        raise InvalidArgument(
-            "messages: a thinking block was changed: send it back as it was given, or leave it out", field="messages"
-        )
-    return known
 
 
 def _ending(reply: Reply) -> dict[str, Any]:
