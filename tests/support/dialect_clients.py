@@ -147,8 +147,11 @@ class MessagesClient(Client):
         return {"content": blocks}
 
     def said(self, body: Any) -> Thread:
-        as_javascript = json.dumps(body["content"]).replace(".0}", "}")
-        return [{"role": "assistant", "content": json.loads(as_javascript)}]
+        def as_javascript(block: Any) -> Any:
+            calls = block["type"] == "tool_use"
+            return {**block, "input": json.loads(json.dumps(block["input"]).replace(".0}", "}"))} if calls else block
+
+        return [{"role": "assistant", "content": [as_javascript(block) for block in body["content"]]}]
 
     def edited(self, said: Thread) -> Thread:
         def changed(block: Any) -> Any:
