@@ -9,6 +9,7 @@ import click
 
 from headrace.cli.arg_types import Group, run_argument
 from headrace.cli.commands.live import restarted
+from headrace.cli.commands.reward_service import new, serve
 from headrace.cli.runs import find_run
 from headrace.disk import atomic_write
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
@@ -24,6 +25,10 @@ _REWARD = "reward"
 @click.group(cls=Group)
 def reward() -> None:
     """Changes how a live run scores."""
+
+
+reward.add_command(serve)
+reward.add_command(new)
 
 
 @reward.command("set")
