@@ -7,6 +7,7 @@ error once.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class ScorerInfo:
 
 class RewardClient(Closing):
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = connect(address)
         self._peer = f"the reward service at {address}"
         self._stub = RewardServiceStub(self._channel)
@@ -50,10 +52,13 @@ class RewardClient(Closing):
         return await score_until(end, items, ask, _may_help)
 
     async def ask(
-        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float
+        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float, evaluation: bool = False
     ) -> Sequence[ScoreResult]:
-        """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers."""
-        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
+        """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers.
+
+        No candidate scores the samples of an `evaluation`.
+        """
+        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "", evaluation=evaluation)
         reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
             raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
@@ -65,6 +70,26 @@ class RewardClient(Closing):
             self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
         return [ScorerInfo(s.name, s.version, s.description, s.is_default) for s in reply.scorers]
+
+    async def change_scorer(
+        self, request: pb.ChangeScorerRequest, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    ) -> pb.ScorerState:
+        """Makes a change once, whatever happens to the service meanwhile. An empty `change_id` is chosen here.
+
+        Raises InvalidArgument for a scorer that cannot be loaded, FailedPrecondition where there is nothing to change.
+        """
+        request.change_id = request.change_id or uuid.uuid4().hex
+        state: pb.ScorerState = await call(
+            self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer
+        )
+        return state
+
+    async def scorer_state(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> pb.ScorerState:
+        """Who pays and who is tried."""
+        state: pb.ScorerState = await call(
+            self._stub.GetScorerState, pb.GetScorerStateRequest(), deadline_seconds=deadline_seconds, peer=self._peer
+        )
+        return state
 
     async def close(self) -> None:
         await self._channel.close(None)
