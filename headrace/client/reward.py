@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceE
 from headrace.limits import MAX_SCORE_ITEMS_PER_CALL
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, call_once, connect
 from headrace.rpc.retry import retry_until
-from headrace.score import ScoreError, ScoreItem, ScoreResult, unpack_result
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult, unpack_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +103,33 @@ async def score_until(
 ) -> list[ScoreResult]:
     """One result an item, in order, from `ask(some items, seconds left)`.
 
-    Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
+    Where a scorer was replaced between two calls for one group, all of the group is asked for again, so that one
+    scorer has scored it. Raises the last error when `time.monotonic()` reaches `end`, and at once one for which
+    `may_help` is False.
     """
     results: dict[int, ScoreResult] = {}
     waiting = deque(range(len(items)))
-    while waiting:
+    repeated = set[str]()
+    """Groups of which some items were asked for again."""
+    while waiting or (waiting := _mixed(items, results, repeated)):
         some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
         answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
         for i, answer in zip(some, answers, strict=True):
             if isinstance(answer, ScoreError) and answer.retryable and i not in results:
                 waiting.append(i)
+                repeated.add(items[i].group_id)
             results[i] = answer
     return [results[i] for i in range(len(items))]
+
+
+def _mixed(items: Sequence[ScoreItem], results: Mapping[int, ScoreResult], groups: set[str]) -> deque[int]:
+    """The items of those `groups` that have scores of two scorers. Takes them out: once is enough."""
+    scorers: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for i, result in results.items():
+        if isinstance(result, Score) and items[i].group_id in groups:
+            scorers[items[i].group_id].add((result.scorer, result.scorer_version))
+    groups.clear()
+    return deque(i for i, item in enumerate(items) if len(scorers.get(item.group_id, ())) > 1)
 
 
 def _may_help(error: HeadraceError) -> bool:

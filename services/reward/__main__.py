@@ -36,12 +36,12 @@ async def _serve(options: dict[str, Any]) -> None:
         args,
         listen_of(options),
         of_evaluations=of_evaluations,
-        folder=options["folder"] or folder,
+        folder=RunFolder(options["folder"]) if options["folder"] else folder,
     )
     await server.run_until_signal()
 
 
-def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequence[str], Path | None]:
+def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequence[str], RunFolder | None]:
     given = {name: options[name] for name in RewardSection.model_fields if options[name] is not None}
     if options["config"] is None:
         reward = RewardSection.model_validate(given)
@@ -50,7 +50,7 @@ def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequenc
     configure_logging("reward", run=job.run.run_name)
     reward = RewardSection.model_validate(job.reward.model_dump() | given)
     args = hook_args(job.model_copy(update={"reward": reward}))
-    return reward, args, own_rewards(eval_sets(job.eval)), RunFolder.of(job).path
+    return reward, args, own_rewards(eval_sets(job.eval)), RunFolder.of(job)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2
@@ -23,6 +22,7 @@ from headrace.limits import (
 )
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.server import Listen, RpcServer, Service
+from headrace.run_folder import RunFolder
 from headrace.score import ScoreError, ScoreItem, pack_result
 from headrace.shadow_log import ShadowLog
 from services.reward.live_scorers import LOAD_SECONDS, LiveScorers, require_settings, workers_for
@@ -105,9 +105,6 @@ def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
 
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-STATE = "reward.json"
-"""Says in the run's folder which scorer pays and which one is tried."""
-SHADOW = "shadow.jsonl"
 
 
 class RewardServer:
@@ -127,7 +124,7 @@ class RewardServer:
         listen: Listen,
         *,
         of_evaluations: Sequence[str] = (),
-        folder: Path | None = None,
+        folder: RunFolder | None = None,
     ) -> RewardServer:
         """Returns when it serves; `of_evaluations` are functions of single evaluations, by path.
 
@@ -139,7 +136,10 @@ class RewardServer:
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         live = LiveScorers(
-            registry, reward, SwapFile(folder and folder / STATE), ShadowLog(folder / SHADOW) if folder else None
+            registry,
+            reward,
+            SwapFile(folder.scorer_state if folder else None),
+            ShadowLog(folder.shadow) if folder else None,
         )
         batch_scorer = BatchScorer(
             registry,

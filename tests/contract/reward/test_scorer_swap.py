@@ -12,9 +12,9 @@ import pytest
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
+from headrace.run_folder import RunFolder
 from headrace.score import Score, ScoreItem
 from headrace.shadow_log import Comparison, ShadowLog
-from services.reward.server import SHADOW, STATE
 from tests.support.processes.reward_server import served_reward
 from tests.support.refusals import refused
 
@@ -61,7 +61,7 @@ def trial(scorer: str = "", share: float = 1.0) -> pb.Trial:
 
 async def compared(folder: Path, number: int) -> Sequence[Comparison]:
     async with asyncio.timeout(60):
-        while len(found := list(ShadowLog(folder / SHADOW).all())) < number:
+        while len(found := list(ShadowLog(RunFolder(folder).shadow).all())) < number:
             await asyncio.sleep(0.01)
     return found
 
@@ -142,7 +142,7 @@ async def test_a_bad_change_changes_nothing(client: RewardClient, path: str, tmp
         await change(client, rollback=pb.Rollback())
     assert await client.scorer_state() == before
     assert await rewards(client) == {"g0": {1.0}}
-    assert not (tmp_path / STATE).exists()
+    assert not RunFolder(tmp_path).scorer_state.exists()
 
 
 async def test_a_shadow_that_hangs_or_raises_delays_nobody_and_is_counted(
@@ -157,7 +157,7 @@ async def test_a_shadow_that_hangs_or_raises_delays_nobody_and_is_counted(
     async with asyncio.timeout(60):
         while not (await client.scorer_state()).shadow.failed:
             await rewards(client)
-    assert not (tmp_path / SHADOW).exists()
+    assert not (RunFolder(tmp_path).shadow).exists()
 
 
 async def test_a_restart_continues_with_the_state_until_the_job_names_another_scorer(path: str, tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ async def test_a_state_that_cannot_be_used_is_refused_with_the_way_out(path: str
     async with served_reward((), tmp_path, rm_type="math") as client:
         await change(client, set=f"{path}:two")
     Path(path).unlink()
-    with refused(ConfigError, f"{path}:two", STATE):
+    with refused(ConfigError, f"{path}:two", "reward.json"):
         async with served_reward((), tmp_path, rm_type="math"):
             pass
-    (tmp_path / STATE).write_text(json.dumps({"live": 3}))
-    with refused(ConfigError, STATE):
+    RunFolder(tmp_path).scorer_state.write_text(json.dumps({"live": 3}))
+    with refused(ConfigError, "reward.json"):
         async with served_reward((), tmp_path, rm_type="math"):
             pass
 

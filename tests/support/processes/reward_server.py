@@ -11,6 +11,7 @@ from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.services import RewardSection
 from headrace.rpc.server import Listen
+from headrace.run_folder import RunFolder
 from services.reward.server import RewardServer
 
 
@@ -21,7 +22,9 @@ async def served_reward(
     """One worker, where the leaves of the job's section do not say otherwise."""
     section = RewardSection.model_validate({"reward_workers": 1, **leaves})
     args, listen = section_args(section), Listen("127.0.0.1:0")
-    server = await RewardServer.start(section, args, listen, of_evaluations=of_evaluations, folder=folder)
+    server = await RewardServer.start(
+        section, args, listen, of_evaluations=of_evaluations, folder=folder and RunFolder(folder)
+    )
     try:
         async with RewardClient(server.rpc.address) as client:
             yield client
