@@ -49,4 +49,5 @@ async def test_a_framework_calls_its_tool_and_all_that_the_policy_said_is_traine
     generations = [made for _, made in served.script.generations]
     assert len(generations) == len(steps)
     assert sum(sum(branch.loss_mask) for branch in branches) == sum(len(made.tokens) for made in generations)
-    assert len(branches) == 1
+    rewrites = example == "with_smolagents"  # it writes its calls into the history in a form of its own
+    assert len(branches) == (len(steps) if rewrites else 1)
