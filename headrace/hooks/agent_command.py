@@ -134,9 +134,10 @@ def words_of(command: str, **values: str) -> list[str]:
         words = [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in shlex.split(command)]
     except ValueError as error:
         raise ConfigError(f"command {command!r:.200}: {error}") from error
-    if not words or shutil.which(words[0]) is None:
+    program = shutil.which(words[0]) if words else None
+    if program is None:
         raise ConfigError(f"command {command!r:.200}: there is no program {(words or [''])[0]!r} on PATH: install it")
-    return words
+    return [str(Path(program).absolute()), *words[1:]]
 
 
 def prompt_text(task: Task) -> str:

@@ -96,7 +96,7 @@ async def test_a_framework_calls_its_tool_and_all_that_the_policy_said_is_traine
 @pytest.mark.skipif(PYTHON is None, reason="long: make examples sets HEADRACE_FRAMEWORKS_PYTHON")
 @pytest.mark.timeout(1800)
 def test_each_framework_is_trained_for_two_steps_and_no_sample_is_lost(tmp_path: Path) -> None:
-    job = JOB.format(model=MODEL, count=len(FRAMEWORKS), python=PYTHON, here="{here}")
+    job = JOB.format(model=MODEL, count=len(FRAMEWORKS), python=Path(str(PYTHON)).absolute(), here="{here}")
     (tmp_path / "job.toml").write_text(job)
     (tmp_path / "play.py").write_text(PLAYS)
     rows = [
