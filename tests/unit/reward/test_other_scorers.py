@@ -51,69 +51,12 @@ def test_dapo_wants_the_answer_behind_its_word_and_punishes_all_else(response: s
 CHOICES = ["a meson", "a baryon", "an electron", "2"]
 
 
-@pytest.mark.parametrize(
-    ("response", "right"),
-    [
-        (r"so \boxed{B}", True),
-        (r"\boxed{a baryon}", True),
-        (r"\boxed{B. a baryon}", True),
-        ("<answer>B</answer>", True),
-        ("The answer is B.", True),
-        ("Answer: **b**", True),
-        ("first the answer is A, but no: the correct choice is B", True),
-        ("I weigh all.\nB) a baryon", True),
-        ("<think>The answer is B</think>The answer is C", False),
-        ("the answer is a matter of taste", False),
-        (r"\boxed{AB}", False),
-        ("Between B and C", False),
-    ],
-)
-def test_gpqa_reads_the_chosen_letter_or_the_choices_text(response: str, right: bool) -> None:
-    for label in ("B", "1", "a baryon"):
-        assert gpqa.score(item(response, label, choices=CHOICES)) == float(right), label
-    assert (
-        gpqa.score(item(response, None, correct_letter="b", choices=dict(zip("ABCD", CHOICES, strict=True)))) == right
-    )
-
-
-SHIFTS = ["10^3", "10^{-3}", "the red giant", "no change"]
-
-
-def chosen(response: str) -> str:
-    """Returns the letters that the scorer takes for the response's choice."""
-    return "".join(letter for letter in "ABCD" if gpqa.score(item(response, letter, choices=SHIFTS)) == 1.0)
-
-
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        (r"So the answer is $\mathrm{C}$.", "C"),
-        (r"The answer is \( C \).", "C"),
-        ("C must be correct.", "C"),
-        ("Option (C) is the right choice.", "C"),
-        ("The answer is the red giant, since it is cooler.", "C"),
-        (r"The answer is $10^{-3}$.", "B"),
-        (r"\boxed{10^{3}}", "A"),
-        (r"From \boxed{F = ma} it follows that the answer is C", "C"),
-    ],
-)
-def test_gpqa_reads_a_choice_in_the_ways_that_people_write_it(response: str, letter: str) -> None:
-    assert chosen(response) == letter
-
-
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        ("Answer: C\n\nOption A cannot be, and option D is worse.", "C"),
-        ("The answer is C, not option D.", "C"),
-        ("The answer is not A but C.", "C"),
-        ("I choose A. No wait, the answer is C.", "C"),
-        ("The answer is A or C", ""),
-        ("The answer is not C.", ""),
-    ],
-)
-def test_gpqa_takes_the_choice_that_is_stated_and_none_that_is_only_discussed(response: str, letter: str) -> None:
-    assert chosen(response) == letter
+@pytest.mark.parametrize("label", ["B", "1", "a baryon"])
+def test_the_label_of_a_choice_is_its_letter_its_number_or_its_text(label: str) -> None:
+    assert gpqa.score(item("Answer: B", label, choices=CHOICES)) == 1.0
+    assert gpqa.score(item("Answer: A", label, choices=CHOICES)) == 0.0
+    by_letter = dict(zip("ABCD", CHOICES, strict=True))
+    assert gpqa.score(item("Answer: B", None, correct_letter="b", choices=by_letter)) == 1.0
 
 
 def test_a_choice_whose_text_is_a_number_is_not_taken_for_the_number_of_a_choice() -> None:
