@@ -15,7 +15,7 @@ from itertools import pairwise
 from headrace.errors import InvalidArgument
 from headrace.limits import whole_number
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
+from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged, with_ascii_signs
 from services.reward.scorers.math_text import with_plain_digits
 
 _LETTERS = string.ascii_uppercase
@@ -72,8 +72,6 @@ _ALONE = re.compile(
 )
 _WRAPPER = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|boldsymbol)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\\[()\[\]]|\*+|__|(?<!\w)_(?=\w)|(?<=\w)_(?!\w)|[$`\"“”]")
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("。、【】", ".,[]")
-"""The letters and signs of Chinese and Japanese text, as the ASCII ones."""
 _BLANKS = re.compile(r"\W+")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
@@ -131,7 +129,7 @@ class _Question:
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when the right choice cannot be told from label and metadata."""
     question = _Question.of(item)
-    text = after_thinking(item.response).translate(_WIDE)
+    text = with_ascii_signs(after_thinking(item.response))
     for answer in (*reversed(_boxes(text)), tagged(text)):
         if answer is None:
             continue
@@ -203,7 +201,7 @@ def _right(named: object, letters: str, texts: Mapping[str, str]) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[\s{}\\_]+", "", with_plain_digits(_unmarked(text.translate(_WIDE)))).rstrip(".").casefold()
+    return re.sub(r"[\s{}\\_]+", "", with_plain_digits(_unmarked(with_ascii_signs(text)))).rstrip(".").casefold()
 
 
 def _words(text: str) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
-from services.reward.scorers import gpqa
+from services.reward.registry import cpu_limit
+from services.reward.scorers import dapo, deepscaler, exact_match, f1, gpqa, judge, regex
 
 Row = dict[str, Any]
 
@@ -37,3 +39,50 @@ def test_gpqa_reads_the_letter_that_a_response_chooses() -> None:
     rows = table("gpqa")
     chosen = ["".join(letter for letter in "ABCD" if gpqa.score(item(row, label=letter)) == 1.0) for row in rows]
     assert wrong(rows, chosen) == []
+
+
+def test_dapo_reads_what_follows_the_last_answer_of_the_last_300_characters() -> None:
+    """The reward of the DAPO paper (arXiv:2503.14476). Values are compared as `math` does."""
+    rows = table("dapo")
+    with cpu_limit(60):
+        scores = [dict(dapo.score(item(row))) for row in rows]  # type: ignore[arg-type]
+    assert wrong(rows, [score["score"] for score in scores]) == []
+    assert all(score["acc"] == (score["score"] == 1.0) for score in scores)
+
+
+def test_deepscaler_reads_the_last_box_behind_the_thoughts() -> None:
+    """The reward of DeepScaleR: no end of the thoughts or no box is a wrong format."""
+    rows = table("deepscaler")
+    with cpu_limit(60):
+        assert wrong(rows, [deepscaler.score(item(row)) for row in rows]) == []
+
+
+def test_f1_counts_the_words_that_response_and_label_share() -> None:
+    """SQuAD's words (lower case, no ASCII marks, no articles) and HotpotQA's rule for yes, no and noanswer."""
+    rows = table("f1")
+    assert wrong(rows, [round(f1.score(item(row)), 6) for row in rows]) == []
+
+
+def test_exact_match_wants_the_label_and_nothing_else() -> None:
+    rows = table("exact_match")
+    assert wrong(rows, [exact_match.score(item(row)) for row in rows]) == []
+
+
+def test_regex_finds_the_pattern_as_pythons_re_does() -> None:
+    rows = table("regex")
+    assert wrong(rows, [regex.score(item(row)) for row in rows]) == []
+
+
+def graded(row: Row) -> float | None:
+    """The judge's grade, or None where its text has no clear one, which is an error and no reward."""
+    grade = judge.json_grade if row["metadata"]["json"] else judge.grade
+    try:
+        return round(grade(row["response"], row["metadata"]["scale"]), 6)
+    except InvalidArgument:
+        return None
+
+
+def test_a_judges_grade_is_the_one_number_that_its_text_ends_with() -> None:
+    """The judge is asked for a grade in a box; alone on the last line or in JSON it is as clear."""
+    rows = table("judge")
+    assert wrong(rows, [graded(row) for row in rows]) == []
