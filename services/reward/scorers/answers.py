@@ -15,8 +15,9 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def after_thinking(response: str) -> str:
-    """Returns the text behind the last `</think>`, or the whole response without one."""
-    return response.rpartition("</think>")[2]
+    """Returns the text behind the last `</think>`: all of a response without thoughts, nothing of unfinished ones."""
+    _, end, answer = response.rpartition("</think>")
+    return "" if not end and response.lstrip().startswith("<think>") else answer
 
 
 def with_ascii_signs(text: str) -> str:

@@ -17,7 +17,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.limits import from_json, shown
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import boxed, last_line, with_ascii_signs
+from services.reward.scorers.answers import after_thinking, boxed, last_line, with_ascii_signs
 from services.reward.scorers.remote_rm import post
 
 PROMPT = """You grade an answer. Be strict: what is asked has to be answered, and answered right.
@@ -123,7 +123,7 @@ def _in_json(args: HookArgs) -> bool:
 def _verdict(said: str) -> str:
     """Returns what follows the judge's own thoughts; a later `</think>` is the response's, which the judge quotes."""
     _, found, verdict = said.partition("</think>")
-    return (verdict if found else said).strip()
+    return (verdict if found else after_thinking(said)).strip()
 
 
 def _boxed_grade(text: str, start: int) -> str:

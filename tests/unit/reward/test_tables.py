@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.registry import cpu_limit
-from services.reward.scorers import dapo, deepscaler, exact_match, f1, gpqa, judge, regex
+from services.reward.scorers import dapo, deepscaler, exact_match, f1, gpqa, judge, reasoning_gym, regex
 
 Row = dict[str, Any]
 
@@ -73,6 +75,12 @@ def test_regex_finds_the_pattern_as_pythons_re_does() -> None:
     assert wrong(rows, [regex.score(item(row)) for row in rows]) == []
 
 
+def test_reasoning_gym_reads_the_answer_in_the_format_of_its_row() -> None:
+    """The package's prompt asks for `<answer>…</answer>`; what an answer is paid is the task's own."""
+    rows = table("reasoning_gym")
+    assert wrong(rows, [round(reasoning_gym.score(item(row)), 6) for row in rows]) == []
+
+
 def graded(row: Row) -> float | None:
     """The judge's grade, or None where its text has no clear one, which is an error and no reward."""
     grade = judge.json_grade if row["metadata"]["json"] else judge.grade
@@ -86,3 +94,18 @@ def test_a_judges_grade_is_the_one_number_that_its_text_ends_with() -> None:
     """The judge is asked for a grade in a box; alone on the last line or in JSON it is as clear."""
     rows = table("judge")
     assert wrong(rows, [graded(row) for row in rows]) == []
+
+
+def test_ifbench_pays_responses_that_keep_all_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IFBench's descriptions (arXiv:2507.02833) of the instructions whose checkers read none of NLTK's data."""
+    nltk = pytest.importorskip("nltk")
+    pytest.importorskip("if_verifiable")
+    from services.reward.scorers import ifbench  # a package of an extra
+
+    for path in ifbench._DATA.values():
+        (tmp_path / path).mkdir(parents=True)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    rows = table("ifbench")
+    scores = [ifbench.score(item(row)) for row in rows]
+    assert wrong(rows, [score["score"] for score in scores]) == []
+    assert [score["share"] for score in scores] == [row.get("share", row["expected"]) for row in rows]
