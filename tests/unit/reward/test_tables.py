@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from headrace.errors import InvalidArgument
 from headrace.score import ScoreItem
 from services.reward.registry import cpu_limit
-from services.reward.scorers import dapo, deepscaler, exact_match, f1, gpqa, judge, reasoning_gym, regex
+from services.reward.scorers import code, dapo, deepscaler, exact_match, f1, gpqa, judge, reasoning_gym, regex
 
 Row = dict[str, Any]
 
@@ -109,3 +110,14 @@ def test_ifbench_pays_responses_that_keep_all_instructions(tmp_path: Path, monke
     scores = [ifbench.score(item(row)) for row in rows]
     assert wrong(rows, [score["score"] for score in scores]) == []
     assert [score["share"] for score in scores] == [row.get("share", row["expected"]) for row in rows]
+
+
+async def test_code_is_paid_when_it_passes_the_tests_of_its_task() -> None:
+    """MBPP's assertions, and outputs and results as APPS, TACO, LiveCodeBench and PrimeIntellect compare them."""
+    rows, at_a_time = table("code"), asyncio.Semaphore(4)
+
+    async def score(row: Row) -> float:
+        async with at_a_time:
+            return await code.score(item(row))
+
+    assert wrong(rows, await asyncio.gather(*map(score, rows))) == []
