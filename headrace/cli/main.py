@@ -64,7 +64,11 @@ _COMMANDS: Mapping[str, Command] = {
         "restart services of a live run one after the other, without a failed call",
     ),
     "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
-    "reward": Command("reward:reward", "reward set PATH [RUN]", "score a live run with another function"),
+    "reward": Command(
+        "reward:reward",
+        "reward set | shadow | canary | promote | rollback | stop | status | diff",
+        "score a live run with another function, or try one beside it",
+    ),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
     "runs": Command("runs:runs", "runs [RUN RUN]", "list the runs here, or compare two"),
     "watch": Command("control:watch", "watch [RUN]", "show a live run until it ends"),
