@@ -26,13 +26,16 @@ from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, Wor
 from headrace.rpc.log import log
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
+from services.reward.composition import combined, is_passed
 from services.reward.live_scorers import Choice, LiveScorers
 from services.reward.registry import (
     KILLED_BY,
     Builtin,
+    Composition,
     CustomResult,
     Registry,
     Remote,
+    ScoredPart,
     Scorer,
     own_function,
     run_builtin,
@@ -72,6 +75,7 @@ class RewardMetrics:
         self._seconds.labels(scorer).observe(seconds)
 
 
+ABSTAINED = "SCORER_ABSTAINED"
 _BATCH_ITEMS = 64
 _LOAD_SECONDS = 120.0
 # Most answers take milliseconds. One that takes longer goes on where it holds up only its like.
@@ -202,7 +206,9 @@ class BatchScorer:
         batch = list(call.items.values())
         try:
             if call.scorer.remote is not None:
-                scored = await self._remote(call.scorer.remote, batch)
+                scored = await self._remote(call.scorer, call.scorer.remote, batch)
+            elif call.scorer.composition is not None:
+                scored = await self._composed(call.scorer, call.scorer.composition, batch)
             else:
                 scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
         except (WorkerError, HeadraceError) as error:
@@ -217,14 +223,35 @@ class BatchScorer:
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
-    async def _remote(self, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
+    async def _remote(self, scorer: Scorer, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
         """The scores of another service, which names its scorer; the version says where that service is."""
         seconds = min(self._timeout_seconds * len(batch), MAX_REMOTE_SECONDS)
         results = await remote.client.ask(batch, remote.scorer, deadline_seconds=seconds)
-        return [
-            replace(each, scorer_version=f"{remote.url} {each.scorer_version}") if isinstance(each, Score) else each
-            for each in results
-        ]
+        return [_of_remote(scorer, remote, each) for each in results]
+
+    async def _composed(
+        self, scorer: Scorer, composition: Composition, batch: Sequence[ScoreItem]
+    ) -> list[ScoreResult]:
+        """Asks the gates first, and of what passes them the other parts. A part's error is the item's."""
+        given: list[dict[str, ScoreResult]] = [{} for _ in batch]
+        for gates in (True, False):
+            async with asyncio.TaskGroup() as tasks:
+                for part in composition.parts:
+                    if (part.part.gate is not None) is gates:
+                        chosen = [
+                            i
+                            for i, item in enumerate(batch)
+                            if part.part.scores(item.metadata) and is_passed(composition.rules, _values(given[i]))
+                        ]
+                        tasks.create_task(self._score_part(part, {i: batch[i] for i in chosen}, given))
+        return [_composed_result(scorer, composition, each) for each in given]
+
+    async def _score_part(
+        self, part: ScoredPart, items: Mapping[int, ScoreItem], given: Sequence[dict[str, ScoreResult]]
+    ) -> None:
+        results = await self.score_with(part.scorer, [part.seen(item) for item in items.values()])
+        for i, result in zip(items, results, strict=True):
+            given[i][part.part.label] = _result_of_part(part, result)
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[CustomResult]:
         if scorer.builtin is not None:
@@ -246,12 +273,12 @@ class BatchScorer:
             raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
 
-    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward:
+    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward | None:
         if builtin.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
             run: Any = run_waiting_builtin if builtin.waits else run_builtin
-            given = [self._args] if builtin.remote else []
-            reward: Reward = await (scorer.workers or self._pool).run(
+            given = [self._args] if builtin.remote or builtin.takes_args else []
+            reward: Reward | None = await (scorer.workers or self._pool).run(
                 run, builtin.name, item, *given, timeout_seconds=seconds, name=name, caller=caller
             )
             return reward
@@ -291,14 +318,16 @@ class BatchScorer:
 
     def _result(self, scorer: Scorer, result: CustomResult) -> ScoreResult:
         reward = result.reward
+        if reward is None:
+            return ScoreError(ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
         if isinstance(reward, dict):
-            part = self._reward_key or (scorer.builtin and scorer.builtin.part)
+            key = scorer.key or self._reward_key
+            part = key or (scorer.builtin and scorer.builtin.part)
             if part not in reward:
                 names = f"gave the parts {shown(sorted(reward))}"
-                key = self._reward_key
                 way = f"--reward-key {key} is not one of them, or not a number" if key else "set --reward-key"
                 return ScoreError("SCORER_RAISED", f"scorer {scorer.name} {names}: {way}")
             reward = reward[part]
@@ -308,7 +337,8 @@ class BatchScorer:
             to_json(result.metadata or {})
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
-        return Score(reward, scorer.name, scorer.version, parts, result.metadata)
+        version = f"{scorer.hook.path} {result.version}" if scorer.hook and result.version else scorer.version
+        return Score(reward, scorer.name, version, parts, result.metadata)
 
 
 def _own_failure(item: ScoreItem | ScoreError, failures: Mapping[str, ScoreError]) -> ScoreError | None:
@@ -322,14 +352,17 @@ def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Makes a call for each group of a group scorer, 64 items of a model class or a service, and each other item."""
+    """Makes a call for each group of a group scorer, for 64 items of a model class, and for each other item.
+
+    Another service and a composition, which may have scorers of groups, get all items at once.
+    """
     together: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for position, (item, scorer) in chosen.items():
         together[scorer.name, scorer.version, _key(scorer, item, position)].append(position)
     calls = []
     for positions in together.values():
         scorer = chosen[positions[0]][1]
-        size = len(positions) if scorer.hook and scorer.hook.form is not RewardForm.BATCH else _BATCH_ITEMS
+        size = _BATCH_ITEMS if scorer.hook and scorer.hook.form is RewardForm.BATCH else len(positions)
         for start in range(0, len(positions), size):
             calls.append(ScorerCall(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
     return calls
@@ -337,13 +370,44 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
 
 def _key(scorer: Scorer, item: ScoreItem, position: int) -> str:
     hook = scorer.hook
-    if scorer.remote:
+    if scorer.remote or scorer.composition:
         return "all"
     if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
     if hook and hook.form is RewardForm.BATCH:
         return "all"
     return str(position)
+
+
+def _of_remote(scorer: Scorer, remote: Remote, result: ScoreResult) -> ScoreResult:
+    if not isinstance(result, Score):
+        return result
+    if scorer.key and scorer.key not in result.parts:
+        there = shown(sorted(result.parts))
+        return ScoreError("SCORER_RAISED", f"{remote.url} gave the parts {there}, without the key {scorer.key}")
+    value = result.parts[scorer.key] if scorer.key else result.value
+    return replace(result, value=value, scorer_version=f"{remote.url} {result.scorer_version}")
+
+
+def _values(given: Mapping[str, ScoreResult]) -> dict[str, float]:
+    return {label: result.value for label, result in given.items() if isinstance(result, Score)}
+
+
+def _result_of_part(part: ScoredPart, result: ScoreResult) -> ScoreResult:
+    if not isinstance(result, Score):
+        return replace(result, message=f"{part.part.label}: {result.message}")
+    return replace(result, value=part.part.clipped(result.value))
+
+
+def _composed_result(scorer: Scorer, composition: Composition, given: Mapping[str, ScoreResult]) -> ScoreResult:
+    errors = [each for each in given.values() if isinstance(each, ScoreError) and each.reason != ABSTAINED]
+    if errors:
+        return next((error for error in errors if not error.retryable), errors[0])
+    values = _values(given)
+    value = combined(composition.rules, values, composition.combine)
+    if value is None:
+        return ScoreError(ABSTAINED, "no part of the reward that counts has scored it")
+    return Score(value, scorer.name, scorer.version, values)
 
 
 def _error_of(error: WorkerError | HeadraceError) -> ScoreError:

@@ -36,7 +36,7 @@ COMMON: Readers = {
     "insecure_sandbox": [lambda server: os.environ["HEADRACE_INSECURE_SANDBOX"] == "true"],
 }
 JUDGE: Readers = COMMON | {
-    "rm_type": [lambda server: scorer(server).registry.default, lambda server: prepared(server.pool)[0]],
+    "rm_type": [lambda server: scorer(server).registry.default, lambda server: prepared(server.pool)[0][0]],
     "rm_url": [lambda server: scorer(server)._args.rm_url],
     "judge_url": [lambda server: scorer(server)._args.judge_url],
     "judge_model": [lambda server: scorer(server)._args.judge_model],
@@ -46,7 +46,7 @@ JUDGE: Readers = COMMON | {
     "eval_config": [lambda server: Path(*scorer(server).registry._of_evaluations).parent / "eval.toml"],
 }
 GROUP: Readers = COMMON | {
-    "custom_rm_path": [lambda server: users(server).path, lambda server: prepared(server.pool)[0]],
+    "custom_rm_path": [lambda server: users(server).path, lambda server: prepared(server.pool)[1][0][0]],
     "group_rm": [lambda server: users(server).form is RewardForm.GROUP],
 }
 MODEL: Readers = COMMON | {
