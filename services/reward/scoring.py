@@ -24,8 +24,9 @@ from headrace.hooks import HookArgs, Reward, RewardForm, reward_hook
 from headrace.limits import MAX_REMOTE_SECONDS, MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
 from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.rpc.log import log
-from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
+from headrace.score import SCORER_ABSTAINED, SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
+from services.reward.circuit_breaker import FAILURES, CircuitBreaker
 from services.reward.composition import combined, is_passed
 from services.reward.live_scorers import Choice, LiveScorers
 from services.reward.registry import (
@@ -75,7 +76,6 @@ class RewardMetrics:
         self._seconds.labels(scorer).observe(seconds)
 
 
-ABSTAINED = "SCORER_ABSTAINED"
 _BATCH_ITEMS = 64
 _LOAD_SECONDS = 120.0
 # Most answers take milliseconds. One that takes longer goes on where it holds up only its like.
@@ -119,6 +119,7 @@ class BatchScorer:
         self._timeout_seconds = timeout_seconds
         self._in_flight: Counter[str] = Counter()
         self._calls = itertools.count(1)
+        self._breakers: defaultdict[tuple[str, str], CircuitBreaker] = defaultdict(CircuitBreaker)
         self._too_slow: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the latest items that were too slow: a repeated call does not wait for them again."""
 
@@ -204,24 +205,39 @@ class BatchScorer:
     async def _run(self, call: ScorerCall, results: dict[int, ScoreResult], caller: int) -> None:
         started = time.monotonic()
         batch = list(call.items.values())
-        try:
-            if call.scorer.remote is not None:
-                scored = await self._remote(call.scorer, call.scorer.remote, batch)
-            elif call.scorer.composition is not None:
-                scored = await self._composed(call.scorer, call.scorer.composition, batch)
-            else:
-                scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
-        except (WorkerError, HeadraceError) as error:
-            failure = _error_of(error)
-            scored = [failure] * len(batch)
-            ids = [item.item_id for item in batch]
-            log.warning(
-                "not_scored", items=ids, scorer=call.scorer.name, reason=failure.reason, message=failure.message
-            )
+        if call.scorer.composition is not None:
+            scored = await self._composed(call.scorer, call.scorer.composition, batch)
+        else:
+            scored = await self._unless_unreachable(call.scorer, batch, caller)
         for position, result in zip(call.items, scored, strict=True):
             results[position] = result
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
+
+    async def _unless_unreachable(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
+        """Asks the scorer, unless its server has been unreachable lately."""
+        breaker = self._breakers[scorer.name, scorer.version]
+        if not breaker.admits():
+            message = f"scorer {scorer.name} could not be reached {FAILURES} times in a row: single calls try it"
+            return [ScoreError(SCORER_UNAVAILABLE, message, retryable=True)] * len(batch)
+        with breaker.call():
+            try:
+                scored = await self._asked(scorer, batch, caller)
+            except (WorkerError, HeadraceError) as error:
+                failure = _error_of(error, scorer)
+                scored = [failure] * len(batch)
+                ids = [item.item_id for item in batch]
+                log.warning("not_scored", items=ids, scorer=scorer.name, reason=failure.reason, message=failure.message)
+            if any(isinstance(each, ScoreError) and each.reason == SCORER_UNAVAILABLE for each in scored):
+                breaker.not_reached()
+            else:
+                breaker.reached()
+        return scored
+
+    async def _asked(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
+        if scorer.remote is not None:
+            return await self._remote(scorer, scorer.remote, batch)
+        return [self._result(scorer, reward) for reward in await self._rewards(scorer, batch, caller)]
 
     async def _remote(self, scorer: Scorer, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
         """The scores of another service, which names its scorer; the version says where that service is."""
@@ -319,7 +335,7 @@ class BatchScorer:
     def _result(self, scorer: Scorer, result: CustomResult) -> ScoreResult:
         reward = result.reward
         if reward is None:
-            return ScoreError(ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
+            return ScoreError(SCORER_ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
@@ -400,22 +416,41 @@ def _result_of_part(part: ScoredPart, result: ScoreResult) -> ScoreResult:
 
 
 def _composed_result(scorer: Scorer, composition: Composition, given: Mapping[str, ScoreResult]) -> ScoreResult:
-    errors = [each for each in given.values() if isinstance(each, ScoreError) and each.reason != ABSTAINED]
+    errors = [each for each in given.values() if isinstance(each, ScoreError) and each.reason != SCORER_ABSTAINED]
     if errors:
         return next((error for error in errors if not error.retryable), errors[0])
     values = _values(given)
     value = combined(composition.rules, values, composition.combine)
     if value is None:
-        return ScoreError(ABSTAINED, "no part of the reward that counts has scored it")
+        return ScoreError(SCORER_ABSTAINED, "no part of the reward that counts has scored it")
     return Score(value, scorer.name, scorer.version, values)
 
 
-def _error_of(error: WorkerError | HeadraceError) -> ScoreError:
+_AWAY = frozenset(
+    {
+        *("Unavailable", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError"),
+        *("BrokenPipeError", "ClientConnectorError", "ServerDisconnectedError", "ConnectError", "ConnectTimeout"),
+        *("APIConnectionError", "APITimeoutError", "RateLimitError", "InternalServerError"),
+    }
+)
+"""Exceptions of a user's function whose server is unreachable: of Python, aiohttp, httpx, requests and openai."""
+
+
+def _is_away(error: WorkerRaised, scorer: Scorer) -> bool:
+    """True where the scorer's server is unreachable or busy, and the sample is not at fault."""
+    if scorer.builtin is not None:
+        return scorer.builtin.remote and not error.is_ours
+    return error.kind in _AWAY
+
+
+def _error_of(error: WorkerError | HeadraceError, scorer: Scorer) -> ScoreError:
     match error:
         case InvalidArgument() | NotFound():
             return ScoreError("SCORER_UNKNOWN", error.message)
         case HeadraceError():
-            return ScoreError("SCORER_UNAVAILABLE", error.message, retryable=True)
+            return ScoreError(SCORER_UNAVAILABLE, error.message, retryable=True)
+        case WorkerRaised() if _is_away(error, scorer):
+            return ScoreError(SCORER_UNAVAILABLE, error.message, retryable=True)
         case WorkerTimeout():
             return ScoreError("SCORER_TIMEOUT", error.message, retryable=True)
         case WorkerCrashed():

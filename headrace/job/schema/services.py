@@ -164,6 +164,9 @@ class RewardSection(Section):
     """Start although the labels that were tried score 0 as their own answers."""
     reward_timeout_seconds: Seconds = 30.0
     """Limit of scoring one sample."""
+    reward_patience_seconds: Seconds = 300.0
+    """How long finished samples wait for a reward service, or for a scorer's server, that cannot be reached; then they
+    fail. Meanwhile the ledger holds them, and the rollout service may be killed."""
     reward_workers: Annotated[Positive, Field(le=1024)] = 2
     """Worker processes of the reward service."""
     insecure_sandbox: bool = False
