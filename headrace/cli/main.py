@@ -82,6 +82,11 @@ _COMMANDS: Mapping[str, Command] = {
         "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
     "view": Command("view:view", "view [RUN] [--to FOLDER]", "show groups, tokens, ledger and curves in the browser"),
+    "conformance": Command(
+        "conformance:conformance",
+        "conformance SERVICE ADDRESS",
+        "try what the protos promise on a service in any language",
+    ),
     "audit": Command(
         "ledger:audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
     ),

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.cli.arg_types import COUNT_FROM_ZERO, Finite, Group, run_argument
+from headrace.cli.commands.reward_service import new, serve
 from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
 from headrace.client.reward import RewardClient
@@ -39,6 +40,10 @@ def reward() -> None:
 def _address_option(function: Callable[..., int]) -> Callable[..., int]:
     option = click.option("--reward-address", help="host:port of the reward service, instead of a run")
     return option(function)
+
+
+reward.add_command(serve)
+reward.add_command(new)
 
 
 @reward.command("set")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import cast
 
@@ -101,7 +102,7 @@ async def test_the_ledger_holds_them_when_their_producer_is_killed_while_it_wait
         ledger = BufferLedger(client, "train", wait_seconds=0.2)
         async with production(folder, cast(MemoryLedger, ledger), lambda item: answers["answer"](item)) as made:
             await made.fakes.until(lambda: len(made.reward.asked) > 30)  # stored, leased again, and waiting
-            kill(made.producer)
+            await kill(made.producer)
         assert (await client.stats("train")).groups["LEASED"] == 1
         answers["answer"] = score(0.75)
         async with production(folder, cast(MemoryLedger, ledger), lambda item: answers["answer"](item)) as made:
@@ -111,11 +112,12 @@ async def test_the_ledger_holds_them_when_their_producer_is_killed_while_it_wait
     assert (stats.groups["READY"], stats.groups["LEASED"]) == (1, 0)
 
 
-def kill(producer: Producer) -> None:
+async def kill(producer: Producer) -> None:
     """It renews and releases nothing from now on."""
-    for task in [*producer._tasks, *(group.work for group in producer._groups.values())]:
+    tasks = [*producer._tasks, *(group.work for group in producer._groups.values())]
+    for task in tasks:
         task.cancel()
-    producer._groups.clear()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_samples_that_wait_too_long_fail_with_the_reason(folder: Path) -> None:
