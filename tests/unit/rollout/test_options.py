@@ -269,6 +269,7 @@ OF_OTHERS = {
     "tool_key": "of an evaluation's request",
     "reward_key": "of an evaluation's request",
     "rm_type": "of an evaluation's request",
+    "reward_parts": "of a sample",
     "master_port": "of a publication",
     "vocab_size": "of config.json",
 }
