@@ -31,6 +31,7 @@ from headrace.shadow_log import Comparison, ShadowLog, is_equal
 from services.reward.composition import Combine, Part, digest_of
 from services.reward.registry import (
     BOXED,
+    BUILTINS,
     COMPOSED,
     CUSTOM,
     REMOTE,
@@ -389,7 +390,28 @@ async def scorer_named(registry: Registry, reward: RewardSection, name: str) -> 
     hook = await described(name)
     if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
         raise InvalidArgument(f"{name} is a class made with a model's folder: set --reward-model-path", field="scorer")
-    return users_scorer(CUSTOM, hook)
+    return users_scorer(CUSTOM, hook, settings_of(reward).get(CUSTOM, ""))
+
+
+def settings_of(reward: RewardSection) -> dict[str, str]:
+    """Digests of the options that a scorer's results depend on, by its name."""
+    prompt = reward.judge_prompt
+    key = {"reward_key": reward.reward_key} if reward.reward_key else {}
+    model = {"reward_model_path": str(reward.reward_model_path)} if reward.reward_model_path else {}
+    judge = {
+        "judge_url": reward.judge_url,
+        "judge_model": reward.judge_model,
+        "judge_prompt": prompt.read_text(encoding="utf-8") if prompt and prompt.is_file() else None,
+        "judge_scale": reward.judge_scale,
+        "judge_json": reward.judge_json,
+    }
+    found = {
+        "judge": judge if reward.judge_url else {},
+        "remote_rm": {"rm_url": reward.rm_url} | key if reward.rm_url else {},
+        CUSTOM: key | model,
+        **{each.name: key for each in BUILTINS if each.part},
+    }
+    return {name: digest_of(settings) for name, settings in found.items() if settings}
 
 
 class PartsFile(Section):

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from headrace.client.reward import RewardClient
@@ -91,7 +91,7 @@ class Builtin:
     One that `waits` has a coroutine as its `score`. One that asks a `remote` server, or that `takes_args`, is given the
     job's options. `target` is module:function in scorers/, where that is not NAME:score. An answer that takes more than
     `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the `part` counts, unless
-    --reward-key names another. The package is in the `extra` of headrace.
+    --reward-key names another. A `cached` one gives equal items equal rewards, and is asked once. The package is in the `extra` of headrace.
     """
 
     name: str
@@ -102,6 +102,7 @@ class Builtin:
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
     waits: bool = False
+    cached: bool = False
     takes_args: bool = False
     target: str | None = None
     remote: bool = False
@@ -142,6 +143,7 @@ BUILTINS: Sequence[Builtin] = (
         max_seconds=MAX_REMOTE_SECONDS,
         waits=True,
         remote=True,
+        cached=True,
     ),
     Builtin(
         "length",
@@ -285,6 +287,8 @@ class Scorer:
     hook: RewardHook | None = None
     builtin: Builtin | None = None
     boxed: bool = False
+    settings: str = ""
+    """A digest of the job's options that its scores depend on; empty: there are none."""
     key: str | None = None
     """The part of a dict reward; None: the job's --reward-key."""
     remote: Remote | None = None
@@ -351,16 +355,31 @@ class Registry:
         self.default = default
 
     @classmethod
-    def of(cls, rm_type: str | None, custom: RewardHook | None, of_evaluations: Iterable[RewardHook] = ()) -> Registry:
-        """Takes the installed scorers, as the default the user's function, and those of single evaluations by path."""
+    def of(
+        cls,
+        rm_type: str | None,
+        custom: RewardHook | None,
+        of_evaluations: Iterable[RewardHook] = (),
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> Registry:
+        """Takes the installed scorers, as the default the user's function, and those of single evaluations by path.
+
+        `settings` are digests of the options that scorers depend on, by their names.
+        """
         versions = installed()
         scorers = [
-            Scorer(each.name, versions[each.name], each.description, builtin=each)
+            Scorer(
+                each.name,
+                f"{versions[each.name]} {settings.get(each.name, '')}".rstrip(),
+                each.description,
+                builtin=each,
+                settings=settings.get(each.name, ""),
+            )
             for each in BUILTINS
             if each.name in versions
         ]
         if custom:
-            scorers.append(users_scorer(CUSTOM, custom))
+            scorers.append(users_scorer(CUSTOM, custom, settings.get(CUSTOM, "")))
         elif rm_type and rm_type.startswith(REMOTE):
             scorers.append(remote_scorer(rm_type))
         return cls(scorers, CUSTOM if custom else rm_type, [users_scorer(hook.path, hook) for hook in of_evaluations])
@@ -434,8 +453,13 @@ def remote_scorer(url: str) -> Scorer:
     return Scorer(url, url, "The scores of another reward service.", remote=Remote.of(url))
 
 
-def users_scorer(name: str, hook: RewardHook) -> Scorer:
-    return Scorer(name, f"{hook.path} {hook.version}", hook.description, hook)
+def users_scorer(name: str, hook: RewardHook, settings: str = "") -> Scorer:
+    return Scorer(name, version_of(hook, hook.version, settings), hook.description, hook, settings=settings)
+
+
+def version_of(hook: RewardHook, digest: str, settings: str) -> str:
+    """The path of a user's function, the digest of its file, and that of its settings."""
+    return " ".join(filter(None, (hook.path, digest, settings)))
 
 
 @dataclass(frozen=True, slots=True)

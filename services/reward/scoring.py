@@ -43,6 +43,7 @@ from services.reward.registry import (
     run_builtin_within,
     run_custom,
     run_waiting_builtin,
+    version_of,
 )
 from services.reward.scorers.answers import after_thinking, boxed
 
@@ -82,7 +83,7 @@ _LOAD_SECONDS = 120.0
 _QUICK_CPU_SECONDS = 0.25
 # On a machine that has this many times more to do, what needs its processor time still gets it.
 _WALL_PER_CPU = 30.0
-_REMEMBERED_SLOW = 10_000
+_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class BatchScorer:
         self._in_flight: Counter[str] = Counter()
         self._calls = itertools.count(1)
         self._breakers: defaultdict[tuple[str, str], CircuitBreaker] = defaultdict(CircuitBreaker)
-        self._too_slow: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of the latest items that were too slow: a repeated call does not wait for them again."""
+        self._known: OrderedDict[bytes, Reward] = OrderedDict()
+        """Rewards of the latest items that were too slow, or that a judge has graded: by digests of items and scorer."""
 
     async def score(
         self,
@@ -290,6 +291,11 @@ class BatchScorer:
         return rewards
 
     async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward | None:
+        said = (scorer.name, scorer.version, item.prompt, item.label, item.response, item.metadata)
+        digest = hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
         if builtin.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
             run: Any = run_waiting_builtin if builtin.waits else run_builtin
@@ -297,12 +303,7 @@ class BatchScorer:
             reward: Reward | None = await (scorer.workers or self._pool).run(
                 run, builtin.name, item, *given, timeout_seconds=seconds, name=name, caller=caller
             )
-            return reward
-        digest = hashlib.sha256(
-            repr((scorer.name, item.label, item.response, item.metadata)).encode("utf-8", "surrogatepass")
-        ).digest()
-        if digest in self._too_slow:
-            return builtin.wrong
+            return self._remembered(digest, reward) if builtin.cached and reward is not None else reward
         for pool, cpu_seconds in (
             (scorer.workers or self._pool, _QUICK_CPU_SECONDS),
             (self._slow_pool, builtin.cpu_seconds),
@@ -311,10 +312,13 @@ class BatchScorer:
             if in_time is not None:
                 return in_time
         log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=builtin.cpu_seconds)
-        self._too_slow[digest] = None
-        if len(self._too_slow) > _REMEMBERED_SLOW:
-            self._too_slow.popitem(last=False)
-        return builtin.wrong
+        return self._remembered(digest, builtin.wrong)
+
+    def _remembered(self, digest: bytes, reward: Reward) -> Reward:
+        self._known[digest] = reward
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return reward
 
     async def _in_time(
         self, pool: WorkerPool, builtin: Builtin, item: ScoreItem, cpu_seconds: float, caller: int
@@ -353,7 +357,8 @@ class BatchScorer:
             to_json(result.metadata or {})
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
-        version = f"{scorer.hook.path} {result.version}" if scorer.hook and result.version else scorer.version
+        hook = scorer.hook
+        version = version_of(hook, result.version, scorer.settings) if hook and result.version else scorer.version
         return Score(reward, scorer.name, version, parts, result.metadata)
 
 

@@ -31,6 +31,7 @@ from services.reward.live_scorers import (
     builtins_of,
     composed,
     require_settings,
+    settings_of,
     workers_for,
 )
 from services.reward.registry import Registry, prepare_slow
@@ -240,7 +241,7 @@ async def _loaded(paths: Sequence[str], *, groups: bool = False) -> list[RewardH
 
 async def registry_of(reward: RewardSection, hook: RewardHook | None, evaluations: Sequence[RewardHook]) -> Registry:
     """The scorers of a job. Raises ConfigError for a part of its reward that cannot be loaded."""
-    registry = Registry.of(reward.rm_type, hook, evaluations)
+    registry = Registry.of(reward.rm_type, hook, evaluations, settings_of(reward))
     if not reward.reward_parts:
         return registry
     try:
