@@ -91,7 +91,8 @@ class Builtin:
     One that `waits` has a coroutine as its `score`. One that asks a `remote` server, or that `takes_args`, is given the
     job's options. `target` is module:function in scorers/, where that is not NAME:score. An answer that takes more than
     `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the `part` counts, unless
-    --reward-key names another. A `cached` one gives equal items equal rewards, and is asked once. The package is in the `extra` of headrace.
+    --reward-key names another. A `cached` one is asked once about equal items. The package is in the `extra` of
+    headrace.
     """
 
     name: str

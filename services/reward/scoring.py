@@ -122,7 +122,7 @@ class BatchScorer:
         self._calls = itertools.count(1)
         self._breakers: defaultdict[tuple[str, str], CircuitBreaker] = defaultdict(CircuitBreaker)
         self._known: OrderedDict[bytes, Reward] = OrderedDict()
-        """Rewards of the latest items that were too slow, or that a judge has graded: by digests of items and scorer."""
+        """Rewards of the latest items that were too slow or that a judge has graded, by digests of items and scorer."""
 
     async def score(
         self,
