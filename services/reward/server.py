@@ -43,8 +43,8 @@ _BYTES_IN_A_TURN = 256 << 10
 
 class RewardServicer(RewardServiceServicer):
     def __init__(self, batch_scorer: BatchScorer, live: LiveScorers) -> None:
-        self._scorer = batch_scorer
         self._live = live
+        self._scorer = batch_scorer
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
