@@ -273,7 +273,7 @@ def _read(given: Any, metadata: Mapping[str, Any], cut: _Cut) -> list[Test]:
         case []:
             return []
     raise InvalidArgument(
-        f"scorer code: tests are a {type(given).__name__} of none of the forms that docs/hooks.md lists"
+        f"scorer code: tests are a {type(given).__name__} of none of the forms that docs/rewards.md lists"
     )
 
 
