@@ -34,3 +34,6 @@ class ToolTaskset(vf.Taskset[ToolTask, ToolConfig]):
 
 
 __all__ = ["ToolTaskset"]
+
+if __name__ == "__main__":  # verifiers starts a tool server as `python -m` its module
+    Calculator.run()
