@@ -5,6 +5,7 @@ with tokens, masks and log-probs. Beside it a reward model, for those who need n
 """
 
 from headrace.hooks.kit.conversation import AssistantMessage, build_loss_mask, chat, generate_single
+from headrace.hooks.kit.environment import Environment, Step
 from headrace.hooks.kit.reward_model import SequenceClassifier
 from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
@@ -14,8 +15,10 @@ from headrace.session import Completion
 __all__ = [
     "AssistantMessage",
     "Completion",
+    "Environment",
     "SandboxResult",
     "SequenceClassifier",
+    "Step",
     "ToolCall",
     "Tools",
     "build_loss_mask",
