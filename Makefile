@@ -176,9 +176,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect)
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect"
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp"
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 

@@ -6,6 +6,7 @@ with tokens, masks and log-probs. Beside it a reward model, for those who need n
 
 from headrace.hooks.kit.conversation import AssistantMessage, build_loss_mask, chat, generate_single
 from headrace.hooks.kit.environment import Environment, Step
+from headrace.hooks.kit.mcp import mcp_tools
 from headrace.hooks.kit.reward_model import SequenceClassifier
 from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
@@ -26,6 +27,7 @@ __all__ = [
     "extract_tool_call",
     "extract_tool_calls",
     "generate_single",
+    "mcp_tools",
     "run_python",
     "sandbox_of",
 ]
