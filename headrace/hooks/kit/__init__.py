@@ -9,6 +9,7 @@ from headrace.hooks.kit.environment import Environment, Step
 from headrace.hooks.kit.mcp import mcp_tools
 from headrace.hooks.kit.reward_model import SequenceClassifier
 from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
+from headrace.hooks.kit.sandbox_session import SandboxSession, open_sandbox
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
 from headrace.session import Completion
@@ -18,6 +19,7 @@ __all__ = [
     "Completion",
     "Environment",
     "SandboxResult",
+    "SandboxSession",
     "SequenceClassifier",
     "Step",
     "ToolCall",
@@ -28,6 +30,7 @@ __all__ = [
     "extract_tool_calls",
     "generate_single",
     "mcp_tools",
+    "open_sandbox",
     "run_python",
     "sandbox_of",
 ]
