@@ -112,6 +112,16 @@ class RunFolder:
         """Holds the generated samples, step by step."""
         return self.path / "samples"
 
+    @property
+    def shadow(self) -> Path:
+        """What a shadow scorer said beside the one that paid (`headrace.shadow_log`)."""
+        return self.path / "shadow.jsonl"
+
+    @property
+    def scorer_state(self) -> Path:
+        """Says which scorer pays, and which one is tried."""
+        return self.path / "reward.json"
+
     def weights_of(self, publish: PublishSection) -> Path:
         """Holds the policy versions that travel to the engines through files, on a disk or in shared memory."""
         if publish.update_weight_transport == "ipc":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from typing import Any, Protocol
 
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange, Status
+
+_BLANK_THOUGHT = re.compile(r"\s*(<think>\s*)?(</think>\s*)?")
+"""What some templates write before a response of which they are told no thought."""
 
 Tokens = tuple[int, ...]
 Message = Mapping[str, Any]
@@ -62,6 +66,9 @@ class RecordedAnswer:
     """The text behind it that the client is given in another form, or not at all: tool calls, a stop string."""
     end: str = ""
     """The text of the token that ended the turn."""
+    opened: str = ""
+    """The end of the prompt that opened a thought, where the client is given the thought in another form: it stands
+    before `rest` then."""
     spoken: str = ""
     """The text without special tokens, where that is what the client is given."""
     meta_infos: Sequence[Mapping[str, Any]] = ()
@@ -196,7 +203,7 @@ class SessionRecord:
         Raises InvalidArgument when the chat template refuses it.
         """
         known = {
-            position: turn.answer
+            position: turn
             for position, key in enumerate(prefix_keys(messages))
             if (turn := self._said.get(key)) and turn.answer.rest
         }
@@ -286,7 +293,7 @@ class SessionRecord:
     def _restored(
         self,
         messages: Sequence[Message],
-        known: Mapping[int, RecordedAnswer],
+        known: Mapping[int, Turn],
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
     ) -> str | None:
@@ -296,7 +303,7 @@ class SessionRecord:
         """
         marks = {position: f"rest-{secrets.token_hex(16)}" for position in known}
         marked = [
-            {"role": "assistant", "content": known[position].content + marks[position]}
+            {"role": "assistant", "content": known[position].answer.content + marks[position]}
             if position in known
             else dict(message)
             for position, message in enumerate(messages)
@@ -310,8 +317,20 @@ class SessionRecord:
         for position, mark in marks.items():
             if text.count(mark) != 1:
                 return None
-            text = text.replace(mark, known[position].rest)
+            text = _put_back(text, mark, known[position])
         return text
+
+
+def _put_back(text: str, mark: str, turn: Turn) -> str:
+    """The rendered text with the rest of a response in place of its mark."""
+    before, _, behind = text.partition(mark)
+    answer = turn.answer
+    prompt = turn.text.removesuffix(answer.text)
+    header = prompt.removesuffix(answer.opened)
+    restored = f"{answer.opened}{answer.rest}"
+    if not answer.content and restored.lstrip().startswith("<think>") and before.startswith(header):
+        before = header if _BLANK_THOUGHT.fullmatch(before, len(header)) else before  # it brings a thought of its own
+    return f"{before}{restored}{behind}"
 
 
 def prefix_keys(messages: Sequence[Message]) -> Iterator[bytes]:

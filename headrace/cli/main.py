@@ -64,7 +64,11 @@ _COMMANDS: Mapping[str, Command] = {
         "restart services of a live run one after the other, without a failed call",
     ),
     "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
-    "reward": Command("reward:reward", "reward set PATH [RUN]", "score a live run with another function"),
+    "reward": Command(
+        "reward:reward",
+        "reward set | shadow | canary | promote | rollback | stop | status | diff",
+        "score a live run with another function, or try one beside it",
+    ),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
     "env": Command("env:env", "env list | export | train TASKSET", "environments of the package verifiers"),
     "runs": Command("runs:runs", "runs [RUN RUN]", "list the runs here, or compare two"),
@@ -79,6 +83,11 @@ _COMMANDS: Mapping[str, Command] = {
         "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
     "view": Command("view:view", "view [RUN] [--to FOLDER]", "show groups, tokens, ledger and curves in the browser"),
+    "conformance": Command(
+        "conformance:conformance",
+        "conformance SERVICE ADDRESS",
+        "try what the protos promise on a service in any language",
+    ),
     "audit": Command(
         "ledger:audit", "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
     ),

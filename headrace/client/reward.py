@@ -7,8 +7,9 @@ error once.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceE
 from headrace.limits import MAX_SCORE_ITEMS_PER_CALL
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, call_once, connect
 from headrace.rpc.retry import retry_until
-from headrace.score import ScoreError, ScoreItem, ScoreResult, unpack_result
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult, unpack_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ScorerInfo:
 
 class RewardClient(Closing):
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = connect(address)
         self._peer = f"the reward service at {address}"
         self._stub = RewardServiceStub(self._channel)
@@ -50,10 +52,13 @@ class RewardClient(Closing):
         return await score_until(end, items, ask, _may_help)
 
     async def ask(
-        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float
+        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float, evaluation: bool = False
     ) -> Sequence[ScoreResult]:
-        """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers."""
-        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
+        """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers.
+
+        No candidate scores the samples of an `evaluation`.
+        """
+        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "", evaluation=evaluation)
         reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
             raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
@@ -65,6 +70,26 @@ class RewardClient(Closing):
             self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
         return [ScorerInfo(s.name, s.version, s.description, s.is_default) for s in reply.scorers]
+
+    async def change_scorer(
+        self, request: pb.ChangeScorerRequest, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    ) -> pb.ScorerState:
+        """Makes a change once, whatever happens to the service meanwhile. An empty `change_id` is chosen here.
+
+        Raises InvalidArgument for a scorer that cannot be loaded, FailedPrecondition where there is nothing to change.
+        """
+        request.change_id = request.change_id or uuid.uuid4().hex
+        state: pb.ScorerState = await call(
+            self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer
+        )
+        return state
+
+    async def scorer_state(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> pb.ScorerState:
+        """Who pays and who is tried."""
+        state: pb.ScorerState = await call(
+            self._stub.GetScorerState, pb.GetScorerStateRequest(), deadline_seconds=deadline_seconds, peer=self._peer
+        )
+        return state
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -78,18 +103,33 @@ async def score_until(
 ) -> list[ScoreResult]:
     """One result an item, in order, from `ask(some items, seconds left)`.
 
-    Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
+    Where a scorer was replaced between two calls for one group, all of the group is asked for again, so that one
+    scorer has scored it. Raises the last error when `time.monotonic()` reaches `end`, and at once one for which
+    `may_help` is False.
     """
     results: dict[int, ScoreResult] = {}
     waiting = deque(range(len(items)))
-    while waiting:
+    repeated = set[str]()
+    """Groups of which some items were asked for again."""
+    while waiting or (waiting := _mixed(items, results, repeated)):
         some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
         answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
         for i, answer in zip(some, answers, strict=True):
             if isinstance(answer, ScoreError) and answer.retryable and i not in results:
                 waiting.append(i)
+                repeated.add(items[i].group_id)
             results[i] = answer
     return [results[i] for i in range(len(items))]
+
+
+def _mixed(items: Sequence[ScoreItem], results: Mapping[int, ScoreResult], groups: set[str]) -> deque[int]:
+    """The items of those `groups` that have scores of two scorers. Takes them out: once is enough."""
+    scorers: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for i, result in results.items():
+        if isinstance(result, Score) and items[i].group_id in groups:
+            scorers[items[i].group_id].add((result.scorer, result.scorer_version))
+    groups.clear()
+    return deque(i for i, item in enumerate(items) if len(scorers.get(item.group_id, ())) > 1)
 
 
 def _may_help(error: HeadraceError) -> bool:

@@ -64,6 +64,12 @@ def reward_hook(path: str, group_rm: bool = False) -> RewardHook:
     return RewardHook(path, form, hook.version, inspect.iscoroutinefunction(function), lines[0] if lines else path)
 
 
+def reward_hook_by_name(path: str) -> RewardHook:
+    """The same where nothing says whether it takes a group: it does when its second argument is `samples`."""
+    target = load_hook(path).target
+    return reward_hook(path, not inspect.isclass(target) and Signature.of(target).required[1:2] == ("samples",))
+
+
 def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
     """Imports the hook, and makes its class, before the clock of a first call runs."""
     load_hook(path)

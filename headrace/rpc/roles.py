@@ -91,6 +91,8 @@ ALLOWED: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "headrace.api.reward.v1.RewardService": {
         "Score": _ASKS,
         "ListScorers": _LOOKS,
+        "ChangeScorer": _OPERATES,
+        "GetScorerState": _LOOKS,
     },
     "headrace.api.trainer.v1.TrainerService": {
         "GetStatus": _LOOKS,

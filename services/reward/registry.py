@@ -15,10 +15,11 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, InvalidArgument, NotFound
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook, Sample, run_reward
 from headrace.limits import (
@@ -34,7 +35,9 @@ from headrace.limits import (
     shown,
     to_json,
 )
+from headrace.process.workers import WorkerPool
 from headrace.prompts import label_for_hooks
+from headrace.rpc.net import Address
 from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
 from headrace.trajectory import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 
@@ -204,14 +207,39 @@ def prepare_builtin(default: str | None) -> None:
 # A function that an item names itself (a data source's `custom_rm_path`) scores it. A function that the job's
 # eval_config names scores the items whose `metadata.rm_type` is its path. A custom function, where one is configured,
 # scores every other item unless the request names another scorer: such functions tell rm_types apart themselves.
+# So does a scorer that was set while the service runs.
 # Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 
 CUSTOM = "custom"
+REMOTE = "grpc://"
+"""The prefix of a scorer's name that is another reward service: grpc://HOST:PORT, or grpc://HOST:PORT/SCORER."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Another reward service; without a `scorer` its default scores."""
+
+    url: str
+    client: RewardClient
+    scorer: str | None
+
+    @classmethod
+    def of(cls, url: str) -> Remote:
+        """Asks nobody yet. Raises ConfigError for a wrong URL."""
+        address, _, scorer = url.removeprefix(REMOTE).partition("/")
+        try:
+            client = RewardClient(str(Address.parse(address)))
+        except ConfigError as error:
+            raise ConfigError(f"scorer {url}: write {REMOTE}HOST:PORT, or {REMOTE}HOST:PORT/SCORER") from error
+        return cls(url, client, scorer or None)
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to score: a user's function, or one of headrace's own. A `boxed` one sees what a response has boxed."""
+    """One way to score: a user's function, one of headrace's own, or another service.
+
+    A `boxed` one sees what a response has boxed. One that was set while the service runs has workers of its own.
+    """
 
     name: str
     version: str
@@ -219,6 +247,15 @@ class Scorer:
     hook: RewardHook | None = None
     builtin: Builtin | None = None
     boxed: bool = False
+    remote: Remote | None = None
+    workers: WorkerPool | None = field(default=None, compare=False)
+
+    async def close(self) -> None:
+        """Ends the workers and the connection that are its own."""
+        if self.workers:
+            await self.workers.close()
+        if self.remote:
+            await self.remote.client.close()
 
 
 class Registry:
@@ -241,8 +278,10 @@ class Registry:
             if each.name in versions
         ]
         if custom:
-            scorers.append(_users(CUSTOM, custom))
-        return cls(scorers, CUSTOM if custom else rm_type, [_users(hook.path, hook) for hook in of_evaluations])
+            scorers.append(users_scorer(CUSTOM, custom))
+        elif rm_type and rm_type.startswith(REMOTE):
+            scorers.append(remote_scorer(rm_type))
+        return cls(scorers, CUSTOM if custom else rm_type, [users_scorer(hook.path, hook) for hook in of_evaluations])
 
     def knows(self, path: str) -> bool:
         """True for a function of a data source or an evaluation that can be asked for by its path."""
@@ -250,7 +289,7 @@ class Registry:
 
     def add(self, hook: RewardHook) -> None:
         """Adds a function that a sample names itself."""
-        self._of_evaluations[hook.path] = _users(hook.path, hook)
+        self._of_evaluations[hook.path] = users_scorer(hook.path, hook)
 
     def all(self) -> list[Scorer]:
         return [self._scorers[name] for name in sorted(self._scorers)]
@@ -262,13 +301,15 @@ class Registry:
             raise NotFound(f"there is no scorer {self._unknown(name)}", reason="SCORER_UNKNOWN")
         return found
 
-    def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
-        """Returns the item's scorer, or the error SCORER_UNKNOWN."""
+    def choose(self, item: ScoreItem, requested: Scorer | None, payer: Scorer | None = None) -> Scorer | ScoreError:
+        """Returns the item's scorer, or the error SCORER_UNKNOWN. A `payer` was set while the service runs."""
         if path := own_function(item):
             return self._of_evaluations[path]
         named = item.metadata.get("rm_type")
         if isinstance(named, str) and named in self._of_evaluations:
             return self._of_evaluations[named]
+        if payer and not requested:
+            return payer
         if self.default == CUSTOM:
             return requested or self._scorers[CUSTOM]
         if named is None and requested:
@@ -303,7 +344,11 @@ def own_function(item: ScoreItem) -> str | None:
     return path if isinstance(path, str) and path else None
 
 
-def _users(name: str, hook: RewardHook) -> Scorer:
+def remote_scorer(url: str) -> Scorer:
+    return Scorer(url, url, "The scores of another reward service.", remote=Remote.of(url))
+
+
+def users_scorer(name: str, hook: RewardHook) -> Scorer:
     return Scorer(name, f"{hook.path} {hook.version}", hook.description, hook)
 
 

@@ -12,24 +12,27 @@ import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
-from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook, reward_hook
-from headrace.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
+from headrace.errors import HeadraceError, Internal, InvalidArgument, NotFound, ResourceExhausted
+from headrace.hooks import HookArgs, Reward, RewardForm, reward_hook
+from headrace.limits import MAX_REMOTE_SECONDS, MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
 from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.rpc.log import log
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
+from services.reward.live_scorers import Choice, LiveScorers
 from services.reward.registry import (
     KILLED_BY,
     Builtin,
     CustomResult,
     Registry,
+    Remote,
     Scorer,
     own_function,
     run_builtin,
@@ -86,10 +89,6 @@ class ScorerCall:
     items: Mapping[int, ScoreItem]
 
 
-Choice = tuple[ScoreItem, Scorer] | ScoreError
-"""An item with its scorer, or the error that it has none."""
-
-
 class BatchScorer:
     """Scores with the registry's scorers in the pool's workers; `slow_pool` takes the items that need longer."""
 
@@ -103,7 +102,10 @@ class BatchScorer:
         *,
         reward_key: str | None,
         timeout_seconds: float,
+        live: LiveScorers | None = None,
     ) -> None:
+        """`live` has the scorers that are set while the service runs."""
+        self._live = live
         self.registry = registry
         self._pool = pool
         self._slow_pool = slow_pool
@@ -117,16 +119,28 @@ class BatchScorer:
         """Digests of the latest items that were too slow: a repeated call does not wait for them again."""
 
     async def score(
-        self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
+        self,
+        items: Sequence[ScoreItem | ScoreError],
+        requested: str | None = None,
+        *,
+        peer: str = "",
+        evaluation: bool = False,
     ) -> list[ScoreResult]:
-        """Returns one result an item, in order. Raises NotFound for `requested`, ResourceExhausted in a crowd."""
+        """Returns one result an item, in order. Raises NotFound for `requested`, ResourceExhausted in a crowd.
+
+        Nobody else scores the items of an `evaluation`: no candidate pays for them, and no shadow sees them.
+        """
         scorer = self.registry.require(requested) if requested else None
         self._require_room(peer, len(items))
         self._in_flight[peer] += len(items)
         try:
             failures = await self._load_own(items)
-            choices = [self._choice(_own_failure(item, failures) or item, scorer) for item in items]
-            return await self._scored(choices, next(self._calls))
+            with self._live.call() if self._live else nullcontext():
+                choices = [self._choice(_own_failure(item, failures) or item, scorer, evaluation) for item in items]
+                results = await self._scored(choices, next(self._calls))
+            if self._live and not evaluation:
+                self._live.shadow(items, choices, results, self.score_with)
+            return results
         finally:
             self._in_flight[peer] -= len(items)
             if not self._in_flight[peer]:
@@ -151,10 +165,15 @@ class BatchScorer:
                 failures[path] = ScoreError("SCORER_UNKNOWN", error.message)
         return failures
 
-    def _choice(self, item: ScoreItem | ScoreError, requested: Scorer | None) -> Choice:
+    async def score_with(self, scorer: Scorer, items: Sequence[ScoreItem]) -> list[ScoreResult]:
+        """Scores all items with one scorer, as nobody's call."""
+        return await self._scored([(item, scorer) for item in items], next(self._calls))
+
+    def _choice(self, item: ScoreItem | ScoreError, requested: Scorer | None, evaluation: bool) -> Choice:
         if isinstance(item, ScoreError):
             return item
-        scorer = self.registry.choose(item, requested)
+        payer = self._live.payer_of(item.group_id, evaluation=evaluation) if self._live else None
+        scorer = self.registry.choose(item, requested, payer)
         return scorer if isinstance(scorer, ScoreError) else (item, scorer)
 
     def _require_room(self, peer: str, count: int) -> None:
@@ -182,7 +201,10 @@ class BatchScorer:
         started = time.monotonic()
         batch = list(call.items.values())
         try:
-            scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
+            if call.scorer.remote is not None:
+                scored = await self._remote(call.scorer.remote, batch)
+            else:
+                scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
         except (WorkerError, HeadraceError) as error:
             failure = _error_of(error)
             scored = [failure] * len(batch)
@@ -195,12 +217,22 @@ class BatchScorer:
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
+    async def _remote(self, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
+        """The scores of another service, which names its scorer; the version says where that service is."""
+        seconds = min(self._timeout_seconds * len(batch), MAX_REMOTE_SECONDS)
+        results = await remote.client.ask(batch, remote.scorer, deadline_seconds=seconds)
+        return [
+            replace(each, scorer_version=f"{remote.url} {each.scorer_version}") if isinstance(each, Score) else each
+            for each in results
+        ]
+
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[CustomResult]:
         if scorer.builtin is not None:
-            return [CustomResult(await self._builtin(scorer, scorer.builtin, _seen_by(scorer, batch[0]), caller))]
+            item = _seen_by(scorer, batch[0])
+            return [CustomResult(await self._builtin(scorer, scorer.builtin, item, caller))]
         if scorer.hook is None:
             raise Internal(f"scorer {scorer.name} has nothing that scores")
-        rewards: list[CustomResult] = await self._pool.run(
+        rewards: list[CustomResult] = await (scorer.workers or self._pool).run(
             run_custom,
             scorer.hook.path,
             scorer.hook.form,
@@ -219,7 +251,7 @@ class BatchScorer:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
             run: Any = run_waiting_builtin if builtin.waits else run_builtin
             given = [self._args] if builtin.remote else []
-            reward: Reward = await self._pool.run(
+            reward: Reward = await (scorer.workers or self._pool).run(
                 run, builtin.name, item, *given, timeout_seconds=seconds, name=name, caller=caller
             )
             return reward
@@ -228,7 +260,10 @@ class BatchScorer:
         ).digest()
         if digest in self._too_slow:
             return builtin.wrong
-        for pool, cpu_seconds in ((self._pool, _QUICK_CPU_SECONDS), (self._slow_pool, builtin.cpu_seconds)):
+        for pool, cpu_seconds in (
+            (scorer.workers or self._pool, _QUICK_CPU_SECONDS),
+            (self._slow_pool, builtin.cpu_seconds),
+        ):
             in_time = await self._in_time(pool, builtin, item, cpu_seconds, caller)
             if in_time is not None:
                 return in_time
@@ -287,20 +322,23 @@ def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Makes a call for each group of a group scorer, for 64 items of a model class, and for each other item."""
-    together: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """Makes a call for each group of a group scorer, 64 items of a model class or a service, and each other item."""
+    together: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for position, (item, scorer) in chosen.items():
-        together[scorer.name, _key(scorer.hook, item, position)].append(position)
+        together[scorer.name, scorer.version, _key(scorer, item, position)].append(position)
     calls = []
     for positions in together.values():
         scorer = chosen[positions[0]][1]
-        size = _BATCH_ITEMS if scorer.hook and scorer.hook.form is RewardForm.BATCH else len(positions)
+        size = len(positions) if scorer.hook and scorer.hook.form is not RewardForm.BATCH else _BATCH_ITEMS
         for start in range(0, len(positions), size):
             calls.append(ScorerCall(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
     return calls
 
 
-def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
+def _key(scorer: Scorer, item: ScoreItem, position: int) -> str:
+    hook = scorer.hook
+    if scorer.remote:
+        return "all"
     if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
     if hook and hook.form is RewardForm.BATCH:
@@ -310,6 +348,8 @@ def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
 
 def _error_of(error: WorkerError | HeadraceError) -> ScoreError:
     match error:
+        case InvalidArgument() | NotFound():
+            return ScoreError("SCORER_UNKNOWN", error.message)
         case HeadraceError():
             return ScoreError("SCORER_UNAVAILABLE", error.message, retryable=True)
         case WorkerTimeout():

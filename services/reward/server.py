@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
-from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
-from headrace.hooks.kit.sandbox import require_sandbox
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks import HookArgs, RewardForm, RewardHook, reward_hook
 from headrace.job.schema.services import RewardSection
 from headrace.limits import (
     MAX_SCORE_ITEMS,
@@ -22,16 +22,21 @@ from headrace.limits import (
 )
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.server import Listen, RpcServer, Service
+from headrace.run_folder import RunFolder
 from headrace.score import ScoreError, ScoreItem, pack_result
-from services.reward.registry import BOXED, Registry, prepare_builtin, prepare_slow
+from headrace.shadow_log import ShadowLog
+from services.reward.live_scorers import LOAD_SECONDS, LiveScorers, require_settings, workers_for
+from services.reward.registry import Registry, prepare_slow
 from services.reward.scoring import BatchScorer, RewardMetrics
+from services.reward.swap import NamedScorer, SwapFile
 
 _BYTES_IN_A_TURN = 256 << 10
 
 
 class RewardServicer(RewardServiceServicer):
-    def __init__(self, batch_scorer: BatchScorer) -> None:
+    def __init__(self, batch_scorer: BatchScorer, live: LiveScorers) -> None:
         self._scorer = batch_scorer
+        self._live = live
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
@@ -42,7 +47,9 @@ class RewardServicer(RewardServiceServicer):
         if len(set(ids)) < len(ids):
             raise InvalidArgument("two items have the same item_id: it must be unique in the call", field="items")
         items = [item async for item in _unpacked_in_turns(request)]
-        results = await self._scorer.score(items, request.scorer or None, peer=context.peer())
+        results = await self._scorer.score(
+            items, request.scorer or None, peer=context.peer(), evaluation=request.evaluation
+        )
         return pb.ScoreResponse(results=[pack_result(*pair) for pair in zip(ids, results, strict=True)])
 
     async def ListScorers(self, request: pb.ListScorersRequest, context: Any) -> pb.ListScorersResponse:
@@ -53,6 +60,29 @@ class RewardServicer(RewardServiceServicer):
                 for s in self._scorer.registry.all()
             ]
         )
+
+    async def ChangeScorer(self, request: pb.ChangeScorerRequest, context: Any) -> pb.ScorerState:
+        await self._live.change(request)
+        return self._state()
+
+    async def GetScorerState(self, request: pb.GetScorerStateRequest, context: Any) -> pb.ScorerState:
+        return self._state()
+
+    def _state(self) -> pb.ScorerState:
+        swap, counts, trial = self._live.swap, self._live.counts, self._live.swap.trial
+        return pb.ScorerState(
+            live=_packed(swap.live),
+            candidate=_packed(trial.scorer) if trial else None,
+            candidate_pays=trial is not None and trial.pays,
+            share=trial.share if trial else 0.0,
+            former=[_packed(each) for each in swap.former],
+            changes=swap.changes,
+            shadow=pb.ShadowCounts(**asdict(counts)),
+        )
+
+
+def _packed(scorer: NamedScorer) -> pb.ScorerVersion:
+    return pb.ScorerVersion(scorer=scorer.name, version=scorer.version)
 
 
 async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreItem | ScoreError]:
@@ -75,18 +105,16 @@ def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
 
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-_LOAD_SECONDS = 120.0
-# An async function mostly waits (for a judge model, for a sandbox), so several of its calls share a worker.
-_ASYNC_CALLS_PER_WORKER = 32
 
 
 class RewardServer:
     """A running reward service. `start` builds it; `stop` or a signal ends it."""
 
-    def __init__(self, rpc: RpcServer, pool: WorkerPool, slow_pool: WorkerPool) -> None:
+    def __init__(self, rpc: RpcServer, pool: WorkerPool, slow_pool: WorkerPool, live: LiveScorers) -> None:
         self.rpc = rpc
         self.pool = pool
         self._slow_pool = slow_pool
+        self._live = live
 
     @classmethod
     async def start(
@@ -96,15 +124,23 @@ class RewardServer:
         listen: Listen,
         *,
         of_evaluations: Sequence[str] = (),
+        folder: RunFolder | None = None,
     ) -> RewardServer:
         """Returns when it serves; `of_evaluations` are functions of single evaluations, by path.
 
-        Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use.
+        In `folder` it keeps which scorer pays, and what a shadow said; without one a restart forgets both. Raises
+        ConfigError for a wrong hook or rm_type, Unavailable for a port in use.
         """
         hook = await describe(reward)
         registry = Registry.of(reward.rm_type, hook, await describe_each(of_evaluations))
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
+        live = LiveScorers(
+            registry,
+            reward,
+            SwapFile(folder.scorer_state if folder else None),
+            ShadowLog(folder.shadow) if folder else None,
+        )
         batch_scorer = BatchScorer(
             registry,
             pool,
@@ -113,8 +149,9 @@ class RewardServer:
             metrics,
             reward_key=reward.reward_key,
             timeout_seconds=reward.reward_timeout_seconds,
+            live=live,
         )
-        service = Service(RewardServicer(batch_scorer), add_RewardServiceServicer_to_server, NAME)
+        service = Service(RewardServicer(batch_scorer, live), add_RewardServiceServicer_to_server, NAME)
         rpc = RpcServer(
             "reward",
             listen.address,
@@ -128,13 +165,15 @@ class RewardServer:
         metrics.show(rpc.metrics.registry, pool)
         async with AsyncExitStack() as on_failure:  # whatever it is, the workers must not stay behind
             on_failure.push_async_callback(pool.close)
+            await live.load()
+            on_failure.push_async_callback(live.close)
             try:
                 await pool.start()
             except WorkerError as error:
                 raise ConfigError(error.message) from error
             await rpc.start()
             on_failure.pop_all()
-        return cls(rpc, pool, slow_pool)
+        return cls(rpc, pool, slow_pool, live)
 
     async def run_until_signal(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and ends the workers."""
@@ -149,7 +188,7 @@ class RewardServer:
         await self._close()
 
     async def _close(self) -> None:
-        await asyncio.gather(self.pool.close(), self._slow_pool.close())
+        await asyncio.gather(self._live.close(), self.pool.close(), self._slow_pool.close())
 
 
 async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
@@ -166,9 +205,11 @@ async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
 
 async def describe(reward: RewardSection) -> RewardHook | None:
     """The user's function, if there is one. Raises ConfigError for a wrong one, and for a server that is not named."""
-    _check_remote(reward)
-    if (reward.rm_type or "").removeprefix(BOXED) == "code" and reward.custom_rm_path is None:
-        await asyncio.to_thread(_require_sandbox)
+    if reward.judge_url is not None and reward.judge_model is None:
+        raise ConfigError(
+            f"judge_url {reward.judge_url}: set --judge-model to the model it serves", field="judge_model"
+        )
+    await require_settings(reward, reward.rm_type or "")
     if reward.custom_rm_path is None:
         if reward.group_rm:
             raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
@@ -183,46 +224,16 @@ async def _loaded(paths: Sequence[str], *, groups: bool = False) -> list[RewardH
     """Functions as a worker finds them. Raises ConfigError for a wrong one."""
     pool = WorkerPool(1)
     try:
-        return [await pool.run(reward_hook, path, groups, timeout_seconds=_LOAD_SECONDS) for path in paths]
+        return [await pool.run(reward_hook, path, groups, timeout_seconds=LOAD_SECONDS) for path in paths]
     except WorkerError as error:
         raise ConfigError(error.message) from error
     finally:
         await pool.close()
 
 
-def _require_sandbox() -> None:
-    try:
-        require_sandbox("rm_type code")
-    except FailedPrecondition as error:
-        raise ConfigError(error.message, field="insecure_sandbox") from error
-
-
-def _check_remote(reward: RewardSection) -> None:
-    default = (reward.rm_type or "").removeprefix(BOXED)
-    if default == "remote_rm" and reward.rm_url is None:
-        raise ConfigError("rm_type remote_rm asks a server: set --rm-url to it", field="rm_url")
-    if default == "judge" and reward.judge_url is None:
-        raise ConfigError("rm_type judge asks a model: set --judge-url and --judge-model", field="judge_url")
-    if reward.judge_url is not None and reward.judge_model is None:
-        raise ConfigError(
-            f"judge_url {reward.judge_url}: set --judge-model to the model it serves", field="judge_model"
-        )
-
-
 def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
-    prepare: Callable[[], None] = partial(prepare_builtin, registry.default)
-    of_default = registry.require(registry.default).builtin if registry.default else None
-    waits = (hook and hook.is_async) or (of_default and of_default.remote)
-    if hook:
-        model_path = str(reward.reward_model_path) if reward.reward_model_path else None
-        prepare = partial(prepare_reward, hook.path, hook.form, model_path)
-    return WorkerPool(
-        reward.reward_workers,
-        calls_per_worker=_ASYNC_CALLS_PER_WORKER if waits else 1,
-        max_waiting=MAX_SCORE_ITEMS,
-        prepare=prepare,
-        prepare_seconds=_LOAD_SECONDS,
-    )
+    default = registry.require(registry.default) if registry.default else None
+    return workers_for(reward, hook=hook, builtin=default.builtin if default else None)
 
 
 def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
@@ -231,5 +242,5 @@ def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
         reward.reward_workers,
         max_waiting=MAX_SCORE_ITEMS,
         prepare=partial(prepare_slow, registry.default),
-        prepare_seconds=_LOAD_SECONDS,
+        prepare_seconds=LOAD_SECONDS,
     )

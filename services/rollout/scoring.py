@@ -76,8 +76,8 @@ class SampleScorer:
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in [*self._former, self._client] if client))
 
-    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples with rewards, or FAILED with the reason.
+    async def score(self, samples: Sequence[Sample], *, evaluation: bool = False) -> list[Sample]:
+        """Returns the samples with rewards, or FAILED with the reason. No candidate scores those of an `evaluation`.
 
         Samples that failed before or have a reward already are unchanged.
         """
@@ -86,7 +86,7 @@ class SampleScorer:
             return list(samples)
         self.being_scored += len(waiting)
         try:
-            results = await self._results(_items(waiting))
+            results = await self._results(_items(waiting), evaluation=evaluation)
         except HeadraceError as error:
             failure = Failure(f"REWARD_{error.reason}", error.message)
             scored = {sample.sample_id: _failed(sample, failure) for sample in waiting}
@@ -97,7 +97,7 @@ class SampleScorer:
             self.being_scored -= len(waiting)
         return [scored.get(sample.sample_id, sample) for sample in samples]
 
-    async def _results(self, items: Sequence[ScoreItem]) -> Sequence[ScoreResult]:
+    async def _results(self, items: Sequence[ScoreItem], *, evaluation: bool) -> Sequence[ScoreResult]:
         """Raises Unavailable when there was no answer in time; other errors, which waiting cannot help, at once."""
         rounds = -(-len(items) // _SCORED_AT_ONCE)
         scoring_seconds = 2 * self._item_seconds * rounds
@@ -108,7 +108,8 @@ class SampleScorer:
             scorer = self.target.scorer or None
             if self._client is None:
                 raise FailedPrecondition("this run has no reward service: start one and name it with SetReward")
-            return await self._client.ask(some, scorer, deadline_seconds=min(left_seconds, call_seconds))
+            seconds = min(left_seconds, call_seconds)
+            return await self._client.ask(some, scorer, deadline_seconds=seconds, evaluation=evaluation)
 
         try:
             return await score_until(time.monotonic() + deadline_seconds, items, ask, self._may_help)

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ import pytest
 
 from headrace import __version__
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.reward.v1 import reward_pb2
 from headrace.cli.authority import issue_client, issue_service
 from headrace.client.buffer import LARGE_COLUMN_BYTES, BufferClient
+from headrace.conformance.checks import results
+from headrace.conformance.reward import CHECKS, RewardSubject
 from headrace.hooks import section_args
 from headrace.job.schema.services import RewardSection
 from headrace.rpc.access import Tokens, add_token
+from headrace.rpc.client import connect
 from headrace.rpc.net import free_port
 from headrace.rpc.roles import Role
 from headrace.rpc.server import Listen
@@ -32,6 +38,7 @@ from tests.support.ledgers.buffer_samples import complete_put, completed_sample,
 from tests.support.processes.buffer_server import ROOT, served_buffer
 
 PACKAGE = ROOT / "protos" / "typescript"
+EXAMPLE = ROOT / "examples" / "reward_typescript"
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2, max_staleness=1)
 
 
@@ -204,3 +211,43 @@ async def test_the_readme_of_the_package_is_a_program_that_runs(programs: Path, 
         code, output = await run(programs / "readme.js", folder=tmp_path)
     assert code == 0
     assert "QUEUED: 1n" in output
+
+
+@asynccontextmanager
+async def served_by_node(program: Path) -> AsyncIterator[str]:
+    """The address that the program prints as its last word."""
+    words = ("node", str(program), "127.0.0.1:0")
+    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            yield (await process.stdout.readline()).decode().split()[-1]
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+def example(programs: Path, tmp_path: Path) -> Path:
+    """The compiled server of the example, which has the package as `npm install` links it."""
+    folder = tmp_path / "example"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules", "*.js", "runs"))
+    (folder / "node_modules").mkdir()
+    (folder / "node_modules" / "headrace").symlink_to(PACKAGE)
+    (folder / "node_modules" / "@types").symlink_to(PACKAGE / "node_modules" / "@types")
+    compiler = str(PACKAGE / "node_modules" / ".bin" / "tsc")
+    done = subprocess.run([compiler], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "server.js"
+
+
+async def test_the_example_of_a_reward_service_in_typescript_keeps_every_promise(example: Path) -> None:
+    item = reward_pb2.ScoreItem(item_id="0", prompt="3 + 4 =", response="7", label="7")
+    async with served_by_node(example) as address, connect(address) as channel:
+        subject = RewardSubject(channel, "", [item])
+        assert [each async for each in results(CHECKS, subject) if each.broken] == []
+        near = reward_pb2.ScoreItem(item_id="1", response="8", label="7")
+        without = reward_pb2.ScoreItem(item_id="2", response="8")
+        scored, failed = await subject.score([near, without])
+    assert (scored.score.value, scored.score.scorer, scored.score.scorer_version) == (0.5, "close", "1")
+    assert failed.error.reason == "SCORER_RAISED"

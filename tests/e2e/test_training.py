@@ -77,6 +77,12 @@ async def send_malformed_bytes(run: TrainingRun) -> None:
                     assert await call_raw(channel, method, data) is grpc.StatusCode.INVALID_ARGUMENT, method.full_name
 
 
+async def require_conformance(run: TrainingRun) -> None:
+    """Every service of a live run keeps the promises of its proto."""
+    for name, entry in run.folder.services().items():
+        assert await asyncio.to_thread(main, ["conformance", name, entry.address]) == 0, name
+
+
 async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     for name, code in (("vowels", VOWELS), ("length", LENGTH)):
@@ -99,6 +105,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert any("sglang" in command for command in listens.values())
             assert open_to_others(listens) == [], listens
             await send_malformed_bytes(run)
+            await require_conformance(run)
             await run.until_step(16)
             await reward.stop()
             await reward.start(f"{tmp_path}/length.py:length")

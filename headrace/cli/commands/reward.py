@@ -1,69 +1,175 @@
-"""`headrace reward set`: another reward function for a live run."""
+"""`headrace reward`: which scorer pays for the samples of a live run, and which one is tried."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli.arg_types import Group, run_argument
-from headrace.cli.commands.live import restarted
-from headrace.cli.runs import find_run
-from headrace.disk import atomic_write
-from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
+from headrace.api.reward.v1 import reward_pb2 as pb
+from headrace.cli.arg_types import COUNT_FROM_ZERO, Finite, Group, run_argument
+from headrace.cli.commands.reward_service import new, serve
+from headrace.cli.json_output import json_option, print_json
+from headrace.cli.runs import address_of, find_run
+from headrace.client.reward import RewardClient
+from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.hooks.trial.check import check_hook
 from headrace.job.load.resolve import resolve
-from headrace.job.schema.job import Job, read_job
+from headrace.job.schema.job import Job
 from headrace.rpc.log import drop_logs
+from headrace.shadow_log import Comparison, Difference, ShadowLog
 
-_REWARD = "reward"
+_SCORER = "the name of a built-in scorer, a function (file.py:fn or pkg.mod.fn), or grpc://HOST:PORT[/SCORER]"
+_CHANGE_SECONDS = 180.0
+_ANSWER_SECONDS = 30.0
+_SHARE = Finite(1.0, above_zero=True)
+_FURTHEST = 5
 
 
 @click.group(cls=Group)
 def reward() -> None:
-    """Changes how a live run scores."""
+    """Changes which scorer pays for the samples of a live run, and tries another one beside it."""
+
+
+def _address_option(function: Callable[..., int]) -> Callable[..., int]:
+    option = click.option("--reward-address", help="host:port of the reward service, instead of a run")
+    return option(function)
+
+
+reward.add_command(serve)
+reward.add_command(new)
 
 
 @reward.command("set")
-@click.argument("path")
+@click.argument("scorer")
 @run_argument
-def set_(path: str, run: str | None) -> int:
-    """Scores with another function from now on: PATH is pkg.mod.fn or file.py:fn.
+@_address_option
+def set_(scorer: str, run: str | None, reward_address: str | None) -> int:
+    """Scores with SCORER from the next group on.
 
-    The function is tried first, as `headrace check hook` does. Samples that wait are scored by the new one, and every
-    sample names its scorer. A run that is started again has the function of its job: change --custom-rm-path there.
+    SCORER is the name of a built-in scorer, a function (file.py:fn or pkg.mod.fn), or grpc://HOST:PORT[/SCORER]. A
+    function is tried first, as `headrace check hook` does. Nothing restarts, and every sample names its scorer.
     """
+    name = _tried(scorer, run, reward_address)
+    return _change(run, reward_address, pb.ChangeScorerRequest(set=name))
+
+
+@reward.command()
+@click.argument("scorer", required=False)
+@run_argument
+@_address_option
+@click.option("--share", type=_SHARE, default=1.0, show_default=True, help="Share of the groups that it scores, too.")
+def shadow(scorer: str | None, run: str | None, reward_address: str | None, share: float) -> int:
+    """Has SCORER score live samples beside the scorer that pays. Nothing trains on its scores.
+
+    `headrace reward diff` compares the two. Without SCORER the present candidate is taken.
+    """
+    name = _tried(scorer, run, reward_address) if scorer else ""
+    return _change(run, reward_address, pb.ChangeScorerRequest(shadow=pb.Trial(scorer=name, share=share)))
+
+
+@reward.command()
+@click.argument("scorer", required=False)
+@run_argument
+@_address_option
+@click.option("--share", type=_SHARE, default=0.1, show_default=True, help="Share of the groups that it pays for.")
+def canary(scorer: str | None, run: str | None, reward_address: str | None, share: float) -> int:
+    """Has SCORER pay for a share of the groups. Without SCORER the present candidate is taken."""
+    name = _tried(scorer, run, reward_address) if scorer else ""
+    return _change(run, reward_address, pb.ChangeScorerRequest(canary=pb.Trial(scorer=name, share=share)))
+
+
+@reward.command()
+@run_argument
+@_address_option
+def promote(run: str | None, reward_address: str | None) -> int:
+    """Has the candidate pay for every group from the next one on."""
+    return _change(run, reward_address, pb.ChangeScorerRequest(promote=pb.Promote()))
+
+
+@reward.command()
+@run_argument
+@_address_option
+def rollback(run: str | None, reward_address: str | None) -> int:
+    """Has the scorer that paid before pay again, and tries no candidate any more."""
+    return _change(run, reward_address, pb.ChangeScorerRequest(rollback=pb.Rollback()))
+
+
+@reward.command()
+@run_argument
+@_address_option
+def stop(run: str | None, reward_address: str | None) -> int:
+    """Tries no candidate any more. The scorer that pays stays."""
+    return _change(run, reward_address, pb.ChangeScorerRequest(stop=pb.Stop()))
+
+
+@reward.command()
+@run_argument
+@_address_option
+@json_option
+def status(run: str | None, reward_address: str | None, as_json: bool) -> int:
+    """Shows which scorer pays, which one is tried, and which ones paid before."""
     drop_logs()
-    folder = find_run(run)
-    if _REWARD not in folder.running_services():
-        raise FailedPrecondition(
-            f"no launcher of {folder.path} keeps a reward service alive here: end the one that runs, and start "
-            f"`headrace up reward --custom-rm-path {path}` in its place"
-        )
-    config = folder.config_of(_REWARD)
-    before = config.read_bytes()
-    job = _with_reward(read_job(config), _absolute(path))
-    _write(config, job.model_dump_json(indent=2).encode() + b"\n")
-    try:
-        asyncio.run(restarted(folder, _REWARD))
-    except HeadraceError:
-        _write(config, before)
-        raise
-    print(f"{folder.path} is scored by {path}")
+    state = asyncio.run(_asked(address_of(run, "reward", reward_address), None))
+    if as_json:
+        print_json(state)
+    else:
+        _print_state(state)
     return 0
 
 
-def _with_reward(job: Job, path: str) -> Job:
-    """Raises ConfigError for a function that is no reward, or fails when it is tried."""
+@reward.command()
+@run_argument
+@json_option
+@click.option(
+    "-n", type=COUNT_FROM_ZERO, default=_FURTHEST, show_default=True, help="How many of the samples that differ most."
+)
+def diff(run: str | None, as_json: bool, n: int) -> int:
+    """Compares the shadow with the scorer that pays, on the samples that both have scored.
+
+    It reads shadow.jsonl of the run's folder, also after the run has ended.
+    """
+    pair = ShadowLog(find_run(run).shadow).latest_pair()
+    _print_difference(pair, n, as_json=as_json)
+    return 0
+
+
+def _change(run: str | None, reward_address: str | None, request: pb.ChangeScorerRequest) -> int:
+    drop_logs()
+    _print_state(asyncio.run(_asked(address_of(run, "reward", reward_address), request)))
+    return 0
+
+
+async def _asked(address: str, request: pb.ChangeScorerRequest | None) -> pb.ScorerState:
+    async with RewardClient(address) as client:
+        if request is None:
+            return await client.scorer_state(deadline_seconds=_ANSWER_SECONDS)
+        return await client.change_scorer(request, deadline_seconds=_CHANGE_SECONDS)
+
+
+def _tried(scorer: str, run: str | None, reward_address: str | None) -> str:
+    """The scorer's name for the service. Raises ConfigError for a function that is no reward, or fails on samples."""
+    if "." not in scorer or "://" in scorer:
+        return scorer
+    path = _absolute(scorer)
+    if reward_address is None and find_run(run).running_services():
+        drop_logs()
+        _try(find_run(run).job(), path)
+    return path
+
+
+def _try(job: Job, path: str) -> None:
     report = check_hook(path, None, hook_args(resolve(job)))
     if report.failed:
         raise ConfigError("; ".join(report.failed))
     if report.kind not in ("reward", "group_reward"):
         raise ConfigError(f"{path} is a {report.kind} hook: name a function (args, sample) or (args, samples)")
-    scorer = {"custom_rm_path": path, "rm_type": None, "group_rm": report.kind == "group_reward"}
-    return job.model_copy(update={"reward": job.reward.model_copy(update=scorer)})
 
 
 def _absolute(path: str) -> str:
@@ -72,6 +178,64 @@ def _absolute(path: str) -> str:
     return f"{Path(file).absolute()}{colon}{function}" if colon and Path(file).is_file() else path
 
 
-def _write(path: Path, content: bytes) -> None:
-    with atomic_write(path) as draft:
-        draft.write_bytes(content)
+def _print_state(state: pb.ScorerState) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("pays", _shown(state.live))
+    if state.HasField("candidate"):
+        share = f"{state.share:.0%} of the groups"
+        table.add_row("canary" if state.candidate_pays else "shadow", f"{_shown(state.candidate)}, {share}")
+    counts = state.shadow
+    if counts.compared or counts.failed or counts.dropped:
+        table.add_row(
+            "compared",
+            f"{counts.compared} samples, {counts.equal} of them with the same reward; {counts.failed} failed, "
+            f"{counts.dropped} dropped because the shadow was behind",
+        )
+    for former in reversed(state.former):
+        table.add_row("before", _shown(former))
+    Console(soft_wrap=True).print(table, highlight=False, markup=False)
+
+
+def _shown(scorer: pb.ScorerVersion) -> str:
+    name = scorer.scorer or "the job's own"
+    if not scorer.version:
+        return name
+    return (
+        scorer.version if scorer.scorer and scorer.version.startswith(scorer.scorer) else f"{name} ({scorer.version})"
+    )
+
+
+def _print_difference(pair: Sequence[Comparison], num_furthest: int, *, as_json: bool) -> None:
+    found = Difference.of(pair, num_furthest)
+    if as_json:
+        print_json(found)
+        return
+    print(f"pays    {pair[0].live} {pair[0].live_version}")
+    print(f"shadow  {pair[0].shadow} {pair[0].shadow_version}\n")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    rows: Sequence[tuple[str, Any]] = (
+        ("samples", found.samples),
+        ("same reward", f"{found.equal} ({found.equal / found.samples:.0%})"),
+        ("mean reward", f"{found.live_mean:.3f} and {found.shadow_mean:.3f}"),
+        ("correlation", f"Pearson {_number(found.pearson)}, Spearman {_number(found.spearman)}"),
+    )
+    for name, value in rows:
+        table.add_row(name, str(value))
+    console = Console(soft_wrap=True)
+    console.print(table, highlight=False)
+    table = Table("\nresponse tokens", "\nsamples", "\npays", "\nshadow", "\ndifference", box=None, pad_edge=False)
+    for quarter in found.by_length:
+        span = f"{quarter.shortest} to {quarter.longest}"
+        means = (quarter.live_mean, quarter.shadow_mean)
+        table.add_row(span, str(quarter.samples), *(f"{mean:.3f}" for mean in means), f"{quarter.difference:+.3f}")
+    console.print(table, highlight=False)
+    if found.furthest:
+        table = Table("\ndiffer most", "\npays", "\nshadow", "\ngroup", box=None, pad_edge=False)
+        for each in found.furthest:
+            table.add_row(each.sample_id, f"{each.live_reward:g}", f"{each.shadow_reward:g}", each.group_id)
+        console.print(table, highlight=False, markup=False)
+        print(f"\nread one: headrace samples --group {found.furthest[0].group_id}")
+
+
+def _number(value: float | None) -> str:
+    return "– (one of them always gives the same)" if value is None else f"{value:.2f}"

@@ -15,7 +15,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.arg_types import PATH, run_argument
 from headrace.cli.runs import find_run
 from headrace.client.open import open_buffer
-from headrace.errors import FailedPrecondition, HeadraceError
+from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.run_folder import RunFolder
 from headrace.view.data import LedgerCounts, RunData
@@ -30,14 +30,14 @@ _LEDGER_SECONDS = 20.0
 @click.command()
 @run_argument
 @click.option("--to", type=PATH, metavar="FOLDER", help="Write the page into FOLDER, to be opened as a file.")
-@click.option(
-    "--port", type=click.IntRange(0, 65_535), default=_PORT, show_default=True, help="Serve it here; 0: any free port."
-)
-def view(run: str | None, to: Path | None, port: int) -> int:
+@click.option("--port", type=click.IntRange(0, 65_535), help=f"Serve it here; 0: any free port.  [default: {_PORT}]")
+def view(run: str | None, to: Path | None, port: int | None) -> int:
     """Shows a run in the browser: groups side by side, tokens with log-probs and advantages, ledger, curves, search.
 
     Without --to the page is served on this machine until Ctrl-C, and follows a live run.
     """
+    if to is not None and port is not None:
+        raise ConfigError(f"--to {to} writes files and serves nothing: leave out --port {port}")
     folder = find_run(run)
     data, ledger = RunData(folder), _Ledger(folder)
     if to is not None:
@@ -49,7 +49,7 @@ def view(run: str | None, to: Path | None, port: int) -> int:
         Console().print(f"{to / INDEX}: {num_bytes / 1e6:,.1f} MB", highlight=False, soft_wrap=True)
         return 0
     try:
-        server = PageServer(data, ledger.read, port)
+        server = PageServer(data, ledger.read, _PORT if port is None else port)
     except OSError as error:
         raise FailedPrecondition(
             f"port {port} cannot be opened ({error.strerror}): pass another --port, or 0"

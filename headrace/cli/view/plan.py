@@ -74,6 +74,8 @@ def _where(job: Job, service: str) -> str:
 def _reward(job: Job) -> str:
     if not job.asks_engines:
         return "none: conversations are trained as they are given"
+    if address := address_in(job, "reward"):
+        return f"by the service at {address}"
     return job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"
 
 

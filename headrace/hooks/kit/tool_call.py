@@ -135,7 +135,36 @@ def divided_by(
 
 def opens_thought(prompt: str) -> bool:
     """True for a rendered prompt behind which the policy begins in the midst of a thought."""
-    return prompt.rstrip().endswith(tuple(_THOUGHTS))
+    return bool(opened_thought(prompt))
+
+
+def opened_thought(prompt: str) -> str:
+    """Returns the end of a rendered prompt that opens a thought, from its mark on; empty where it opens none."""
+    text = prompt.rstrip()
+    mark = next((mark for mark in _THOUGHTS if text.endswith(mark)), None)
+    return prompt[len(text) - len(mark) :] if mark else ""
+
+
+def divided_thought(text: str, *, in_thought: bool, is_partial: bool = False) -> tuple[str, str]:
+    """(the thought that a response begins with, what it says behind it); `in_thought`: the prompt has opened it.
+
+    Of a response that is written yet (`is_partial`), what the next tokens may turn into a mark is left out.
+    """
+    begins = text.lstrip()
+    opening = next((mark for mark in _THOUGHTS if begins.startswith(mark)), None)
+    if opening is None and not in_thought:
+        may_open = is_partial and any(mark.startswith(begins) for mark in _THOUGHTS)
+        return "", "" if may_open else text
+    inner = begins.removeprefix(opening or "")
+    closings = [_THOUGHTS[opening]] if opening else list(_THOUGHTS.values())
+    ends = [(position, mark) for mark in closings if (position := inner.find(mark)) >= 0]
+    if ends:
+        position, mark = min(ends)
+        return inner[:position].strip(), inner[position + len(mark) :].lstrip()
+    if is_partial:
+        cut = max((k for mark in closings for k in range(1, len(mark)) if inner.endswith(mark[:k])), default=0)
+        inner = inner[: len(inner) - cut]
+    return inner.strip(), ""
 
 
 def _schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:

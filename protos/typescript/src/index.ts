@@ -10,6 +10,7 @@ import { TrainerService } from "../api/headrace/api/trainer/v1/trainer_pb.js";
 import { patient } from "./calls.js";
 
 export { HeadraceError } from "./calls.js";
+export { serveReward, type Item, type RewardServer, type Scorer } from "./serve.js";
 export { column, elements, pack, readSamples, type Elements } from "./samples.js";
 
 export interface Options {

@@ -1,7 +1,7 @@
-"""OpenAI's protocol over HTTP: `/v1/…` for callers whose role allows it, `/sessions/ID/v1/…` for an agent's session.
+"""The dialects over HTTP: `/v1/…` for callers whose role allows it, `/sessions/ID/v1/…` for an agent's session.
 
 A session's ID is its key: nobody can guess it, and only the agent that plays the task is told. A client that goes away
-ends its request at the engine. Errors have OpenAI's form.
+ends its request at the engine. Errors have the dialect's form.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -32,25 +33,23 @@ from headrace.errors import (
     Unauthenticated,
     Unavailable,
 )
+from headrace.hooks.kit.tool_call import divided_thought, opens_thought
 from headrace.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_BODY_SECONDS
 from headrace.rpc.access import AUTHORIZATION, Access
 from headrace.rpc.interceptor import CallsInProgress
 from headrace.rpc.log import log
 from headrace.session import Ask
-from services.rollout.agents.protocol import (
-    ChatRequest,
-    Choice,
-    Chunks,
-    CompletionRequest,
-    chat_response,
-    completion_response,
-    parsed,
-)
+from services.rollout.agents.dialects.chat import CHAT, COMPLETIONS, error_body
+from services.rollout.agents.dialects.core import Asked, Dialect, Exchange
+from services.rollout.agents.dialects.messages import MESSAGES
+from services.rollout.agents.dialects.responses import RESPONSES
 from services.rollout.agents.server import PEER
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
+from services.rollout.engine.api import Generation
 from services.rollout.production.prompts import IncrementalDetokenizer, PromptEncoder
 
 T = TypeVar("T")
+Handler = Callable[[Request, Session, bytes, Dialect], Coroutine[Any, Any, Response]]
 
 _STATUS: dict[type[HeadraceError], tuple[int, str]] = {
     InvalidArgument: (400, "invalid_request_error"),
@@ -66,6 +65,14 @@ _OF_REASON = {"REQUEST_TOO_SLOW": 408, "BODY_TOO_LARGE": 413, "CONTENT_ENCODING"
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 
 
+_DIALECTS: dict[str, Dialect] = {
+    "chat/completions": CHAT,
+    "completions": COMPLETIONS,
+    "messages": MESSAGES,
+    "responses": RESPONSES,
+}
+"""By the path below /v1/."""
+
 _SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _OPEN = Access(has_certificates=False, tokens=None)
 
@@ -73,7 +80,8 @@ _OPEN = Access(has_certificates=False, tokens=None)
 class Gate:
     """Refuses a request before its body is read: the roles of gRPC's callers may ask.
 
-    A caller shows a certificate, or sends a token as OpenAI's clients send their key: `Authorization: Bearer TOKEN`.
+    A caller shows a certificate, or sends a token as OpenAI's clients send their key, `Authorization: Bearer TOKEN`, or
+    as Anthropic's do, `x-api-key: TOKEN`.
     """
 
     def __init__(self, access: Access = _OPEN) -> None:
@@ -91,13 +99,14 @@ class Gate:
     def _require_allowed(self, request: Request, rpc: str) -> None:
         shown = request.scope.get("state", {}).get(PEER, {})
         tokens = [(AUTHORIZATION, value) for value in request.headers.getlist(AUTHORIZATION)]
+        tokens += [(AUTHORIZATION, f"Bearer {value}") for value in request.headers.getlist("x-api-key")]
         caller = self._access.caller(shown, tokens)
         try:
             self._access.require(caller, _SERVICE, rpc)
         except (Unauthenticated, PermissionDenied) as error:
             log.info("openai_refused", caller=caller.name, role=caller.role, path=request.url.path, reason=error.reason)
             if isinstance(error, Unauthenticated):
-                raise Unauthenticated(f"{error.message}; OpenAI's clients send it as api_key") from error
+                raise Unauthenticated(f"{error.message}; clients send it as api_key") from error
             raise
 
 
@@ -139,24 +148,36 @@ class Endpoint:
         self._policy = policy
         self._encoder = encoder
         self._model = model
-        self._began = int(time.time())
+        began = int(time.time())
+        self._described = {
+            "id": model,
+            "object": "model",
+            "created": began,
+            "owned_by": "headrace",
+            "type": "model",
+            "display_name": model,
+            "created_at": f"{datetime.fromtimestamp(began, UTC):%FT%TZ}",
+        }
+        """As OpenAI and Anthropic describe a model, in one."""
         self.calls = CallsInProgress()
 
     def application(self) -> Starlette:
         """Returns the routes as an ASGI application."""
+        handlers: list[tuple[str, str, Handler, str, Dialect]] = [
+            *((path, "POST", self._respond, "Generate", dialect) for path, dialect in _DIALECTS.items()),
+            ("messages/count_tokens", "POST", self._count_tokens, "Generate", MESSAGES),
+            ("models", "GET", self._models, "GetFleet", CHAT),
+            ("models/{name:path}", "GET", self._model_named, "GetFleet", CHAT),
+        ]
         routes = [
-            Route(f"{prefix}/v1/{path}", self._guarded(handler, rpc), methods=[method])
+            Route(f"{prefix}/v1/{path}", self._guarded(handler, rpc, dialect), methods=[method])
             for prefix in ("", "/sessions/{session_id}")
-            for path, method, handler, rpc in (
-                ("chat/completions", "POST", self._chat, "Generate"),
-                ("completions", "POST", self._completion, "Generate"),
-                ("models", "GET", self._models, "GetFleet"),
-            )
+            for path, method, handler, rpc, dialect in handlers
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
 
     def _guarded(
-        self, handler: Callable[[Request, Session, bytes], Coroutine[Any, Any, Response]], rpc: str
+        self, handler: Handler, rpc: str, dialect: Dialect
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """`rpc` is the call of RolloutService that the same roles may make."""
 
@@ -165,81 +186,126 @@ class Endpoint:
             try:
                 with self.calls.one("the request"):
                     body = await self._gate.body(request, rpc, has_key=session_id is not None)
-                    return await handler(request, self._sessions.find(session_id), body)
+                    return await handler(request, self._sessions.find(session_id), body, dialect)
             except HeadraceError as error:
-                return _refusal(error)
+                return _refusal(error, dialect)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:  # noqa: BLE001  # one request's bug ends neither the others nor the service
-                log.error("openai_request_failed", path=request.url.path, exc_info=error)
-                return _error(500, "server_error", "the request failed: the rollout service's log says why", None, None)
+                return JSONResponse(_of_bug(request, error, dialect), status_code=500)
 
         return guarded
 
-    async def _models(self, request: Request, session: Session, body: bytes) -> Response:
-        model = {"id": self._model, "object": "model", "created": self._began, "owned_by": "headrace"}
-        return JSONResponse({"object": "list", "data": [model]})
+    async def _models(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [self._described],
+                "has_more": False,
+                "first_id": self._model,
+                "last_id": self._model,
+            }
+        )
 
-    async def _chat(self, request: Request, session: Session, body: bytes) -> Response:
-        return await self._answered(request, session, parsed(body, ChatRequest), chat_response)
+    async def _model_named(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        if (name := request.path_params["name"]) != self._model:
+            raise NotFound(f"model {name[:80]!r} does not exist: there is {self._model!r}, which answers for any name")
+        return JSONResponse(self._described)
 
-    async def _completion(self, request: Request, session: Session, body: bytes) -> Response:
-        return await self._answered(request, session, parsed(body, CompletionRequest), completion_response)
+    async def _count_tokens(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        _, ask = await self._read(request, session, body, dialect)
+        return JSONResponse({"input_tokens": len(ask.tokens)})
 
-    async def _answered(
-        self,
-        request: Request,
-        session: Session,
-        asked: ChatRequest | CompletionRequest,
-        respond: Callable[[Any, str, int, list[Choice]], dict[str, Any]],
-    ) -> Response:
+    async def _read(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> tuple[Exchange, Ask]:
+        if dialect.versions:
+            header, known = dialect.versions
+            if (version := request.headers.get(header)) not in (None, *known):
+                raise InvalidArgument(
+                    f"{header} {str(version)[:40]} is not supported: send {' or '.join(known)}", field=header
+                )
+        exchange = dialect.read(body, self._model, session.kept if session.is_recorded else None)
         session.seconds_left()  # whether it is over
-        ask = await self._policy.ask(session, asked)
+        return exchange, await self._policy.ask(session, exchange.asked)
+
+    async def _respond(self, request: Request, session: Session, body: bytes, dialect: Dialect) -> Response:
+        exchange, ask = await self._read(request, session, body, dialect)
+        asked = exchange.asked
         if asked.stream:
             task = asyncio.current_task()
             assert task is not None
-            first = await _unless_gone(request, session, self._first_events(session, asked, ask, task))
+            events = self._events(request, session, exchange, ask, task, dialect)
+            first = await _unless_gone(request, session, _begun(events))
             return StreamingResponse(first, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        choices = await _unless_gone(request, session, self._policy.choices(session, asked, ask))
-        return JSONResponse(respond(asked, self._model, len(ask.tokens), choices))
-
-    async def _first_events(
-        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]
-    ) -> AsyncIterator[bytes]:
-        """Returns the events once there is a first one, so that a refusal still has a status of its own."""
-        events = self._events(session, asked, ask, task)
-        first = await anext(events)
-
-        async def all_events() -> AsyncIterator[bytes]:
-            async with contextlib.aclosing(events):
-                yield first
-                async for event in events:
-                    yield event
-
-        return all_events()
+        replies = await _unless_gone(request, session, self._policy.replies(session, asked, ask))
+        return JSONResponse(exchange.body(replies, len(ask.tokens)))
 
     async def _events(
-        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]
+        self,
+        request: Request,
+        session: Session,
+        exchange: Exchange,
+        ask: Ask,
+        task: asyncio.Task[Any],
+        dialect: Dialect,
     ) -> AsyncGenerator[bytes, None]:
-        chunks, pieces, sent = Chunks(asked, self._model), IncrementalDetokenizer(self._encoder.decode), ""
-        has_tools = isinstance(asked, ChatRequest) and bool(asked.offered_tools)
-        held_back = has_tools or bool(asked.stops or session.params.stop)
-        with _counted(session, task):
-            generations = self._policy.stream(session, asked, ask)
-            started = False
-            async with contextlib.aclosing(generations):
-                async for so_far in generations:
-                    if not started:
-                        yield chunks.first()
-                        started = True
-                    is_last = so_far.finish is not None and so_far.finish.is_final
-                    if not held_back and not is_last and (text := pieces.next(so_far.tokens, is_last=False)):
-                        sent += text
-                        yield chunks.text(text)
-            choice = await self._policy.record(session, asked, ask, so_far)
-            if left := choice.answer.content.removeprefix(sent):
-                yield chunks.text(left)
-            yield chunks.last(choice, len(ask.tokens))
+        """An error before the first event is raised; a later one is an event."""
+        asked, has_begun = exchange.asked, False
+        try:
+            with _counted(session, task):
+                generations = self._policy.stream(session, asked, ask)
+                said = _Said(self._encoder, asked, ask, holds_back=bool(asked.tools or self._stops(session, asked)))
+                async with contextlib.aclosing(generations):
+                    async for so_far in generations:
+                        if not has_begun:
+                            yield exchange.begin(len(ask.tokens))
+                            has_begun = True
+                        if event := exchange.progress(*said.by(so_far)):
+                            yield event
+                reply = await self._policy.record(session, asked, ask, so_far)
+                yield exchange.end(reply, len(ask.tokens))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield exchange.failed(
+                _said_of(error, dialect)[1] if isinstance(error, HeadraceError) else _of_bug(request, error, dialect)
+            )
+
+    @staticmethod
+    def _stops(session: Session, asked: Asked) -> tuple[str, ...]:
+        return (*session.params.stop, *asked.settings.stops)
+
+
+class _Said:
+    """What a response has said so far. What may still become a tool call or a stop string is held back to the end."""
+
+    def __init__(self, encoder: PromptEncoder, asked: Asked, ask: Ask, *, holds_back: bool) -> None:
+        self._pieces = IncrementalDetokenizer(encoder.decode_exactly)
+        self._holds_back = holds_back
+        self._splits_thoughts = asked.splits_thoughts
+        self._in_thought = opens_thought(ask.text)
+        self._text = ""
+
+    def by(self, so_far: Generation) -> tuple[str, str]:
+        """(thought, text)."""
+        is_last = so_far.finish is not None and so_far.finish.is_final
+        if not self._holds_back and not is_last:
+            self._text += self._pieces.next(so_far.tokens, is_last=False) or ""
+        if not self._splits_thoughts:
+            return "", self._text
+        return divided_thought(self._text, in_thought=self._in_thought, is_partial=True)
+
+
+async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """Returns the events once there is a first one, so that a refusal still has a status of its own."""
+    first = await anext(events)
+
+    async def all_events() -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+
+    return all_events()
 
 
 async def _unless_gone(request: Request, session: Session, work: Coroutine[Any, Any, T]) -> T:
@@ -276,11 +342,9 @@ def _counted(session: Session, task: asyncio.Task[Any]) -> Iterator[None]:
         session.requests.discard(task)
 
 
-def _refusal(error: HeadraceError) -> Response:
-    status, kind = next((known for cls, known in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
-    code = _CODES.get(error.reason, error.reason.lower())
-    status = _OF_REASON.get(error.reason, status)
-    refusal = _error(status, kind, error.message, getattr(error, "field", None), code)
+def _refusal(error: HeadraceError, dialect: Dialect) -> Response:
+    status, body = _said_of(error, dialect)
+    refusal = JSONResponse(body, status_code=status)
     if status == 401:
         refusal.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RetryableError):
@@ -288,12 +352,20 @@ def _refusal(error: HeadraceError) -> Response:
     return refusal
 
 
-def _error(status: int, kind: str, message: str, param: str | None, code: str | None) -> Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status_code=status)
+def _said_of(error: HeadraceError, dialect: Dialect) -> tuple[int, Mapping[str, Any]]:
+    status, kind = next((known for cls, known in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
+    code = _CODES.get(error.reason, error.reason.lower())
+    status = _OF_REASON.get(error.reason, status)
+    return status, dialect.error(status, kind, error.message, getattr(error, "field", None), code)
+
+
+def _of_bug(request: Request, error: Exception, dialect: Dialect) -> Mapping[str, Any]:
+    log.error("openai_request_failed", path=request.url.path, exc_info=error)
+    return dialect.error(500, "server_error", "the request failed: the rollout service's log says why", None, None)
 
 
 async def _unknown_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    ways = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also below /sessions/ID"
-    return _error(status, "invalid_request_error", f"{request.method} {request.url.path}: there are {ways}", None, None)
+    posts = ", ".join(f"POST /v1/{path}" for path in _DIALECTS)
+    message = f"{request.method} {request.url.path}: there are {posts} and GET /v1/models, also below /sessions/ID"
+    return JSONResponse(error_body(status, "invalid_request_error", message, None, None), status_code=status)

@@ -6,15 +6,15 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.hooks.kit.tool_call import opens_thought
+from headrace.hooks.kit.tool_call import divided_thought, opened_thought
 from headrace.session import Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
-from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest, Message
+from services.rollout.agents.dialects.core import Asked, Call, Reply, TemplateMessage
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.replies import Finish
@@ -51,6 +51,8 @@ class Session:
     is_lent: bool = False
     priority: int | None = None
     requests: set[asyncio.Task[object]] = field(default_factory=set)
+    kept: dict[str, Sequence[TemplateMessage]] = field(default_factory=dict)
+    """Conversations by the ids of their responses, where the client names them in later requests."""
     _asked: int = 0
     _begun: float = field(default_factory=time.monotonic)
 
@@ -58,7 +60,8 @@ class Session:
         """Begins a new run: from now on only requests under this lease are answered."""
         for asked in self.requests:
             asked.cancel()
-        self.record, self.run, self.is_cut = self.record.emptied(), "", False
+        self._empty()
+        self.run, self.is_cut = "", False
         self.lease, self.is_lent, self._begun = lease, True, time.monotonic()
 
     def begin(self, run: str) -> None:
@@ -69,8 +72,11 @@ class Session:
         if self.is_lent and (self.lease is None or run.partition(".")[0] != self.lease):
             raise NotFound(f"session {self.session_id}: the lease of this base_url has ended: another host plays it")
         if run != self.run and self.record.num_answers:
-            self.record = self.record.emptied()
+            self._empty()
         self.run = run
+
+    def _empty(self) -> None:
+        self.record, self.kept = self.record.emptied(), {}
 
     async def close(self) -> None:
         """Ends what is still asked. Later requests are refused."""
@@ -86,10 +92,10 @@ class Session:
             raise NotFound(f"session {self.session_id} is over: its agent has ended, or had {self.limits.seconds:g} s")
         return left
 
-    def params_of(self, request: ChatRequest | CompletionRequest, num_tokens: int, number: int) -> SamplingParams:
+    def params_of(self, asked: Asked, num_tokens: int, number: int) -> SamplingParams:
         """Returns the parameters for one choice. Raises InvalidArgument where a limit of the session is reached."""
         self._require_turns()
-        params = request.params(self.params, is_recorded=self.is_recorded)
+        params = asked.settings.params(self.params, is_recorded=self.is_recorded)
         room = params.max_new_tokens if self.limits.context is None else self.limits.context - num_tokens
         if room <= 0:
             self.is_cut = True
@@ -99,17 +105,17 @@ class Session:
                 field="messages",
             )
         if self.is_recorded:
-            self._warn_of_the_jobs(request)
+            self._warn_of_the_jobs(asked)
         return replace(params, max_new_tokens=min(params.max_new_tokens, room), seed=self._seed(params.seed, number))
 
-    def _warn_of_the_jobs(self, request: ChatRequest | CompletionRequest) -> None:
+    def _warn_of_the_jobs(self, asked: Asked) -> None:
         """Says where a request asks for other values than the job's."""
-        asked_top_k = request.top_k if request.top_k and request.top_k > 0 else None
-        for name, asked in (("temperature", request.temperature), ("top_p", request.top_p), ("top_k", asked_top_k)):
-            if asked is not None and asked != (jobs := getattr(self.params, name)):
+        for name in ("temperature", "top_p", "top_k"):
+            value, jobs = asked.settings.values.get(name), getattr(self.params, name)
+            if value is not None and value != jobs:
                 has = "all tokens" if jobs is None else f"{jobs:g}"
                 self.warn(
-                    f"the agent asks for {name} {asked:g}: samples are trained at --rollout-{name.replace('_', '-')} "
+                    f"the agent asks for {name} {value:g}: samples are trained at --rollout-{name.replace('_', '-')} "
                     f"{has}, and drawn with it"
                 )
 
@@ -178,18 +184,22 @@ class AgentPolicy:
         self._tool_calls = tool_calls
         self._slots = slots
 
-    async def ask(self, session: Session, request: ChatRequest | CompletionRequest) -> Ask:
+    async def ask(self, session: Session, asked: Asked) -> Ask:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
         record = session.record
-        if isinstance(request, ChatRequest):
-            messages = [message.for_template() for message in request.messages]
-            return await self._encoder.off_loop(record.ask, messages, request.offered_tools, request.variables)
-        return await self._encoder.off_loop(record.ask_text, request.prompt)
+        if asked.messages is None:
+            return await self._encoder.off_loop(record.ask_text, asked.text)
+        ask = await self._encoder.off_loop(
+            record.ask, asked.messages, asked.tools, {**self._encoder.known(asked.hints), **asked.variables}
+        )
+        if asked.without_thoughts and opened_thought(ask.text):
+            raise InvalidArgument("thinking cannot be disabled: the chat template opens a thought", field="thinking")
+        return ask
 
-    async def choices(self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask) -> list[Choice]:
-        """Returns and records `n` responses."""
+    async def replies(self, session: Session, asked: Asked, ask: Ask) -> list[Reply]:
+        """Returns and records `num_choices` responses."""
         name, left = session.next_request(), session.seconds_left()
-        all_params = [session.params_of(request, len(ask.tokens), number) for number in range(request.num_choices)]
+        all_params = [session.params_of(asked, len(ask.tokens), number) for number in range(asked.num_choices)]
         if not session.is_recorded:
             self._slots.require_room(len(all_params))
 
@@ -205,14 +215,12 @@ class AgentPolicy:
                 )
 
         generations = await asyncio.gather(*(generated(*each) for each in enumerate(all_params)))
-        return [await self.record(session, request, ask, generation) for generation in generations]
+        return [await self.record(session, asked, ask, generation) for generation in generations]
 
-    async def stream(
-        self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask
-    ) -> AsyncGenerator[Generation, None]:
+    async def stream(self, session: Session, asked: Asked, ask: Ask) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last is not recorded yet."""
         name, left = session.next_request(), session.seconds_left()
-        params = session.params_of(request, len(ask.tokens), 0)
+        params = session.params_of(asked, len(ask.tokens), 0)
         async with self._slot(session, left):
             pieces = self._generator.stream(
                 ask.tokens,
@@ -228,29 +236,25 @@ class AgentPolicy:
     def _slot(self, session: Session, seconds: float) -> AbstractAsyncContextManager[None]:
         return nullcontext() if session.is_recorded else self._slots.slot(Kind.CLIENTS, seconds=seconds)
 
-    async def record(
-        self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation
-    ) -> Choice:
+    async def record(self, session: Session, asked: Asked, ask: Ask, generation: Generation) -> Reply:
         """Records a response and returns it as the client is given it."""
-        pieces = [self._encoder.decode_exactly([token]) for token in generation.tokens]
-        answer, message = await self._answer(session, request, ask, generation)
+        reply = await self._reply(session, asked, ask, generation)
+        message = None if asked.messages is None else reply.message()
         if generation.tokens:
-            session.record.add(ask, answer, message.for_template() if isinstance(request, ChatRequest) else None)
-        return Choice(answer, message, pieces)
+            session.record.add(ask, reply.answer, message)
+        if asked.keep_as is not None and message is not None:
+            session.kept[asked.keep_as] = (*asked.conversation, message)
+        return reply
 
-    async def _answer(
-        self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation
-    ) -> tuple[RecordedAnswer, Message]:
+    async def _reply(self, session: Session, asked: Asked, ask: Ask, generation: Generation) -> Reply:
         tokens = generation.tokens
         ends = generation.finish is Finish.STOP and bool(tokens) and self._ends(session, tokens[-1])
         end = self._encoder.decode_exactly(tokens[-1:]) if ends else ""
         text = self._encoder.decode_exactly(tokens).removesuffix(end)
-        calls = None
-        content, rest = _cut(text, (*session.params.stop, *request.stops))
-        if isinstance(request, ChatRequest) and request.offered_tools:
-            content, called, calls = await self._tool_calls.read(
-                content, request.offered_tools, in_thought=opens_thought(ask.text)
-            )
+        content, rest, stop = _cut(text, (*session.params.stop, *asked.settings.stops))
+        opened, calls = opened_thought(ask.text), list[Call]()
+        if asked.tools:
+            content, called, calls = await self._tool_calls.read(content, asked.tools, in_thought=bool(opened))
             rest = called + rest
         answer = RecordedAnswer(
             tokens=tokens,
@@ -261,13 +265,27 @@ class AgentPolicy:
             rest=rest,
             end=end,
         )
-        return answer, Message("assistant", content, tool_calls=calls or None)
+        thought, spoken = "", content
+        if asked.splits_thoughts:
+            thought, spoken = divided_thought(content, in_thought=bool(opened))
+            spoken = spoken if spoken.strip() else ""
+        if spoken != content:
+            answer = replace(answer, content="", rest=content + rest, opened=opened)
+        return Reply(
+            answer,
+            spoken,
+            calls,
+            thought,
+            stop=stop if stop in asked.settings.stops else None,
+            pieces=[self._encoder.decode_exactly([token]) for token in tokens],
+        )
 
     def _ends(self, session: Session, token: int) -> bool:
         return self._encoder.is_special(token) or token in session.params.stop_token_ids
 
 
-def _cut(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
-    """(what stands before the first stop string, the rest)."""
-    start = min((position for stop in stops if (position := text.find(stop)) >= 0), default=len(text))
-    return text[:start], text[start:]
+def _cut(text: str, stops: tuple[str, ...]) -> tuple[str, str, str | None]:
+    """(what stands before the first stop string, the rest, that stop string)."""
+    found = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+    start, stop = min(found, default=(len(text), None))
+    return text[:start], text[start:], stop

@@ -1,4 +1,4 @@
-"""Divides a response into the text before its tool calls and the calls, in OpenAI's form."""
+"""Divides a response into the text before its tool calls and the calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headrace.hooks.kit.sglang_parser import load_parser, read_by
 from headrace.hooks.kit.tool_call import SplitResponse, ToolCall, divided, divided_by, spoken_from
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
-from services.rollout.agents.protocol import Function, ToolCallMessage
+from services.rollout.agents.dialects.core import Call
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORKERS = 1
 _LOAD_SECONDS = 120.0
 _READ_SECONDS = 10.0
 
-InMessage = tuple[str, str, list[ToolCallMessage]]
+InMessage = tuple[str, str, list[Call]]
 """(what stands before the calls, the rest, the calls); the rest is empty where no call is well-formed."""
 
 
@@ -61,13 +61,13 @@ class ToolCallReader:
 
 
 def in_message(found: SplitResponse) -> InMessage:
-    """The same in OpenAI's form."""
-    return found.before, found.rest, [_message(call) for call in found.calls]
+    """The same with calls as clients are given them."""
+    return found.before, found.rest, [_call(call) for call in found.calls]
 
 
-def _message(call: ToolCall) -> ToolCallMessage:
+def _call(call: ToolCall) -> Call:
     # A policy may write half of a surrogate pair, which is in no UTF-8: then everything is escaped.
     arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
     if _SURROGATE.search(arguments):
         arguments = json.dumps(call.arguments, allow_nan=False)
-    return ToolCallMessage(Function(call.name, arguments), id=f"call_{secrets.token_hex(12)}")
+    return Call(f"call_{secrets.token_hex(12)}", call.name, arguments)

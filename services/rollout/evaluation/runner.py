@@ -158,7 +158,8 @@ class EvalRunner:
         generated = await asyncio.gather(*(self._generated(job, request) for request in requests))
         samples = [sample for samples in generated for sample in samples]
         try:
-            return job, [_by_key(plan.dataset.reward_key, sample) for sample in await self._scorer.score(samples)]
+            scored = await self._scorer.score(samples, evaluation=True)
+            return job, [_by_key(plan.dataset.reward_key, sample) for sample in scored]
         except Exception as error:  # noqa: BLE001  # one row of many
             return job, [_failed(request, job, error) for request in requests]
 

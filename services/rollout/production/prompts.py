@@ -179,6 +179,10 @@ class PromptEncoder:
                 raise InvalidArgument(error.message, field="chat_template_kwargs") from error
         return render_prompt(self.tokenizer, messages, tools, {**self.variables, **variables}, first=first)
 
+    def known(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those variables that the chat template reads."""
+        return {name: value for name, value in variables.items() if name in self._readable} if variables else {}
+
     @cached_property
     def _readable(self) -> frozenset[str]:
         return readable(self.tokenizer)

@@ -67,6 +67,12 @@ def test_the_command_writes_the_page_of_a_run(
     assert (tmp_path / "page" / "data" / "overview.js").is_file()
 
 
+def test_a_page_that_is_written_takes_no_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "one", "--to", str(tmp_path / "page"), "--port", "0"]) == 2
+    assert "--port" in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
+
+
 def test_a_port_that_is_taken_is_named(
     server: PageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

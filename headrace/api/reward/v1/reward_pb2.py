@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.api.sample.v1 import sample_pb2 as headrace_dot_api_dot_sample_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/api/reward/v1/reward.proto\x12\x16headrace.api.reward.v1\x1a#headrace/api/sample/v1/sample.proto\"\x90\x02\n\tScoreItem\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x12\n\x05label\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x10\n\x08group_id\x18\x06 \x01(\t\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x08 \x01(\r\x12/\n\x07\x63olumns\x18\t \x03(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x12\n\x05index\x18\n \x01(\rH\x01\x88\x01\x01\x12\x11\n\thook_json\x18\x0b \x01(\tB\x08\n\x06_labelB\x08\n\x06_index\"P\n\x0cScoreRequest\x12\x30\n\x05items\x18\x01 \x03(\x0b\x32!.headrace.api.reward.v1.ScoreItem\x12\x0e\n\x06scorer\x18\x02 \x01(\t\"\xd3\x01\n\x05Score\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x37\n\x05parts\x18\x02 \x03(\x0b\x32(.headrace.api.reward.v1.Score.PartsEntry\x12\x0e\n\x06scorer\x18\x03 \x01(\t\x12\x16\n\x0escorer_version\x18\x04 \x01(\t\x12\x1a\n\rmetadata_json\x18\x05 \x01(\tH\x00\x88\x01\x01\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x10\n\x0e_metadata_json\"@\n\nScoreError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8d\x01\n\x0bScoreResult\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12.\n\x05score\x18\x02 \x01(\x0b\x32\x1d.headrace.api.reward.v1.ScoreH\x00\x12\x33\n\x05\x65rror\x18\x03 \x01(\x0b\x32\".headrace.api.reward.v1.ScoreErrorH\x00\x42\x08\n\x06result\"E\n\rScoreResponse\x12\x34\n\x07results\x18\x01 \x03(\x0b\x32#.headrace.api.reward.v1.ScoreResult\"\x14\n\x12ListScorersRequest\"P\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x12\n\nis_default\x18\x04 \x01(\x08\"F\n\x13ListScorersResponse\x12/\n\x07scorers\x18\x01 \x03(\x0b\x32\x1e.headrace.api.reward.v1.Scorer2\xcd\x01\n\rRewardService\x12T\n\x05Score\x12$.headrace.api.reward.v1.ScoreRequest\x1a%.headrace.api.reward.v1.ScoreResponse\x12\x66\n\x0bListScorers\x12*.headrace.api.reward.v1.ListScorersRequest\x1a+.headrace.api.reward.v1.ListScorersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/api/reward/v1/reward.proto\x12\x16headrace.api.reward.v1\x1a#headrace/api/sample/v1/sample.proto\"\x90\x02\n\tScoreItem\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x12\n\x05label\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\x12\x10\n\x08group_id\x18\x06 \x01(\t\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x08 \x01(\r\x12/\n\x07\x63olumns\x18\t \x03(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x12\n\x05index\x18\n \x01(\rH\x01\x88\x01\x01\x12\x11\n\thook_json\x18\x0b \x01(\tB\x08\n\x06_labelB\x08\n\x06_index\"d\n\x0cScoreRequest\x12\x30\n\x05items\x18\x01 \x03(\x0b\x32!.headrace.api.reward.v1.ScoreItem\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x12\n\nevaluation\x18\x03 \x01(\x08\"\xd3\x01\n\x05Score\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x37\n\x05parts\x18\x02 \x03(\x0b\x32(.headrace.api.reward.v1.Score.PartsEntry\x12\x0e\n\x06scorer\x18\x03 \x01(\t\x12\x16\n\x0escorer_version\x18\x04 \x01(\t\x12\x1a\n\rmetadata_json\x18\x05 \x01(\tH\x00\x88\x01\x01\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x10\n\x0e_metadata_json\"@\n\nScoreError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8d\x01\n\x0bScoreResult\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12.\n\x05score\x18\x02 \x01(\x0b\x32\x1d.headrace.api.reward.v1.ScoreH\x00\x12\x33\n\x05\x65rror\x18\x03 \x01(\x0b\x32\".headrace.api.reward.v1.ScoreErrorH\x00\x42\x08\n\x06result\"E\n\rScoreResponse\x12\x34\n\x07results\x18\x01 \x03(\x0b\x32#.headrace.api.reward.v1.ScoreResult\"\x14\n\x12ListScorersRequest\"P\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x12\n\nis_default\x18\x04 \x01(\x08\"F\n\x13ListScorersResponse\x12/\n\x07scorers\x18\x01 \x03(\x0b\x32\x1e.headrace.api.reward.v1.Scorer\"\xbb\x02\n\x13\x43hangeScorerRequest\x12\x11\n\tchange_id\x18\x01 \x01(\t\x12\r\n\x03set\x18\x02 \x01(\tH\x00\x12/\n\x06shadow\x18\x03 \x01(\x0b\x32\x1d.headrace.api.reward.v1.TrialH\x00\x12/\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32\x1d.headrace.api.reward.v1.TrialH\x00\x12\x32\n\x07promote\x18\x05 \x01(\x0b\x32\x1f.headrace.api.reward.v1.PromoteH\x00\x12\x34\n\x08rollback\x18\x06 \x01(\x0b\x32 .headrace.api.reward.v1.RollbackH\x00\x12,\n\x04stop\x18\x07 \x01(\x0b\x32\x1c.headrace.api.reward.v1.StopH\x00\x42\x08\n\x06\x61\x63tion\"&\n\x05Trial\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x01\"\t\n\x07Promote\"\n\n\x08Rollback\"\x06\n\x04Stop\"\x17\n\x15GetScorerStateRequest\"0\n\rScorerVersion\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xb4\x02\n\x0bScorerState\x12\x33\n\x04live\x18\x01 \x01(\x0b\x32%.headrace.api.reward.v1.ScorerVersion\x12=\n\tcandidate\x18\x02 \x01(\x0b\x32%.headrace.api.reward.v1.ScorerVersionH\x00\x88\x01\x01\x12\x16\n\x0e\x63\x61ndidate_pays\x18\x03 \x01(\x08\x12\r\n\x05share\x18\x04 \x01(\x01\x12\x35\n\x06\x66ormer\x18\x05 \x03(\x0b\x32%.headrace.api.reward.v1.ScorerVersion\x12\x0f\n\x07\x63hanges\x18\x06 \x01(\x04\x12\x34\n\x06shadow\x18\x07 \x01(\x0b\x32$.headrace.api.reward.v1.ShadowCountsB\x0c\n\n_candidate\"P\n\x0cShadowCounts\x12\x10\n\x08\x63ompared\x18\x01 \x01(\x04\x12\r\n\x05\x65qual\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x04 \x01(\x04\x32\x95\x03\n\rRewardService\x12T\n\x05Score\x12$.headrace.api.reward.v1.ScoreRequest\x1a%.headrace.api.reward.v1.ScoreResponse\x12\x66\n\x0bListScorers\x12*.headrace.api.reward.v1.ListScorersRequest\x1a+.headrace.api.reward.v1.ListScorersResponse\x12`\n\x0c\x43hangeScorer\x12+.headrace.api.reward.v1.ChangeScorerRequest\x1a#.headrace.api.reward.v1.ScorerState\x12\x64\n\x0eGetScorerState\x12-.headrace.api.reward.v1.GetScorerStateRequest\x1a#.headrace.api.reward.v1.ScorerStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREITEM']._serialized_start=101
   _globals['_SCOREITEM']._serialized_end=373
   _globals['_SCOREREQUEST']._serialized_start=375
-  _globals['_SCOREREQUEST']._serialized_end=455
-  _globals['_SCORE']._serialized_start=458
-  _globals['_SCORE']._serialized_end=669
-  _globals['_SCORE_PARTSENTRY']._serialized_start=607
-  _globals['_SCORE_PARTSENTRY']._serialized_end=651
-  _globals['_SCOREERROR']._serialized_start=671
-  _globals['_SCOREERROR']._serialized_end=735
-  _globals['_SCORERESULT']._serialized_start=738
-  _globals['_SCORERESULT']._serialized_end=879
-  _globals['_SCORERESPONSE']._serialized_start=881
-  _globals['_SCORERESPONSE']._serialized_end=950
-  _globals['_LISTSCORERSREQUEST']._serialized_start=952
-  _globals['_LISTSCORERSREQUEST']._serialized_end=972
-  _globals['_SCORER']._serialized_start=974
-  _globals['_SCORER']._serialized_end=1054
-  _globals['_LISTSCORERSRESPONSE']._serialized_start=1056
-  _globals['_LISTSCORERSRESPONSE']._serialized_end=1126
-  _globals['_REWARDSERVICE']._serialized_start=1129
-  _globals['_REWARDSERVICE']._serialized_end=1334
+  _globals['_SCOREREQUEST']._serialized_end=475
+  _globals['_SCORE']._serialized_start=478
+  _globals['_SCORE']._serialized_end=689
+  _globals['_SCORE_PARTSENTRY']._serialized_start=627
+  _globals['_SCORE_PARTSENTRY']._serialized_end=671
+  _globals['_SCOREERROR']._serialized_start=691
+  _globals['_SCOREERROR']._serialized_end=755
+  _globals['_SCORERESULT']._serialized_start=758
+  _globals['_SCORERESULT']._serialized_end=899
+  _globals['_SCORERESPONSE']._serialized_start=901
+  _globals['_SCORERESPONSE']._serialized_end=970
+  _globals['_LISTSCORERSREQUEST']._serialized_start=972
+  _globals['_LISTSCORERSREQUEST']._serialized_end=992
+  _globals['_SCORER']._serialized_start=994
+  _globals['_SCORER']._serialized_end=1074
+  _globals['_LISTSCORERSRESPONSE']._serialized_start=1076
+  _globals['_LISTSCORERSRESPONSE']._serialized_end=1146
+  _globals['_CHANGESCORERREQUEST']._serialized_start=1149
+  _globals['_CHANGESCORERREQUEST']._serialized_end=1464
+  _globals['_TRIAL']._serialized_start=1466
+  _globals['_TRIAL']._serialized_end=1504
+  _globals['_PROMOTE']._serialized_start=1506
+  _globals['_PROMOTE']._serialized_end=1515
+  _globals['_ROLLBACK']._serialized_start=1517
+  _globals['_ROLLBACK']._serialized_end=1527
+  _globals['_STOP']._serialized_start=1529
+  _globals['_STOP']._serialized_end=1535
+  _globals['_GETSCORERSTATEREQUEST']._serialized_start=1537
+  _globals['_GETSCORERSTATEREQUEST']._serialized_end=1560
+  _globals['_SCORERVERSION']._serialized_start=1562
+  _globals['_SCORERVERSION']._serialized_end=1610
+  _globals['_SCORERSTATE']._serialized_start=1613
+  _globals['_SCORERSTATE']._serialized_end=1921
+  _globals['_SHADOWCOUNTS']._serialized_start=1923
+  _globals['_SHADOWCOUNTS']._serialized_end=2003
+  _globals['_REWARDSERVICE']._serialized_start=2006
+  _globals['_REWARDSERVICE']._serialized_end=2411
 # @@protoc_insertion_point(module_scope)

@@ -46,6 +46,16 @@ class RewardServiceStub:
                 request_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersResponse.FromString,
                 _registered_method=True)
+        self.ChangeScorer = channel.unary_unary(
+                '/headrace.api.reward.v1.RewardService/ChangeScorer',
+                request_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+                _registered_method=True)
+        self.GetScorerState = channel.unary_unary(
+                '/headrace.api.reward.v1.RewardService/GetScorerState',
+                request_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer:
@@ -68,6 +78,22 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeScorer(self, request, context):
+        """Changes who pays or who is tried, between two groups. Answered once the change is on disk: a service that is killed
+        has the state before or after it. Idempotent by change_id. INVALID_ARGUMENT for a scorer that cannot be loaded;
+        FAILED_PRECONDITION for a promotion without a candidate, and for a rollback without a scorer before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScorerState(self, request, context):
+        """Who pays, who is tried, and what came of it so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +106,16 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.ListScorers,
                     request_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersRequest.FromString,
                     response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersResponse.SerializeToString,
+            ),
+            'ChangeScorer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeScorer,
+                    request_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.SerializeToString,
+            ),
+            'GetScorerState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScorerState,
+                    request_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +174,60 @@ class RewardService:
             '/headrace.api.reward.v1.RewardService/ListScorers',
             headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersRequest.SerializeToString,
             headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ListScorersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeScorer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.reward.v1.RewardService/ChangeScorer',
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.SerializeToString,
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScorerState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.reward.v1.RewardService/GetScorerState',
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.SerializeToString,
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,7 +44,7 @@ class Sessions:
 class Reached(Endpoint):
     """Answers in place of a policy."""
 
-    async def _chat(self, request: Request, session: Any, body: bytes) -> Response:
+    async def _respond(self, request: Request, session: Any, body: bytes, dialect: Any) -> Response:
         return Response(b'{"id": "1", "object": "chat.completion", "choices": [], "model": "m", "created": 0}')
 
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import httpx
 import pytest
 
-from headrace.trajectory import PolicyRange
-from services.rollout.admission import EngineSlots, Kind, Shares
-from services.rollout.agents.endpoint import Endpoint
-from services.rollout.agents.server import EndpointServer
-from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
-from services.rollout.agents.tool_calls import ToolCallReader
-from services.rollout.engine.api import Generation, SamplingParams
-from services.rollout.engine.replies import Finish
-from services.rollout.production.prompts import PromptEncoder
-from tests.support.models.chat_templates import make_chat_tokenizer
+from tests.support.scripted_endpoint import USER, Served, serve
 
-USER = {"role": "user", "content": "hi"}
 LOOK_UP = {
     "type": "function",
     "function": {
@@ -31,49 +19,6 @@ LOOK_UP = {
         "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "most": {"type": "number"}}},
     },
 }
-
-
-@dataclass
-class Script:
-    """A policy that says what it is told to."""
-
-    encoder: PromptEncoder
-    says: str = "ok"
-    prompts: list[str] = field(default_factory=list)
-    params: list[dict[str, Any]] = field(default_factory=list)
-
-    async def generate(self, prompt: Any, params: SamplingParams, **_: Any) -> Generation:
-        self.prompts.append(self.encoder.decode_exactly(list(prompt)))
-        self.params.append(params.for_engine())
-        tokens = self.encoder.tokens_of_rendered(f"{self.says}<|im_end|>")
-        return Generation(tokens, (-0.1,) * len(tokens), Finish.STOP, (PolicyRange(0, 0, len(tokens)),))
-
-
-@dataclass
-class Served:
-    script: Script
-    http: httpx.AsyncClient
-    session: str
-
-    async def ask(self, *, recorded: bool = True, **body: Any) -> httpx.Response:
-        path = f"/sessions/{self.session}.first/v1" if recorded else "/v1"
-        return await self.http.post(f"{path}/chat/completions", json={"model": "m", "messages": [USER], **body})
-
-
-async def serve(folder: Path, name: str) -> AsyncIterator[Served]:
-    make_chat_tokenizer(name).save_pretrained(folder)
-    encoder = PromptEncoder(folder, apply_chat_template=False)
-    script: Any = Script(encoder)
-    sessions = AgentSessions(encoder, SamplingParams(max_new_tokens=64), SessionLimits(60.0))
-    slots = EngineSlots(Shares({Kind.CLIENTS: 8}, alone=64), max_waiting=8)
-    endpoint = Endpoint(sessions, AgentPolicy(script, encoder, ToolCallReader(), slots), encoder, "tiny")
-    server = EndpointServer(endpoint.application())
-    await server.start()
-    session = sessions.open(SamplingParams(max_new_tokens=32, seed=1), SessionLimits(60.0), lambda _: None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as http:
-        yield Served(script, http, session.session_id)
-    await server.stop()
-    encoder.close()
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from headrace.hooks.kit.tool_call import divided
+from headrace.hooks.kit.tool_call import SplitResponse, divided
 from headrace.session import Ask, Branch, RecordedAnswer, SessionRecord, prefix_keys
 from headrace.trajectory import PolicyRange, Status, check_ranges
-from services.rollout.agents.protocol import Function, Message, ToolCallMessage
+from services.rollout.agents.dialects.chat import Function, Message, ToolCallMessage
+from services.rollout.agents.dialects.core import assistant_message
 from services.rollout.agents.tool_calls import in_message
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
@@ -53,16 +54,18 @@ class Policy:
         if choose.random() < 0.3:
             text = f"<think>\n{choose.choice(WORDS)} {len(self.requests)}\n</think>\n\n{text}"
         if tools and choose.random() < 0.5:
-            calls = [
+            written = [
                 f'<tool_call>\n{{"name":"add",  "arguments": {{"a":{n}}}}}\n</tool_call>'
                 for n in range(choose.randint(1, self.most_calls))
             ]
-            text += "\n" + "\n".join(calls)
+            text += "\n" + "\n".join(written)
         was_cut = choose.random() < 0.2
         self.version += choose.random() < 0.1
         tokens = [token for character in text for token in self.encoder.tokens_of_rendered(character)]
         tokens += [] if was_cut else self.encoder.tokens_of_rendered(self.end)
-        content, rest, self.calls = in_message(divided(text)) if tools else (text, "", [])
+        found = divided(text) if tools else SplitResponse(text)
+        content, rest, calls = in_message(found)
+        self.calls = [ToolCallMessage(Function(one.name, one.arguments), id=one.call_id) for one in calls]
         half = len(tokens) // 2
         ranges = [PolicyRange(self.version, 0, half)] if half else []
         self.version += choose.random() < 0.1  # a publication in its midst
@@ -202,13 +205,13 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
     ask = record.ask(plain(thread), TOOLS)
     tokens = encoder.tokens_of_rendered(f"{sampled}<|im_end|>")
     content, rest, calls = in_message(divided(sampled))
-    assert (content, [(call.function.name, call.function.arguments) for call in calls]) == (
+    assert (content, [(call.name, call.arguments) for call in calls]) == (
         "So:\n",
         [("add", '{"a": 1}')],
     )
     answer = RecordedAnswer(tokens, (-1.0,) * len(tokens), (), Status.COMPLETED, content, rest, "<|im_end|>")
-    record.add(ask, answer, Message("assistant", content, tool_calls=calls).for_template())
-    renewed = [ToolCallMessage(call.function, id="another") for call in calls]
+    record.add(ask, answer, assistant_message("", content, [call.for_template() for call in calls]))
+    renewed = [ToolCallMessage(Function(call.name, call.arguments), id="another") for call in calls]
     thread += [Message("assistant", content, tool_calls=renewed), Message("tool", "2", tool_call_id="another")]
     following = record.ask(plain(thread), TOOLS)
     assert following.tokens[: len(ask.tokens) + len(tokens)] == (*ask.tokens, *tokens)
@@ -244,13 +247,13 @@ class OfCallsAlone:
 
 def test_where_the_template_does_not_write_an_answer_the_model_is_asked_with_what_it_does_write() -> None:
     record = SessionRecord(OfCallsAlone())
-    thread = [Message("user", "1 + 1?")]
+    thread: list[Any] = [Message("user", "1 + 1?").for_template()]
     for sampled in ("2", 'So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>'):
         content, rest, calls = in_message(divided(sampled))
-        ask = record.ask(plain(thread), TOOLS)
-        said = Message("assistant", content, tool_calls=calls or None)
-        record.add(ask, RecordedAnswer((1,), (-1.0,), (), Status.COMPLETED, content, rest), said.for_template())
-        thread += [said, Message("tool", "2") if calls else Message("user", "sure?")]
-    written = OfCallsAlone().render([message.for_template() for message in thread], TOOLS)
+        ask = record.ask(thread, TOOLS)
+        said = assistant_message("", content, [call.for_template() for call in calls])
+        record.add(ask, RecordedAnswer((1,), (-1.0,), (), Status.COMPLETED, content, rest), said)
+        thread += [said, (Message("tool", "2") if calls else Message("user", "sure?")).for_template()]
+    written = OfCallsAlone().render(thread, TOOLS)
     assert "'arguments'" in written
-    assert record.ask(plain(thread), TOOLS).text == written
+    assert record.ask(thread, TOOLS).text == written

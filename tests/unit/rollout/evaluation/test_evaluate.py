@@ -83,7 +83,8 @@ class Counting:
 class Agreeing:
     """Judges nothing again."""
 
-    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def score(self, samples: Sequence[Sample], *, evaluation: bool) -> list[Sample]:
+        assert evaluation
         return list(samples)
 
 
@@ -251,7 +252,8 @@ class Groups:
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
 
-    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def score(self, samples: Sequence[Sample], *, evaluation: bool) -> list[Sample]:
+        assert evaluation
         self.calls.append([sample.group_id for sample in samples])
         return list(samples)
 

@@ -13,6 +13,8 @@ import pytest
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.trainer import TrainerClient
+from headrace.conformance.checks import results
+from headrace.conformance.trainer import CHECKS, TrainerSubject
 from headrace.errors import InvalidArgument, ResourceExhausted
 from headrace.job.schema.job import Job
 from headrace.rpc.client import call, connect
@@ -57,6 +59,7 @@ class Desk:
     running: asyncio.Task[TrainState]
     folder: Path
     console: TrainerConsole
+    address: str
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     running.add_done_callback(lambda _: console.finished())
     client, channel = TrainerClient(server.address), connect(server.address)
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-    yield Desk(everything, client, stub, running, tmp_path, console)
+    yield Desk(everything, client, stub, running, tmp_path, console, server.address)
     running.cancel()
     await client.close()
     await channel.close(None)
@@ -108,6 +111,15 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
     rows = [json.loads(line) for line in (desk.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert (desk.folder / "curves.png").stat().st_size > 1000
+
+
+async def test_the_trainer_keeps_the_promises_of_its_proto(desk: Desk) -> None:
+    let(desk, 2)
+    async for row in desk.client.watch_progress():
+        if row.step == 2:
+            break
+    async with connect(desk.address) as channel:
+        assert [each async for each in results(CHECKS, TrainerSubject(channel)) if each.broken] == []
 
 
 async def test_a_paused_run_holds_saves_on_request_and_goes_on(desk: Desk) -> None:
