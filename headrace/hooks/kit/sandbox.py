@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -71,6 +72,7 @@ _OF_ROOT = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
 )
+_OPENS = re.compile(r"run_python|open_sandbox\((?!\s*[\"'](?!bubblewrap))")
 _MOST_USERS = 1 << 31
 _LIMITED = """
 import json, os, resource, signal, sys
@@ -669,11 +671,11 @@ def _new_user(folder: str) -> int | None:
 
 
 def sandbox_used_by(path: str) -> str | None:
-    """Says what the programs of a user's function run in; None when its file names no `run_python`.
+    """Says what the programs of a user's function run in; None when its file opens no sandbox, or one elsewhere.
 
     Raises FailedPrecondition where they are refused.
     """
-    if "run_python" not in load_hook(path).file.read_text(errors="replace"):
+    if not _OPENS.search(load_hook(path).file.read_text(errors="replace")):
         return None
     require_sandbox(path)
     return sandbox_said()
