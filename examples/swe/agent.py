@@ -6,7 +6,7 @@ from headrace.errors import NotFound
 from headrace.hooks.kit import generate_single, open_sandbox
 
 TESTS = "check.py"
-ALL_PASS = "all tests pass\n"
+GREEN = "all tests pass\n"
 
 
 async def generate(args, sample, sampling_params, evaluation=False):
@@ -43,7 +43,7 @@ async def answer(box, line, seen, tests):
     await box.write(TESTS, tests)  # as it was, whatever was edited
     seen["edits"] += 1
     result = await box.exec(["python", TESTS], seconds=10.0, max_characters=200)
-    seen["passes"] = result.exit_code == 0 and result.output == ALL_PASS
+    seen["passes"] = result.exit_code == 0 and result.output == GREEN
     return f"> python {TESTS}\n{result.output}"
 
 
