@@ -38,6 +38,7 @@ except ImportError as error:
 METADATA = "verifiers"
 """The key of a row's metadata: `{"config": …, "task": …}`, the environment's settings and the task's data."""
 REWARD = "reward"
+_SHOWN_CHARACTERS = 500
 _NO_CODE = "null"
 """The harness that is a chat with the task's tools."""
 
@@ -90,11 +91,20 @@ def rows(taskset_id: str, settings: Mapping[str, Any], limit: int | None) -> Ite
     if limit is None and not tasks.bounded:
         raise InvalidArgument(f"taskset {taskset_id} makes tasks without end: say how many with --limit N")
     kept = config.model_dump(mode="json", exclude_unset=True)
-    for task in islice(tasks, limit):
+    for task in _made(islice(tasks, limit), taskset_id):
         yield {
             "prompt": _prompt(task),
             "metadata": {METADATA: {"config": kept, "task": task.data.model_dump(mode="json", exclude_unset=True)}},
         }
+
+
+def _made(tasks: Iterator[Any], taskset_id: str) -> Iterator[Any]:
+    """Raises FailedPrecondition with the taskset's words: many read data that is not here."""
+    try:
+        yield from tasks
+    except Exception as error:  # of a package of others
+        said = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+        raise FailedPrecondition(f"taskset {taskset_id} made no tasks: {type(error).__name__}: {said}") from error
 
 
 def _config(settings: Mapping[str, Any]) -> Any:
