@@ -68,11 +68,11 @@ def main(folder=Path()):
     draw, rows = random.Random(1), {}
     while len(rows) < 800:
         name, _, files, said = failing(draw)
-        shown = "".join(solved(draw, name) for _ in range(2))
+        shown = "".join(solved(draw, name) for _ in range(3))
         prompt = f"{shown}> python check.py\n{said}\n"
         rows[prompt] = {"prompt": prompt, "label": FUNCTIONS[name], "metadata": {"files": files}}
     written = list(rows.values())
-    for part, chosen in (("eval", written[:48]), ("train", written[48:])):
+    for part, chosen in (("eval", written[:24]), ("train", written[24:])):
         (folder / f"{part}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chosen))
 
 
