@@ -94,7 +94,7 @@ def rows(taskset_id: str, settings: Mapping[str, Any], limit: int | None) -> Ite
     for task in _made(islice(tasks, limit), taskset_id):
         yield {
             "prompt": _prompt(task),
-            "metadata": {METADATA: {"config": kept, "task": task.data.model_dump(mode="json", exclude_unset=True)}},
+            "metadata": {METADATA: {"config": kept, "task": task.data.model_dump(mode="json")}},
         }
 
 

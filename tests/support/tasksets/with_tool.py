@@ -30,7 +30,7 @@ class ToolConfig(vf.TasksetConfig):
 
 class ToolTaskset(vf.Taskset[ToolTask, ToolConfig]):
     def load(self):
-        yield ToolTask(vf.TaskData(prompt="12 * 34?"), self.config.task)
+        yield ToolTask(vf.TaskData(prompt=[vf.UserMessage(content="12 * 34?")]), self.config.task)
 
 
 __all__ = ["ToolTaskset"]
