@@ -7,6 +7,7 @@ STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
 TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
+INSPECT := .venv-inspect
 SUPPLY := .venv-supply
 DOCS   := .venv-docs
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
@@ -23,10 +24,11 @@ quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 # Every example as its README says, a few steps long (STEPS), and every tutorial; EXAMPLES="countdown search" runs fewer. `make test` plays their
 # functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp $(INSPECT)/.stamp
 	@$(BIN)/python -m tools.examples --steps $(STEPS) $(EXAMPLES)
 	@$(BIN)/python -m tests.support.tutorials all
-	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
+	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python HEADRACE_INSPECT_PYTHON=$(INSPECT)/bin/python \
+		$(BIN)/python -m pytest tests/contract/test_verifiers.py tests/contract/test_inspect_eval.py
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
 # Two files of tests at a time: most of them wait for processes that they have started.
@@ -151,7 +153,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(INSPECT) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -223,6 +225,12 @@ $(VERIFIERS)/.stamp: requirements/verifiers.txt
 	@echo "── verifiers in $(VERIFIERS), with packages of its own"
 	@$(PYTHON) -m venv $(VERIFIERS)
 	@$(VERIFIERS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/verifiers.txt -e .
+	@touch $@
+
+$(INSPECT)/.stamp: requirements/inspect-eval.txt
+	@echo "── Inspect in $(INSPECT), with packages of its own"
+	@$(PYTHON) -m venv $(INSPECT)
+	@$(INSPECT)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/inspect-eval.txt
 	@touch $@
 
 $(MODEL)/model.safetensors: | $(STAMPS)/quickstart $(STAMPS)/headrace

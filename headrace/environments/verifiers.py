@@ -7,13 +7,11 @@ is refused; `runtime.type` docker or podman gives it a container.
 
 from __future__ import annotations
 
-import json
 import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import distributions, version
 from itertools import islice
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.limits import canonical, did_you_mean
+from headrace.limits import did_you_mean
 
 try:
     import verifiers.v1 as vf
@@ -162,7 +160,7 @@ async def run(args: Any, task: Any, base_url: str) -> float | dict[str, float]:
     row = task.metadata.get(METADATA)
     if row is None:
         raise InvalidArgument(f"the row has no metadata.{METADATA}: write rows with `headrace env export`")
-    environment = _environment(canonical(row["config"]))
+    environment = _environment(row["config"])
     kind = environment.taskset.task_type()
     made = kind(kind.data_type().model_validate(row["task"]), environment.taskset.config.task)
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="HEADRACE_SESSION_KEY")
@@ -172,11 +170,12 @@ async def run(args: Any, task: Any, base_url: str) -> float | dict[str, float]:
     return _reward(episode, with_parts=bool(args.get("reward_key")))
 
 
-@cache
-def _environment(config: str) -> Any:
-    """Built once a process."""
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # uv is beside the Python
-    return vf.load_environment(_config(json.loads(config)))
+def _environment(config: Mapping[str, Any]) -> Any:
+    """One for each sample: its servers are attributes, which samples beside it would replace."""
+    beside = str(Path(sys.executable).parent)  # where uv is, which starts programs
+    if beside not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
+    return vf.load_environment(_config(config))
 
 
 def _reward(episode: Any, *, with_parts: bool) -> float | dict[str, float]:
@@ -185,8 +184,8 @@ def _reward(episode: Any, *, with_parts: bool) -> float | dict[str, float]:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ended without a verdict"
         raise RuntimeError(f"the environment failed: {said}")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
-    if len({trace.agent.name for trace in trained}) > 1:
-        raise InvalidArgument("the environment trains several agents at once: a session has one reward")
+    if len(names := {trace.agent.name for trace in trained}) != 1:
+        raise InvalidArgument(f"the environment trains {len(names)} agents at once: a session has one reward")
     total: float = sum(trace.reward for trace in trained) / len(trained)
     if not with_parts:
         return total
