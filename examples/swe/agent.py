@@ -48,6 +48,6 @@ async def answer(box, line, seen, tests):
 
 
 async def reward(args, sample, **kwargs):
-    """1 for passing tests, 0.3 for an edit, 0.1 for an opened file."""
+    """1 for passing tests, 0.2 for an edit, 0.1 for an opened file."""
     seen = sample.metadata.get("seen", {"opened": [], "edits": 0, "passes": False})
-    return 1.0 if seen["passes"] else 0.3 if seen["edits"] else 0.1 if seen["opened"] else 0.0
+    return 1.0 if seen["passes"] else 0.2 if seen["edits"] else 0.1 if seen["opened"] else 0.0

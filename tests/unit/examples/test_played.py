@@ -79,9 +79,9 @@ FIXES = ["open: {name}.py\n", "fix: {bug} -> {label}\n"]
     [
         (FIXES, 1.0, ""),
         (["open: {name}.py\n", "fix: {bug} -> 0\n", "fix: 0 -> {label}\n"], 1.0, "not {wanted}"),
-        (["open: {name}.py\n", "fix: {bug} -> {bug} +\n", "stop\n"], 0.3, "SyntaxError"),
+        (["open: {name}.py\n", "fix: {bug} -> {bug} +\n", "stop\n"], 0.2, "SyntaxError"),
         (["open: {name}.py\n", "fix: nothing -> 0\n"], 0.1, "def {name}"),
-        (["open: check.py\n", "fix: CASES: -> ():\n", "stop\n"], 0.3, "not {wanted}"),
+        (["open: check.py\n", "fix: CASES: -> ():\n", "stop\n"], 0.2, "not {wanted}"),
         (["fix: {bug} -> {label}\n"], 0.0, ""),
         (["open: nothing.py\n"], 0.0, ""),
     ],
@@ -98,7 +98,7 @@ async def test_a_repository_is_paid_by_its_tests(
     texts = {"name": name, "bug": bug, "label": row["label"], "wanted": wanted}
     written = [text.format(**texts) for text in responses]
     sample = Sample(prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
-    played = await play("swe", "agent.py", sample, *written, max_turns=4)
+    played = await play("swe", "agent.py", sample, *written, max_turns=3)
     assert played.reward == reward
     assert played.written == "".join(written)
     assert given.format(**texts) in played.given
