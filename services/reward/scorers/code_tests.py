@@ -113,6 +113,8 @@ def _opening(line: str) -> _Opening | None:
 
 def _before_end(line: str, fence: str) -> str | None:
     """The code in front of a closing fence, which stands alone or, as models write, behind the last line of code."""
+    if line.lstrip().startswith(f"{fence} ") and fence not in line.lstrip()[len(fence) :]:
+        return ""  # a sentence goes on behind it
     bare = line.rstrip()
     rest = bare.rstrip(fence[0])
     count = len(bare) - len(rest)

@@ -17,7 +17,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.limits import from_json, shown
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import boxed, last_line
+from services.reward.scorers.answers import after_thinking, boxed, last_line, with_ascii_signs
 from services.reward.scorers.remote_rm import post
 
 PROMPT = """You grade an answer. Be strict: what is asked has to be answered, and answered right.
@@ -44,11 +44,14 @@ _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _LEAD = (
     r"(?:(?:so|thus|therefore|hence|overall|in conclusion|conclusion)\W+)?"
     r"(?:(?:the|my|its|final|overall|total|a|i|would|will|i'd|give|assign|award|this|it)\W+)*"
-    r"(?:(?:grade|score|rating|mark|points?|verdict|result)\b(?:\s+of)?\W*(?:is|are|would be|should be|of)?)?"
+    r"(?:(?:grade|score|rating|mark|points?|verdict|result|note|nota|punkte|оценка|(?:最终|总)?(?:得分|评分|分数)|評価)\b"
+    r"(?:\s+of)?\W*(?:is|are|would be|should be|of)?)?"
 )
 _GRADE = re.compile(
-    rf"\W*?{_LEAD}[\s:=*_`$(\[]*(?:\\[dt]?frac\s*\{{\s*(?P<above>{_NUMBER})\s*\}}\s*\{{\s*(?P<below>{_NUMBER})\s*\}}|"
-    rf"(?P<number>{_NUMBER})(?:\s*(?:/|out of|of)\s*(?P<scale>{_NUMBER}))?)\s*(?:points?)?[\s.*_`$)\]!]*",
+    rf"(?![^\d]*[<>≤≥])\W*?{_LEAD}[\s:=*_`$(\[]*"
+    rf"(?:\\[dt]?frac\s*\{{\s*(?P<above>{_NUMBER})\s*\}}\s*\{{\s*(?P<below>{_NUMBER})\s*\}}"
+    rf"|(?P<number>{_NUMBER})(?:[\s*_]*(?:/|out of|of)\s*(?P<scale>{_NUMBER})|\s*\\?(?P<percent>%))?)"
+    r"\s*(?:points?)?[\s.*_`$)\]!]*",
     re.IGNORECASE,
 )
 _BOXES = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -98,12 +101,12 @@ def grade(said: str, scale: float) -> float:
     verdict = _json_object(text)
     if verdict is not None:
         return _from_json(verdict, said, scale)
-    text = _QUOTED.sub(" ", text).strip()
+    text = with_ascii_signs(_QUOTED.sub(" ", text)).strip()
     boxes = [match.start() for match in _BOXES.finditer(text)]
     match = _GRADE.fullmatch(_boxed_grade(text, boxes[-1]) if boxes else last_line(text))
     if match is None:
         raise _without_grade(said)
-    highest = match["below"] or match["scale"]
+    highest = "100" if match["percent"] else match["below"] or match["scale"]
     return _in_range(float(match["above"] or match["number"]), float(highest) if highest else None, scale)
 
 
@@ -120,7 +123,7 @@ def _in_json(args: HookArgs) -> bool:
 def _verdict(said: str) -> str:
     """Returns what follows the judge's own thoughts; a later `</think>` is the response's, which the judge quotes."""
     _, found, verdict = said.partition("</think>")
-    return (verdict if found else said).strip()
+    return (verdict if found else after_thinking(said)).strip()
 
 
 def _boxed_grade(text: str, start: int) -> str:
