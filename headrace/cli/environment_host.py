@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from headrace.cli.main import main
+from headrace.cli.runs import find_run
 from headrace.launch.health import is_serving
 from headrace.run_folder import ROLLOUT, RunFolder
 
@@ -18,9 +19,10 @@ _POLL_SECONDS = 0.2
 def wait_for(run: RunFolder, starter: int) -> bool:
     """Returns True once the run's rollout service serves, False when the starter ended before."""
     while os.getppid() == starter:
-        entry = run.running_services().get(ROLLOUT) if run.services_file.is_file() else None
-        if entry is not None and asyncio.run(is_serving(entry.address)):
-            return True
+        if run.services_file.is_file():
+            entry = find_run(str(run.path)).running_services().get(ROLLOUT)  # with the run's certificates
+            if entry is not None and asyncio.run(is_serving(entry.address)):
+                return True
         time.sleep(_POLL_SECONDS)
     return False
 
