@@ -596,6 +596,54 @@ class ScorerState(_message.Message):
 Global___ScorerState: _TypeAlias = ScorerState  # noqa: Y015
 
 @_typing.final
+class ChangeScorerResponse(_message.Message):
+    """The state after the change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___ScorerState:
+        """As of GetScorerState."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ScorerState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeScorerResponse: _TypeAlias = ChangeScorerResponse  # noqa: Y015
+
+@_typing.final
+class GetScorerStateResponse(_message.Message):
+    """The state now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___ScorerState:
+        """Who pays, and who is tried."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ScorerState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScorerStateResponse: _TypeAlias = GetScorerStateResponse  # noqa: Y015
+
+@_typing.final
 class ShadowCounts(_message.Message):
     """Samples that the shadow was given since the service started."""
 
