@@ -381,8 +381,7 @@ def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Makes a call for each group of a group scorer, for 64 items of a model class or a quick scorer, and for each other
-    item.
+    """Makes a call for each group of a group scorer, 64 items of a model class or a quick scorer, each other item.
 
     Another service and a composition, which may have scorers of groups, get all items at once.
     """
