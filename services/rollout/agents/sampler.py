@@ -128,9 +128,12 @@ class AgentSampler:
             return self._samples(request, session, played)
         except (WorkerError, HeadraceError) as error:
             await self._sessions.close(session)
-            if session.is_cut and session.record.num_answers:
-                return self._samples(request, session, Played(None, self._path))  # a limit of the session ended it
-            return [self._failed(request, call_failure(error))]
+            failure, record = call_failure(error), session.record
+            # Some clients raise where a response ended at its limit of tokens, as others do at one of the session.
+            is_cut = session.is_cut or (record.ends_truncated and failure.reason == "HOOK_RAISED")
+            if is_cut and record.num_answers:
+                return self._samples(request, session, Played(None, self._path))
+            return [self._failed(request, failure)]
         finally:
             await self._sessions.close(session)
 
