@@ -42,6 +42,19 @@ class Comparison:
 _LINE = TypeAdapter(Comparison)
 
 
+def as_line(comparison: Comparison) -> str:
+    """JSON, without a line's end."""
+    return _LINE.dump_json(comparison).decode()
+
+
+def of_line(line: bytes) -> Comparison | None:
+    """None for a line that is none."""
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError:
+        return None
+
+
 class ShadowLog:
     """Two files, the older one full: together they hold the latest comparisons."""
 
@@ -53,7 +66,7 @@ class ShadowLog:
     def append(self, comparisons: Sequence[Comparison]) -> None:
         """Raises OSError as the disk does."""
         with self.path.open("ab") as file:
-            file.write(b"".join(_LINE.dump_json(each) + b"\n" for each in comparisons))
+            file.write("".join(f"{as_line(each)}\n" for each in comparisons).encode())
             is_full = file.tell() > self._most_bytes // 2
         if is_full:
             self.path.replace(self._older)
@@ -62,9 +75,7 @@ class ShadowLog:
         """Yields them, oldest first, each sample once for a pair of scorers. Torn lines are skipped."""
         seen = set[tuple[str, str, str]]()
         for line in self._lines():
-            try:
-                found = _LINE.validate_json(line)
-            except ValidationError:
+            if (found := of_line(line)) is None:
                 continue
             key = (found.sample_id, found.live_version, found.shadow_version)
             if key not in seen:

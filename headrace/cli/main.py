@@ -66,7 +66,7 @@ _COMMANDS: Mapping[str, Command] = {
     "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
     "reward": Command(
         "reward:reward",
-        "reward set | shadow | canary | promote | rollback | stop | status | diff",
+        "reward set | shadow | canary | promote | rollback | stop | status | diff | rescore",
         "score a live run with another function, or try one beside it",
     ),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),

@@ -39,9 +39,11 @@ _OPENED = r"[\s:(\[{']{0,9}(?:(?:option|choice|answer|la|le)\s*[(\[]*)?"
 _NOT = r"(?:\bnot|n['’]t)\s+"
 _SAID = re.compile(
     _ANSWER + _IS + _OPENED + _LETTER.format("is")
-    + r"|\b(?:choose|chose|pick|select|go with|going with|opt for|I(?:['’]d| would) say|lean(?:ing)? towards?|leaves)\b"
+    + r"|\b(?:choose|chose|pick|select|go with|going with|opt for|I(?:['’]d| would) say|lean(?:ing)? towards?|leaves"
+    r"|(?:corresponds to|matches) (?=option|choice))\b"
     + _OPENED + _LETTER.format("chosen")
-    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+(?:is|must be|should be)\s+"
+    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+"
+    r"(?:is|must be|should be|(?:seems|looks|appears)(?: to be)?)\s+"
     r"(?:therefore |clearly |thus )?"
     r"(?:the\s+)?(?:only\s+)?(?:correct|right|best)\b"
     r"(?!(?:\s+(?:answer|choice|option))?\s+(?:only\s+)?(?:if|when|unless|for)\b)"
@@ -65,11 +67,12 @@ _SEVERAL = re.compile(
     r"[\s(\[]*[A-Z][\s)\].]*(?:(?:,|/|&|;|and\b|or\b)[\s,(\[]*(?:and\b|or\b)?[\s(\[]*[A-Z][\s)\].]*)+"
 )
 _ALONE = re.compile(
-    r"[\s(\[.:]*(?:(?:(?:final |correct |my |best )*(?:answer|option|choice|guess)|it(?:['’]s| is)"
+    r"\W*(?:(?:(?:final |correct |my |best )*(?:answer|option|choice|guess)|it(?:['’]s| is)"
     r"|i (?:think|believe|say|guess)|so|thus|therefore|hence|probably|perhaps|maybe|(?:most )?likely)\b\W*)*"
-    r"([A-Za-z])[\s)\].:,!]*(?:i (?:think|believe|guess)[\s.!]*|not (?:option )?[A-Z][\s.!]*)?",
+    r"([A-Za-z])[\s)\].:,!]*(?:\(?\d+\s*%\)?\.?|i (?:think|believe|guess)[\s.!]*|not (?:option )?[A-Z][\s.!]*)?",
     re.IGNORECASE,
 )
+_BEGINS = re.compile(r"[\s_']*(?<![A-Za-z\d])\(?(?:(?:Option|Choice) )?([A-Z])[).:]")
 _WRAPPER = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|boldsymbol)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\\[()\[\]]|\*+|__|(?<!\w)_(?=\w)|(?<=\w)_(?!\w)|[$`\"“”]")
 _BLANKS = re.compile(r"\W+")
@@ -105,8 +108,9 @@ class _Question:
             ]
             if len(named) == 1:
                 return named[0]
-        begins = re.match(r"[\s_']*\(?([A-Z])[).:]", answer)
-        return begins[1] if begins and begins[1] in self.letters else None
+        begins = _BEGINS.match(answer)
+        others = set(_BEGINS.findall(answer)) - {begins[1]} if begins else ()
+        return begins[1] if begins and begins[1] in self.letters and not others else None
 
     def stated(self, text: str) -> str | None:
         """The choice that the text's last statement about the answer names; empty where that names several."""
