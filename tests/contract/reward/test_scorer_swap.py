@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ async def rewards(client: RewardClient, groups: int = 1, samples: int = 2, *, ev
     return found
 
 
-async def change(client: RewardClient, change_id: str = "", **action: object) -> pb.ScorerState:
+async def change(client: RewardClient, change_id: str = "", **action: Any) -> pb.ScorerState:
     return await client.change_scorer(pb.ChangeScorerRequest(change_id=change_id, **action), deadline_seconds=60)
 
 
