@@ -246,7 +246,12 @@ def _print_state(state: pb.ScorerState) -> None:
         lines.append(("compared", f"{equal}{failed}{behind}"))
     lines += [("before", _shown(former)) for former in reversed(state.former)]
     for name, text in lines:
-        print(f"{name:<10}{text}")
+        print(f"{name:<10}{_from_here(text)}")
+
+
+def _from_here(text: str) -> str:
+    """Names files below this folder from here."""
+    return text.replace(f"{Path.cwd()}/", "")
 
 
 def _shown(scorer: pb.ScorerVersion) -> str:
@@ -266,8 +271,8 @@ def _print_difference(
         print_json(found)
         return
     paid = sorted({f"{each.live} {each.live_version}" for each in pair})
-    print(f"{names[0]:<8}{', '.join(paid)}")
-    print(f"{names[1]:<8}{pair[0].shadow} {pair[0].shadow_version}\n")
+    print(f"{names[0]:<8}{_from_here(', '.join(paid))}")
+    print(f"{names[1]:<8}{_from_here(f'{pair[0].shadow} {pair[0].shadow_version}')}\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     rows: Sequence[tuple[str, Any]] = (
         ("samples", found.samples),
