@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
@@ -66,18 +67,22 @@ class AgentHost:
         rollout: RolloutClient,
         path: str | None,
         *,
+        options: Mapping[str, Any] = MappingProxyType({}),
         concurrency: int,
         workers: int,
         patience_seconds: float,
         tell: Callable[[str], None],
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`path`: the agent; None for the one that the job names. `patience_seconds`: for a service that is away.
+        """`path`: the agent; None for the one that the job names. `options` come before those of the job.
+
+        `patience_seconds`: for a service that is away.
 
         `is_over` is asked while the service is away: True where it will not come back.
         """
         self._rollout = rollout
         self._path = path
+        self._options = options
         self._concurrency = concurrency
         self._patience_seconds = patience_seconds
         self._tell = tell
@@ -115,7 +120,10 @@ class AgentHost:
 
     async def _prepare(self) -> str:
         job = await self._patiently(0, 0.0, return_args=True)
-        self._args, self._lease_seconds = HookArgs(json.loads(job.args_json or "{}")), job.lease_seconds
+        self._args, self._lease_seconds = (
+            HookArgs({**json.loads(job.args_json or "{}"), **self._options}),
+            job.lease_seconds,
+        )
         path = self._path or job.agent_function_path
         if self._args.get("slime_imports"):
             os.environ[SLIME_IMPORTS] = "true"  # for the processes that play

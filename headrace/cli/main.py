@@ -70,6 +70,7 @@ _COMMANDS: Mapping[str, Command] = {
         "score a live run with another function, or try one beside it",
     ),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
+    "env": Command("env:env", "env list | export | train TASKSET", "environments of the package verifiers"),
     "runs": Command("runs:runs", "runs [RUN RUN]", "list the runs here, or compare two"),
     "watch": Command("control:watch", "watch [RUN]", "show a live run until it ends"),
     "pause": Command("control:pause", "pause [RUN]", "pause training before the next step"),

@@ -43,6 +43,7 @@ class Child:
 
     `orphan_seconds` is how long it may take to end when its starter was killed. With `asks_group`, a stop sends SIGTERM
     to its whole group, for a program that does not pass the signal on. `descriptors` are passed on under their numbers.
+    It works in `folder`, reads `stdin`, and has the `environment` alone unless it inherits this process's.
     """
 
     def __init__(
@@ -54,12 +55,17 @@ class Child:
         orphan_seconds: float = 0.0,
         asks_group: bool = False,
         descriptors: Sequence[int] = (),
+        inherits: bool = True,
+        folder: Path | None = None,
+        stdin: Path = Path(os.devnull),
     ) -> None:
         self.log_file = log_file
         self.log_start = 0
         """The byte of the log at which this start's output begins."""
         self._command = command
-        self._environment = environment
+        self._environment = {**(os.environ if inherits else {}), **environment}
+        self._folder = folder
+        self._stdin = stdin
         self._orphan_seconds = orphan_seconds
         self._asks_group = asks_group
         self._descriptors = descriptors
@@ -70,14 +76,15 @@ class Child:
 
     async def start(self) -> None:
         """Returns once the process exists."""
-        with open_log(self.log_file) as log:
+        with open_log(self.log_file) as log, self._stdin.open("rb") as stdin:
             self.log_start = log.tell()
             self._guard = await asyncio.create_subprocess_exec(
                 *guard_command(self._orphan_seconds, self._command),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self._environment},
+                env=self._environment,
+                cwd=self._folder,
                 pass_fds=self._descriptors,
                 start_new_session=True,  # Ctrl-C reaches the starter alone, which ends its processes in order
             )

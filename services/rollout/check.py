@@ -52,7 +52,7 @@ async def _try_functions(options: CheckOptions, first: SampleRequest | None, rep
         (rollout.custom_generate_function_path, "generate"),
         *((each.custom_generate_function_path, "generate") for each in eval_sets(options.job.eval)),
         (rollout.rollout_function_path, "rollout"),
-        (None if rollout.agent_hosts else rollout.agent_function_path, "agent"),
+        (None if rollout.agent_hosts or rollout.agent_command else rollout.agent_function_path, "agent"),
     ]
     for path, kind in dict.fromkeys(functions):
         if path is None:
@@ -113,6 +113,7 @@ def _first_request(job: Job, encoder: PromptEncoder, prompts: Prompts) -> Sample
 
 async def _hooks(options: CheckOptions) -> Report:
     from headrace.hooks.agent import require_agent
+    from headrace.hooks.agent_command import of_commands
     from headrace.hooks.generate import generate_form
     from headrace.hooks.kit.sandbox import allow_insecure_sandbox, sandbox_used_by
 
@@ -132,6 +133,11 @@ async def _hooks(options: CheckOptions) -> Report:
         await _of_steps(options.job, pool, report)
         if rollout.agent_hosts:
             report.facts.append(("agent", f"{rollout.agent_function_path} is played by `headrace agent`, elsewhere"))
+        elif rollout.agent_command:
+            of_commands(None, rollout.agent_command, rollout.agent_reward_command)
+            report.facts.append(
+                ("agent", f"{rollout.agent_command} plays each sample in a session and folder of its own")
+            )
         elif path := rollout.agent_function_path:
             await pool.run(require_agent, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("agent", f"{path} plays each sample in a session of its own"))

@@ -28,6 +28,7 @@ from headrace.client.open import open_buffer, open_rollout
 from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, FailedPrecondition, HeadraceError, NotFound
+from headrace.hooks.agent_command import of_commands
 from headrace.launch.health import is_serving
 from headrace.launch.previous_run import has_ended, previous_run
 from headrace.launch.process import grace_seconds
@@ -372,10 +373,18 @@ def _change(reply: rollout_pb2.ScaleFleetResponse) -> str:
 @run_argument
 @rollout_address_option
 @click.option("--agent-function-path", help="pkg.mod.fn or file.py:fn here (default: the one the job names).")
+@click.option("--agent-command", help='A command line that plays a task, in place of a function: "codex exec …".')
+@click.option("--agent-reward-command", help="A command line whose last line, or exit code, is the reward.")
 @click.option("--concurrency", type=COUNT, default=64, help="Tasks played at once.", show_default=True)
 @click.option("--workers", type=COUNT, default=2, help="Processes that play them.", show_default=True)
 def agent(
-    run: str | None, rollout_address: str | None, agent_function_path: str | None, concurrency: int, workers: int
+    run: str | None,
+    rollout_address: str | None,
+    agent_function_path: str | None,
+    agent_command: str | None,
+    agent_reward_command: str | None,
+    concurrency: int,
+    workers: int,
 ) -> int:
     """Plays tasks of a job with --agent-hosts here, and tells its rollout service what came of them.
 
@@ -385,9 +394,10 @@ def agent(
     configure_logging("agent")
     if folder := tls_of():
         trust_authority(folder)  # the URL that agents are given is https
+    path, commands = of_commands(agent_function_path, agent_command, agent_reward_command)
     address = address_of(run, "rollout", rollout_address)
     is_over = _is_over(None if rollout_address else find_run(run))
-    asyncio.run(_play(address, agent_function_path, concurrency, min(workers, concurrency), is_over))
+    asyncio.run(_play(address, path, commands, concurrency, min(workers, concurrency), is_over))
     return 0
 
 
@@ -399,7 +409,12 @@ def _is_over(run: RunFolder | None) -> Callable[[], bool]:
 
 
 async def _play(
-    address: str, function_path: str | None, concurrency: int, workers: int, is_over: Callable[[], bool]
+    address: str,
+    function_path: str | None,
+    commands: Mapping[str, str | None],
+    concurrency: int,
+    workers: int,
+    is_over: Callable[[], bool],
 ) -> None:
     loop, playing = asyncio.get_running_loop(), asyncio.current_task()
     assert playing is not None
@@ -409,6 +424,7 @@ async def _play(
         host = AgentHost(
             client,
             function_path,
+            options=commands,
             concurrency=concurrency,
             workers=workers,
             patience_seconds=_AGENT_PATIENCE_SECONDS,

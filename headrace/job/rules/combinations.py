@@ -58,6 +58,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("judge_url", "judge_model judge_prompt judge_scale judge_json"),
     ("custom_generate_function_path or agent_function_path or rollout_function_path", "max_turns"),
     ("agent_function_path", "agent_hosts"),
+    ("agent_command", "agent_reward_command"),
     ("openai_port or agent_function_path", "openai_host"),
     ("custom_generate_function_path or eval_config", "generate_per_sample"),
     ("prompt_data", "rollout_shuffle num_epoch prompt_data_weights streaming_data skip_bad_lines"),

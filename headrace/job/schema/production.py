@@ -27,6 +27,9 @@ from headrace.job.schema.section import (
 from headrace.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 from headrace.models.architecture import Architecture
 
+COMMAND_AGENT = "headrace.hooks.agent_command.run"
+"""The agent function that plays `agent_command`."""
+
 
 def _several(value: Any) -> Any:
     """Accepts one value where several are allowed."""
@@ -137,6 +140,11 @@ class RolloutSection(Section):
     agent_function_path: str | None = None
     """pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: async def run(args, task,
     base_url)."""
+    agent_command: str | None = None
+    """A command line that plays a prompt in a fresh folder, in place of a function: "codex exec …". {prompt} and
+    {base_url} stand for the prompt and the session's URL; without {prompt} the prompt is on its standard input."""
+    agent_reward_command: str | None = None
+    """A command line that runs in that folder afterwards: its last line is the reward, or its exit code 0 or 1."""
     agent_hosts: bool = False
     """agent_function_path is played by `headrace agent`, in processes that may be anywhere, and not by the rollout
     service's own."""
@@ -168,6 +176,15 @@ class RolloutSection(Section):
     router_policy: Literal["manual", "cache_aware", "round_robin", "random"] = "manual"
     """How sglang-router picks an engine; manual: samples of one prompt, and an agent's requests, go to one engine
     together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _command_is_an_agent(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("agent_command") is None:
+            return values
+        if (path := values.get("agent_function_path")) not in (None, COMMAND_AGENT):
+            raise ConfigError(f"agent_command and agent_function_path {path} both play a prompt: leave one of them out")
+        return {**values, "agent_function_path": COMMAND_AGENT}
 
     @model_validator(mode="after")
     def _room_for_a_prompt(self) -> Self:

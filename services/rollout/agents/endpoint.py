@@ -253,7 +253,7 @@ class Endpoint:
         try:
             with _counted(session, task):
                 generations = self._policy.stream(session, asked, ask)
-                said = _Said(self._encoder, asked, ask, holds_back=bool(asked.tools or self._stops(session, asked)))
+                said = _Said(self._encoder, asked, ask, has_stops=bool(session.params.stop or asked.settings.stops))
                 async with contextlib.aclosing(generations):
                     async for so_far in generations:
                         if not has_begun:
@@ -270,17 +270,14 @@ class Endpoint:
                 _said_of(error, dialect)[1] if isinstance(error, HeadraceError) else _of_bug(request, error, dialect)
             )
 
-    @staticmethod
-    def _stops(session: Session, asked: Asked) -> tuple[str, ...]:
-        return (*session.params.stop, *asked.settings.stops)
-
 
 class _Said:
     """What a response has said so far. What may still become a tool call or a stop string is held back to the end."""
 
-    def __init__(self, encoder: PromptEncoder, asked: Asked, ask: Ask, *, holds_back: bool) -> None:
+    def __init__(self, encoder: PromptEncoder, asked: Asked, ask: Ask, *, has_stops: bool) -> None:
         self._pieces = IncrementalDetokenizer(encoder.decode_exactly)
-        self._holds_back = holds_back
+        self._has_stops = has_stops
+        self._may_call = bool(asked.tools)
         self._splits_thoughts = asked.splits_thoughts
         self._in_thought = opens_thought(ask.text)
         self._text = ""
@@ -288,11 +285,12 @@ class _Said:
     def by(self, so_far: Generation) -> tuple[str, str]:
         """(thought, text)."""
         is_last = so_far.finish is not None and so_far.finish.is_final
-        if not self._holds_back and not is_last:
+        if not self._has_stops and not is_last:
             self._text += self._pieces.next(so_far.tokens, is_last=False) or ""
-        if not self._splits_thoughts:
-            return "", self._text
-        return divided_thought(self._text, in_thought=self._in_thought, is_partial=True)
+        thought, text = "", self._text
+        if self._splits_thoughts:
+            thought, text = divided_thought(text, in_thought=self._in_thought, is_partial=True)
+        return thought, "" if self._may_call else text  # nothing is called in a thought
 
 
 async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

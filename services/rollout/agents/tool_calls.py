@@ -16,6 +16,8 @@ from headrace.rpc.log import log
 from services.rollout.agents.dialects.core import Call
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_EXACT = 2.0**53
+"""Below it, each whole number is a float."""
 _WORKERS = 1
 _LOAD_SECONDS = 120.0
 _READ_SECONDS = 10.0
@@ -67,7 +69,20 @@ def in_message(found: SplitResponse) -> InMessage:
 
 def _call(call: ToolCall) -> Call:
     # A policy may write half of a surrogate pair, which is in no UTF-8: then everything is escaped.
-    arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+    given = _with_plain_numbers(call.arguments)
+    arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
     if _SURROGATE.search(arguments):
-        arguments = json.dumps(call.arguments, allow_nan=False)
+        arguments = json.dumps(given, allow_nan=False)
     return Call(f"call_{secrets.token_hex(12)}", call.name, arguments)
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """The same with 2 for 2.0: so a client in JavaScript sends it back, and is recognized by it."""
+    match value:
+        case dict():
+            return {key: _with_plain_numbers(item) for key, item in value.items()}
+        case list():
+            return [_with_plain_numbers(item) for item in value]
+        case float() if value.is_integer() and abs(value) < _EXACT:
+            return int(value)
+    return value

@@ -69,3 +69,36 @@ async def test_programs_run_between_thoughts_in_the_sandbox(
     assert played.written == "".join(responses)
     assert output in played.given
     assert ("<output>" in played.given) == (len(responses) > 1)
+
+
+FIXES = ["open: {name}.py\n", "fix: {bug} -> {label}\n"]
+
+
+@pytest.mark.parametrize(
+    ("responses", "reward", "given"),
+    [
+        (FIXES, 1.0, ""),
+        (["open: {name}.py\n", "fix: {bug} -> 0\n", "fix: 0 -> {label}\n"], 1.0, "not {wanted}"),
+        (["open: {name}.py\n", "fix: {bug} -> {bug} +\n", "stop\n"], 0.2, "SyntaxError"),
+        (["open: {name}.py\n", "fix: nothing -> 0\n"], 0.1, "def {name}"),
+        (["open: check.py\n", "fix: CASES: -> ():\n", "stop\n"], 0.2, "not {wanted}"),
+        (["fix: {bug} -> {label}\n"], 0.0, ""),
+        (["open: nothing.py\n"], 0.0, ""),
+    ],
+    ids=["at once", "the second time", "no program", "no such text", "other tests", "unopened", "no such file"],
+)
+async def test_a_repository_is_paid_by_its_tests(
+    play: Any, copied: Any, monkeypatch: pytest.MonkeyPatch, responses: list[str], reward: float, given: str
+) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
+    row = json.loads((copied("swe") / "eval.jsonl").read_text().splitlines()[0])
+    said = row["prompt"].splitlines()[-1]  # area.py: area(13, 5) is 8, not 65
+    name, wanted = said.partition(".py")[0], said.rpartition(" ")[2]
+    bug = row["metadata"]["files"][f"{name}.py"].rpartition("return ")[2].strip()
+    texts = {"name": name, "bug": bug, "label": row["label"], "wanted": wanted}
+    written = [text.format(**texts) for text in responses]
+    sample = Sample(prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
+    played = await play("swe", "agent.py", sample, *written, max_turns=3)
+    assert played.reward == reward
+    assert played.written == "".join(written)
+    assert given.format(**texts) in played.given

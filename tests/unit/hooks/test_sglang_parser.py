@@ -74,7 +74,7 @@ async def test_the_endpoint_and_hooks_read_calls_with_sglangs_parser_in_a_worker
         await reader.start()
         before, rest, (call,) = await reader.read(f"So: {OTHERS['qwen3_coder']}", TOOLS)
         assert (before, rest) == ("So: ", OTHERS["qwen3_coder"])
-        assert (call.function.name, json.loads(str(call.function.arguments))) == ("add", {"a": 3, "b": "4"})
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 3, "b": "4"})
         assert await reader.read("The answer is 7.", TOOLS) == ("The answer is 7.", "", [])
         assert reader._pool is not None
         with pytest.raises(WorkerRaised, match="did you mean qwen3_coder"):

@@ -113,6 +113,15 @@ async def test_a_token_is_an_api_key_and_each_role_may_ask_what_generate_lets_it
             assert [each.id async for each in viewer.models.list()] == ["m"]
 
 
+async def test_a_token_is_also_an_x_api_key_and_a_refusal_has_anthropics_form(place: Place) -> None:
+    key = add_token(place.tokens, "c", Role.CONSUMER)
+    async with serving(place, tls=False), httpx.AsyncClient(base_url=place.url) as http:
+        for shown, status in ((key, 200), ("headrace_unknown", 401)):
+            response = await http.post("/v1/messages", json={}, headers={"x-api-key": shown})
+            assert response.status_code == status
+    assert response.json()["error"]["type"] == "authentication_error"
+
+
 async def test_a_certificate_has_the_role_that_it_has_in_grpc(place: Place) -> None:
     async with serving(place, tokens=False):
         assert await chat(place.client()) == 401

@@ -234,6 +234,10 @@ async def test_a_stream_tells_thoughts_and_text_as_they_are_sampled(served: Serv
         made = await stream.get_final_message()
     assert len(deltas) > 10
     assert [getattr(block, block.type) for block in made.content] == ["One two.", "Three <b> four."]
+    async with client(served) as asking, asking.messages.stream(tools=[TOOL], **asks) as stream:
+        kinds = [event.type async for event in stream if event.type in ("thinking", "text")]
+    assert kinds.count("thinking") > 3
+    assert kinds.count("text") == 1  # it might have become a call
     again = await served.post("messages", {**asks, "messages": [USER, {"role": "assistant", "content": []}, USER]})
     assert again.status_code == 200
 
