@@ -96,8 +96,8 @@ class Builtin:
     One that `waits` has a coroutine as its `score`. One that asks a `remote` server, or that `takes_args`, is given the
     job's options. `target` is module:function in scorers/, where that is not NAME:score. An answer that takes more than
     `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the `part` counts, unless
-    --reward-key names another. A `cached` one is asked once about equal items. The package is in the `extra` of
-    headrace.
+    --reward-key names another. A `cached` one is asked once about equal items. One that `is_quick` takes
+    microseconds for any text and runs in the service itself. The package is in the `extra` of headrace.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Builtin:
     remote: bool = False
     wrong: Reward = 0.0
     part: str | None = None
+    is_quick: bool = False
 
     @property
     def module(self) -> str:
@@ -139,7 +140,7 @@ BUILTINS: Sequence[Builtin] = (
         "math-verify",
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
-    Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
+    Builtin("exact_match", "1 when the response without surrounding blanks is the label.", is_quick=True),
     Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
     Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
     Builtin(
@@ -171,7 +172,7 @@ BUILTINS: Sequence[Builtin] = (
         takes_args=True,
         target="penalties:score_overlong",
     ),
-    Builtin("random", "1 or 0 by chance."),
+    Builtin("random", "1 or 0 by chance.", is_quick=True),
     Builtin(
         *("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
         cpu_seconds=MAX_MATH_CPU_SECONDS,
