@@ -60,7 +60,7 @@ _MOST_SHADOWED = 2_048
 
 @dataclass
 class ShadowCounts:
-    """Samples that the shadow was given since the service started."""
+    """Samples that the shadow was given since it is tried, or since the service started."""
 
     compared: int = 0
     equal: int = 0
@@ -125,6 +125,8 @@ class LiveScorers:
                 # From here on a kill leaves the new state, and the caller that asks again gets it.
                 await asyncio.to_thread(self._file.write, swap)
                 on_failure.pop_all()
+            if candidate is not self._candidate:
+                self.counts = ShadowCounts()
             former = {id(each): each for each in (self._live, self._candidate) if each}
             self.swap, self._live, self._candidate = swap, live, candidate
             for kept in (live, candidate):

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.run_folder import RunFolder
 from headrace.score import Score, ScoreItem
 from headrace.shadow_log import Comparison, ShadowLog
+from services.reward.registry import code_digest
 from tests.support.processes.reward_server import served_reward
 from tests.support.refusals import refused
 
@@ -112,7 +113,7 @@ async def test_set_takes_functions_of_groups_and_built_in_scorers(client: Reward
     await change(client, set=f"{path}:three")
     assert await rewards(client) == {"g0": {3.0}}
     state = await change(client, set="exact_match")
-    assert state.live == pb.ScorerVersion(scorer="exact_match", version="headrace 1")
+    assert state.live == pb.ScorerVersion(scorer="exact_match", version=f"headrace {code_digest('exact_match')}")
     assert [each.scorer for each in state.former] == ["", f"{path}:three"]
     assert await rewards(client) == {"g0": {1.0}}
 
@@ -190,7 +191,7 @@ async def test_another_service_scores_by_its_url(client: RewardClient, path: str
         url = f"grpc://{other.address}"
         await change(client, set=url)
         (score,) = await client.score([ScoreItem("a", "", "2", "2")], deadline_seconds=60)
-        assert score == Score(1.0, "exact_match", f"{url} headrace 1")
+        assert score == Score(1.0, "exact_match", f"{url} headrace {code_digest('exact_match')}")
         state = await change(client, shadow=trial(f"{url}/f1"))
         assert state.candidate.scorer == f"{url}/f1"
         with refused(InvalidArgument, "f2", "exact_match"):
