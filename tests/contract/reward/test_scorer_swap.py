@@ -12,7 +12,7 @@ import pytest
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
+from headrace.errors import ConfigError, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.run_folder import RunFolder
 from headrace.score import Score, ScoreItem
 from headrace.shadow_log import Comparison, ShadowLog
@@ -184,6 +184,32 @@ async def test_a_state_that_cannot_be_used_is_refused_with_the_way_out(path: str
     with refused(ConfigError, "reward.json"):
         async with served_reward((), tmp_path, rm_type="math"):
             pass
+
+
+async def test_a_caller_that_leaves_in_the_middle_leaves_disk_and_memory_alike(
+    client: RewardClient, path: str, tmp_path: Path
+) -> None:
+    for _ in range(5):
+        leaving = asyncio.create_task(change(client, set=f"{path}:two"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+    await change(client, set=f"{path}:three")  # those before have ended
+    state = await client.scorer_state()
+    stored = json.loads(RunFolder(tmp_path).scorer_state.read_text())
+    assert (stored["live"]["name"], stored["changes"]) == (state.live.scorer, state.changes)
+    with pytest.raises(DeadlineExceeded):
+        await client.change_scorer(pb.ChangeScorerRequest(change_id="late", set=f"{path}:two"), deadline_seconds=0.01)
+    await change(client, "late", set=f"{path}:two")
+    state = await client.scorer_state()
+    stored = json.loads(RunFolder(tmp_path).scorer_state.read_text())
+    assert (stored["live"]["name"], stored["changes"]) == (f"{path}:two", state.changes)
+
+
+async def test_a_change_that_cannot_be_kept_is_not_made(client: RewardClient, path: str, tmp_path: Path) -> None:
+    RunFolder(tmp_path).scorer_state.mkdir()  # a folder where the file should be
+    with refused(Unavailable, "cannot be kept"):
+        await client.change_scorer(pb.ChangeScorerRequest(set=f"{path}:two"), deadline_seconds=1)
+    assert await rewards(client) == {"g0": {1.0}}
 
 
 async def test_another_service_scores_by_its_url(client: RewardClient, path: str) -> None:
