@@ -9,6 +9,7 @@ TRL    := .venv-trl
 VERIFIERS := .venv-verifiers
 CODEX  := .venv-codex
 FRAMEWORKS := .venv-frameworks
+INSPECT := .venv-inspect
 SUPPLY := .venv-supply
 DOCS   := .venv-docs
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
@@ -25,13 +26,14 @@ quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 # Every example as its README says, a few steps long (STEPS), and every tutorial; EXAMPLES="countdown search" runs fewer. `make test` plays their
 # functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp $(CODEX)/.stamp $(FRAMEWORKS)/.stamp
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp $(INSPECT)/.stamp $(CODEX)/.stamp $(FRAMEWORKS)/.stamp
 	@$(BIN)/python -m tools.examples --steps $(STEPS) $(EXAMPLES)
 	@$(BIN)/python -m tests.support.tutorials all
-	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/contract/test_verifiers.py
+	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python HEADRACE_INSPECT_PYTHON=$(INSPECT)/bin/python \
+		$(BIN)/python -m pytest tests/contract/test_verifiers.py tests/contract/test_inspect_eval.py
 	@HEADRACE_FRAMEWORKS_PYTHON=$(FRAMEWORKS)/bin/python $(BIN)/python -m pytest tests/contract/test_frameworks.py
 	@HEADRACE_CODEX=$(CODEX)/node_modules/.bin/codex unshare --net --map-root-user \
-	  sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/contract/test_codex.py'
+		sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/contract/test_codex.py'
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
 # Two files of tests at a time: most of them wait for processes that they have started.
@@ -156,7 +158,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(CODEX) $(FRAMEWORKS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(INSPECT) $(CODEX) $(FRAMEWORKS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -181,9 +183,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect)
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect"
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp"
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
@@ -239,6 +241,12 @@ $(VERIFIERS)/.stamp: requirements/verifiers.txt
 	@echo "── verifiers in $(VERIFIERS), with packages of its own"
 	@$(PYTHON) -m venv $(VERIFIERS)
 	@$(VERIFIERS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/verifiers.txt -e .
+	@touch $@
+
+$(INSPECT)/.stamp: requirements/inspect-eval.txt
+	@echo "── Inspect in $(INSPECT), with packages of its own"
+	@$(PYTHON) -m venv $(INSPECT)
+	@$(INSPECT)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/inspect-eval.txt
 	@touch $@
 
 $(MODEL)/model.safetensors: | $(STAMPS)/quickstart $(STAMPS)/headrace

@@ -24,6 +24,9 @@ from headrace.trajectory import (
     unpack_column,
 )
 
+SCORER_UNAVAILABLE = "SCORER_UNAVAILABLE"
+"""The reason of a ScoreError whose scorer waits for a server: another try may help, and its sample can wait."""
+SCORER_ABSTAINED = "SCORER_ABSTAINED"
 CUSTOM_RM_PATH = "custom_rm_path"
 _SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
 """Of a sample's hook_fields: what a reward service reads."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,19 @@ class Comparison:
 _LINE = TypeAdapter(Comparison)
 
 
+def as_line(comparison: Comparison) -> str:
+    """JSON, without a line's end."""
+    return _LINE.dump_json(comparison).decode()
+
+
+def of_line(line: bytes) -> Comparison | None:
+    """None for a line that is none."""
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError:
+        return None
+
+
 class ShadowLog:
     """Two files, the older one full: together they hold the latest comparisons."""
 
@@ -53,7 +67,7 @@ class ShadowLog:
     def append(self, comparisons: Sequence[Comparison]) -> None:
         """Raises OSError as the disk does."""
         with self.path.open("ab") as file:
-            file.write(b"".join(_LINE.dump_json(each) + b"\n" for each in comparisons))
+            file.write("".join(f"{as_line(each)}\n" for each in comparisons).encode())
             is_full = file.tell() > self._most_bytes // 2
         if is_full:
             self.path.replace(self._older)
@@ -62,9 +76,7 @@ class ShadowLog:
         """Yields them, oldest first, each sample once for a pair of scorers. Torn lines are skipped."""
         seen = set[tuple[str, str, str]]()
         for line in self._lines():
-            try:
-                found = _LINE.validate_json(line)
-            except ValidationError:
+            if (found := of_line(line)) is None:
                 continue
             key = (found.sample_id, found.live_version, found.shadow_version)
             if key not in seen:
@@ -160,10 +172,15 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _by_length(comparisons: Iterable[Comparison]) -> Iterator[LengthQuarter]:
+    """Equal lengths are in one quarter, so that quarters may differ in size, or be fewer."""
     ordered = sorted(comparisons, key=lambda each: each.response_tokens)
-    for quarter in range(_QUARTERS):
-        part = ordered[len(ordered) * quarter // _QUARTERS : len(ordered) * (quarter + 1) // _QUARTERS]
-        if part:
+    lengths = [each.response_tokens for each in ordered]
+    start = 0
+    for quarter in range(1, _QUARTERS + 1):
+        last = len(ordered) * quarter // _QUARTERS - 1
+        end = bisect_right(lengths, lengths[max(last, 0)])
+        if part := ordered[start:end]:
+            start = end
             yield LengthQuarter(
                 part[0].response_tokens,
                 part[-1].response_tokens,

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 _SECONDS = 3600.0
-_NEEDED = ("protos", ".venv-protos")
+_NEEDED = ("protos", ".venv-protos", ".venv-verifiers")
 """What commands of an example name beside examples/."""
 
 

@@ -66,10 +66,11 @@ _COMMANDS: Mapping[str, Command] = {
     "rollout": Command("live:rollout", "rollout scale N [RUN]", "change the number of engines of a live run"),
     "reward": Command(
         "reward:reward",
-        "reward set | shadow | canary | promote | rollback | stop | status | diff",
+        "reward set | shadow | canary | promote | rollback | stop | status | diff | rescore",
         "score a live run with another function, or try one beside it",
     ),
     "agent": Command("live:agent", "agent [RUN]", "play the tasks of a job with --agent-hosts here"),
+    "env": Command("env:env", "env list | export | train TASKSET", "environments of the package verifiers"),
     "runs": Command("runs:runs", "runs [RUN RUN]", "list the runs here, or compare two"),
     "watch": Command("control:watch", "watch [RUN]", "show a live run until it ends"),
     "pause": Command("control:pause", "pause [RUN]", "pause training before the next step"),

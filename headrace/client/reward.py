@@ -18,8 +18,8 @@ from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
 from headrace.limits import MAX_SCORE_ITEMS_PER_CALL
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, call_once, connect
-from headrace.rpc.retry import retry_until
-from headrace.score import Score, ScoreError, ScoreItem, ScoreResult, unpack_result
+from headrace.rpc.retry import Backoff, retry_until
+from headrace.score import SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult, unpack_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,23 @@ class RewardClient(Closing):
         return await score_until(end, items, ask, _may_help)
 
     async def ask(
-        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float, evaluation: bool = False
+        self,
+        items: Sequence[ScoreItem],
+        scorer: str | None,
+        *,
+        deadline_seconds: float,
+        evaluation: bool = False,
+        waits: bool = True,
     ) -> Sequence[ScoreResult]:
         """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers.
 
-        No candidate scores the samples of an `evaluation`.
+        No candidate scores the samples of an `evaluation`. Unless it `waits`, it raises Unavailable at once where the
+        service cannot be reached.
         """
         request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "", evaluation=evaluation)
-        reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
+        reply = await call_once(
+            self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer, waits=waits
+        )
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
             raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
         return [unpack_result(result) for result in reply.results]
@@ -79,17 +88,17 @@ class RewardClient(Closing):
         Raises InvalidArgument for a scorer that cannot be loaded, FailedPrecondition where there is nothing to change.
         """
         request.change_id = request.change_id or uuid.uuid4().hex
-        state: pb.ScorerState = await call(
+        reply: pb.ChangeScorerResponse = await call(
             self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer
         )
-        return state
+        return reply.state
 
     async def scorer_state(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> pb.ScorerState:
         """Who pays and who is tried."""
-        state: pb.ScorerState = await call(
+        reply: pb.GetScorerStateResponse = await call(
             self._stub.GetScorerState, pb.GetScorerStateRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
-        return state
+        return reply.state
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -104,19 +113,34 @@ async def score_until(
     """One result an item, in order, from `ask(some items, seconds left)`.
 
     Where a scorer was replaced between two calls for one group, all of the group is asked for again, so that one
-    scorer has scored it. Raises the last error when `time.monotonic()` reaches `end`, and at once one for which
-    `may_help` is False.
+    scorer has scored it. An item whose scorer is unreachable is asked for again as long as a failed call is. Raises the
+    last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
     """
     results: dict[int, ScoreResult] = {}
     waiting = deque(range(len(items)))
     repeated = set[str]()
     """Groups of which some items were asked for again."""
-    while waiting or (waiting := _mixed(items, results, repeated)):
+    unscored = deque[int]()
+    """Items whose scorer was unreachable."""
+    backoff = Backoff()
+    while waiting or unscored or (waiting := _mixed(items, results, repeated)):
+        if not waiting:
+            await backoff.sleep(at_most=end - time.monotonic())
+            waiting, unscored = unscored, waiting
         some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
-        answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
+        try:
+            answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
+        except HeadraceError:
+            if all(i in results for i in some):
+                break  # their first answers stay
+            raise
         for i, answer in zip(some, answers, strict=True):
-            if isinstance(answer, ScoreError) and answer.retryable and i not in results:
-                waiting.append(i)
+            if isinstance(answer, ScoreError) and answer.retryable:
+                error = Unavailable(answer.message, reason=answer.reason)
+                if answer.reason == SCORER_UNAVAILABLE and time.monotonic() < end and may_help(error):
+                    unscored.append(i)
+                elif i not in results:
+                    waiting.append(i)
                 repeated.add(items[i].group_id)
             results[i] = answer
     return [results[i] for i in range(len(items))]
@@ -133,5 +157,8 @@ def _mixed(items: Sequence[ScoreItem], results: Mapping[int, ScoreResult], group
 
 
 def _may_help(error: HeadraceError) -> bool:
-    """A server may end a call before the caller's deadline; it remembers what it scored too slowly and answers next."""
-    return isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded)
+    """A server may end a call before the caller's deadline; it remembers what it scored too slowly and answers next.
+
+    A scorer whose own server is unreachable is the caller's business after a second try.
+    """
+    return isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) and error.reason != SCORER_UNAVAILABLE

@@ -77,11 +77,16 @@ def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
         _model(path, model_path)
 
 
-async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward | NoReward]:
-    """One reward a sample, or why it has none. Runs in a worker. Raises InvalidArgument for any other return."""
+async def run_reward(
+    path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]
+) -> list[Reward | NoReward | None]:
+    """One reward a sample, why it has none, or None where the function abstains. Runs in a worker.
+
+    Raises InvalidArgument for any other return.
+    """
     target = load_hook(path).target
     if form is RewardForm.SAMPLE:
-        return [checked_reward(path, await awaited(target(args, sample))) for sample in samples]
+        return [_checked(path, await awaited(target(args, sample))) for sample in samples]
     if form is RewardForm.GROUP:
         rewards = await awaited(target(args, list(samples)))
     elif form is RewardForm.COMPLETIONS:
@@ -96,7 +101,11 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
         raise InvalidArgument(
             f"hook {path} returned {found} for {len(samples)} samples; it must return a list of as many"
         )
-    return [checked_reward(path, reward) for reward in rewards]
+    return [_checked(path, reward) for reward in rewards]
+
+
+def _checked(path: str, reward: Any) -> Reward | NoReward | None:
+    return None if reward is None else checked_reward(path, reward)
 
 
 def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:

@@ -27,7 +27,7 @@ def migrate(path: Path, environment: Mapping[str, str], overrides: Sequence[str]
     migration = Migration(str(path))
     _TABLE.move(migration, settings, _TABLE.defaults)
     if not {"--custom-rm-path", "--reward-model-path"} & set(migration.words):
-        migration.change("rewards", note="verl chooses a rule by a row's data_source: choose yours, docs/hooks.md")
+        migration.change("rewards", note="verl chooses a rule by a row's data_source: choose yours, docs/rewards.md")
     return migration
 
 

@@ -39,11 +39,11 @@ async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: fl
 
 
 async def call_once(
-    method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server"
+    method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server", waits: bool = True
 ) -> Any:
-    """One unary call. It waits for a server that cannot be reached, and raises what the server answers."""
+    """One unary call. It `waits` for a server that cannot be reached, and raises what the server answers."""
     try:
-        return await method(request, timeout=deadline_seconds, wait_for_ready=True)
+        return await method(request, timeout=deadline_seconds, wait_for_ready=waits)
     except grpc.aio.AioRpcError as error:
         raise _mapped(error, deadline_seconds, peer) from error
 

@@ -32,10 +32,10 @@ from headrace.preflight import (
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.prompts import parse_row, rows_of, value_at
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
-from services.reward.registry import BOXED, CUSTOM, Registry
+from services.reward.registry import BOXED, COMPOSED, CUSTOM, Registry
 from services.reward.scorers.answers import example
 from services.reward.scoring import BatchScorer, RewardMetrics
-from services.reward.server import describe, describe_each, worker_pool
+from services.reward.server import describe, describe_each, registry_of, worker_pool
 
 
 def scorers_of(prompts: PromptPath, metadata_key: str | None) -> dict[str, Scorers]:
@@ -65,7 +65,7 @@ _TRIED_LABELS = 4
 _SHOWN = 60
 _RENDER_SECONDS = 120.0
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
-_WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm")
+_WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm", COMPOSED)
 _COMPARE = ("math", "dapo", "deepscaler", "exact_match", "f1", "gpqa")
 """The scorers to which a label is a right answer. To others it is tests, a pattern, or a hint for a judge."""
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")
@@ -82,7 +82,7 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     try:
         hook = await describe(job.reward)
         of_evaluations = await describe_each(own_rewards(eval_sets(job.eval)))
-        registry = Registry.of(job.reward.rm_type, hook, of_evaluations)
+        registry = await registry_of(job.reward, hook, of_evaluations)
     except HeadraceError as error:
         is_of_machine = job.reward.custom_rm_path is not None or (
             isinstance(error, ConfigError) and error.field == "insecure_sandbox"
@@ -128,6 +128,8 @@ async def _programs(
 
 def _named(job: Job, hook: RewardHook | None) -> str:
     if hook is None:
+        if job.reward.reward_parts:
+            return f"the {job.reward.reward_combine} of {', '.join(each.scorer for each in job.reward.reward_parts)}"
         return job.reward.rm_type or "by each prompt's metadata.rm_type"
     return f"{hook.path}, called with {hook.form.value}" + (", async" if hook.is_async else "")
 
@@ -136,7 +138,7 @@ def _everyone_has_a_scorer(
     job: Job, registry: Registry, rm_types: Mapping[str, Scorers], num_rows: int, report: Report
 ) -> None:
     """Refuses rows whose scorer is missing: they could never be rewarded."""
-    if registry.default == CUSTOM:
+    if registry.default in (CUSTOM, COMPOSED):
         return
     generate = job.rollout.user_function
     for name, scorers in rm_types.items():
@@ -167,7 +169,7 @@ async def _try_labels(
         where = "--label-key names their key" if job.data.label_key is None else "their label is empty"
         report.refusals.append(f"{rows[0].where} has no label, which the scorer compares with: {where}")
         return
-    pool = worker_pool(job.reward, registry, hook)
+    pool = worker_pool(job.reward, registry)
     batch_scorer = BatchScorer(
         registry,
         pool,

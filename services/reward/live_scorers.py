@@ -7,31 +7,40 @@ group. A change is on disk before it takes effect. The workers of a scorer that 
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from headrace.api.reward.v1 import reward_pb2 as pb
-from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
-from headrace.hooks import prepare_reward
+from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.hooks.kit.sandbox import require_sandbox
 from headrace.hooks.reward import RewardForm, RewardHook, reward_hook_by_name
-from headrace.job.schema.services import RewardSection
+from headrace.job.schema.section import Section
+from headrace.job.schema.services import RewardPart, RewardSection
 from headrace.limits import MAX_SCORE_ITEMS, require_id, require_path
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.shadow_log import Comparison, ShadowLog, is_equal
+from services.reward.composition import Combine, Part, digest_of
 from services.reward.registry import (
     BOXED,
+    BUILTINS,
+    COMPOSED,
     CUSTOM,
     REMOTE,
-    Builtin,
+    Composition,
     Registry,
+    Remote,
+    ScoredPart,
     Scorer,
-    prepare_builtin,
+    prepare,
     remote_scorer,
     users_scorer,
 )
@@ -51,7 +60,7 @@ _MOST_SHADOWED = 2_048
 
 @dataclass
 class ShadowCounts:
-    """Samples that the shadow was given since the service started."""
+    """Samples that the shadow was given since it is tried, or since the service started."""
 
     compared: int = 0
     equal: int = 0
@@ -68,6 +77,7 @@ class LiveScorers:
         self._file = file
         self._log = shadow_log
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Swap]] = set()
         self._live: Scorer | None = None
         """None: the job's own."""
         self._candidate: Scorer | None = None
@@ -102,8 +112,16 @@ class LiveScorers:
         self.swap, self._live, self._candidate = swap, live, candidate
 
     async def change(self, request: pb.ChangeScorerRequest) -> Swap:
-        """Makes one change, or none where it was made already. Raises what reward.proto says, and changes nothing."""
-        change_id = require_id(request.change_id, "change_id")
+        """Makes one change, or none where it was made already. Raises what reward.proto says, and changes nothing.
+
+        A caller that leaves meanwhile does not stop it: what is on disk is in effect, too.
+        """
+        task = asyncio.create_task(self._change(request, require_id(request.change_id, "change_id")))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _change(self, request: pb.ChangeScorerRequest, change_id: str) -> Swap:
         async with self._changing:
             if change_id in self.swap.change_ids:
                 return self.swap
@@ -114,8 +132,13 @@ class LiveScorers:
                     raise InvalidArgument(error.message, field="scorer") from error
                 swap = swap.numbered(change_id)
                 # From here on a kill leaves the new state, and the caller that asks again gets it.
-                await asyncio.to_thread(self._file.write, swap)
+                try:
+                    await asyncio.to_thread(self._file.write, swap)
+                except OSError as error:
+                    raise Unavailable(f"the change cannot be kept: {error}: free space, or mend the folder") from error
                 on_failure.pop_all()
+            if candidate is not self._candidate:
+                self.counts = ShadowCounts()
             former = {id(each): each for each in (self._live, self._candidate) if each}
             self.swap, self._live, self._candidate = swap, live, candidate
             for kept in (live, candidate):
@@ -165,42 +188,19 @@ class LiveScorers:
         """
         if not name:
             return None, self._version_of_job()
-        scorer = await self._made(name)
+        scorer = await scorer_named(self._registry, self._reward, name)
+        if scorer.remote is None:
+            scorer = scorer.with_workers(workers_for(self._reward, scorer))
         on_failure.push_async_callback(scorer.close)
         if scorer.workers:
             try:
                 await scorer.workers.start()
             except WorkerError as error:
                 raise InvalidArgument(error.message, field="scorer") from error
-        elif scorer.remote and asks:
-            known = await scorer.remote.client.list_scorers(deadline_seconds=_ASK_SECONDS)
-            if scorer.remote.scorer and scorer.remote.scorer not in {each.name for each in known}:
-                raise InvalidArgument(
-                    f"{name}: the service there has no scorer {scorer.remote.scorer}: there are "
-                    f"{', '.join(each.name for each in known)}",
-                    field="scorer",
-                )
+        for each in scorer.all() if asks else ():
+            if each.remote:
+                await _require_scorer(each.remote)
         return scorer, scorer.version
-
-    async def _made(self, name: str) -> Scorer:
-        if name.startswith(REMOTE):
-            return remote_scorer(name)
-        try:
-            found = self._registry.require(name)
-        except NotFound as error:
-            if "." not in name:
-                raise InvalidArgument(error.message, field="scorer") from error
-        else:
-            await require_settings(self._reward, found.name)
-            if found.name == CUSTOM:
-                raise InvalidArgument(f"{CUSTOM} is the job's own function: `headrace reward rollback` goes back to it")
-            return replace(found, workers=workers_for(self._reward, builtin=found.builtin))
-        hook = await described(name)
-        if hook.form is RewardForm.BATCH and self._reward.reward_model_path is None:
-            raise InvalidArgument(
-                f"{name} is a class made with a model's folder: set --reward-model-path", field="scorer"
-            )
-        return replace(users_scorer(CUSTOM, hook), workers=workers_for(self._reward, hook=hook))
 
     def _version_of_job(self) -> str:
         default = self._registry.default
@@ -220,10 +220,12 @@ class LiveScorers:
     async def _retire(self, scorers: Sequence[Scorer]) -> None:
         for task in [task for task, needed in self._tasks.items() if any(needed is each for each in scorers)]:
             task.cancel()
-        if self._calls:
-            await asyncio.wait(set(self._calls))
-        for scorer in scorers:
-            await scorer.close()
+        try:
+            if self._calls:
+                await asyncio.wait(set(self._calls))
+        finally:
+            for scorer in scorers:
+                await scorer.close()
 
     def payer_of(self, group_id: str, *, evaluation: bool) -> Scorer | None:
         """None: the job's own scorer."""
@@ -296,6 +298,14 @@ class LiveScorers:
                 await scorer.close()
 
 
+async def _require_scorer(remote: Remote) -> None:
+    """Raises Unavailable for a service that does not answer, InvalidArgument for one without the scorer."""
+    known = [each.name for each in await remote.client.list_scorers(deadline_seconds=_ASK_SECONDS)]
+    if remote.scorer and remote.scorer not in known:
+        there = ", ".join(known)
+        raise InvalidArgument(f"{remote.url}: there is no such scorer: there are {there}", field="scorer")
+
+
 def _named(name: str) -> str:
     return require_path(name, "scorer")
 
@@ -321,6 +331,10 @@ def _with_live(swap: Swap, version: str) -> Swap:
 
 
 def _said_of(reward: RewardSection) -> str:
+    """What the job says of its scorer."""
+    if reward.reward_parts:
+        parts = [part.model_dump(mode="json") for part in reward.reward_parts]
+        return f"{COMPOSED} {digest_of([parts, reward.reward_combine])}"
     return reward.custom_rm_path or reward.rm_type or ""
 
 
@@ -350,18 +364,113 @@ async def described(path: str) -> RewardHook:
         await pool.close()
 
 
-def workers_for(reward: RewardSection, *, hook: RewardHook | None = None, builtin: Builtin | None = None) -> WorkerPool:
-    """Workers that have imported a function, or a scorer of headrace's."""
-    if hook:
-        model_path = str(reward.reward_model_path) if reward.reward_model_path else None
-        prepare: Callable[[], None] = partial(prepare_reward, hook.path, hook.form, model_path)
-    else:
-        prepare = partial(prepare_builtin, builtin.name if builtin else None)
-    waits = (hook and hook.is_async) or (builtin and builtin.remote)
+def builtins_of(scorer: Scorer) -> list[str]:
+    """The scorers of headrace's that it needs."""
+    return [each.builtin.name for each in scorer.all() if each.builtin]
+
+
+def workers_for(reward: RewardSection, scorer: Scorer | None) -> WorkerPool:
+    """Workers that have imported what the scorer needs."""
+    needed = list(scorer.all()) if scorer else []
+    hooks = [each.hook for each in needed if each.hook]
+    model_path = str(reward.reward_model_path) if reward.reward_model_path else None
+    waits = any(hook.is_async for hook in hooks) or any(each.builtin and each.builtin.remote for each in needed)
     return WorkerPool(
         reward.reward_workers,
         calls_per_worker=_ASYNC_CALLS_PER_WORKER if waits else 1,
         max_waiting=MAX_SCORE_ITEMS,
-        prepare=prepare,
+        prepare=partial(
+            prepare, builtins_of(scorer) if scorer else (), [(hook.path, hook.form) for hook in hooks], model_path
+        ),
         prepare_seconds=LOAD_SECONDS,
     )
+
+
+async def scorer_named(registry: Registry, reward: RewardSection, name: str) -> Scorer:
+    """A scorer without workers of its own. Raises InvalidArgument for one that cannot be loaded."""
+    if name.startswith(REMOTE):
+        return remote_scorer(name)
+    if name.endswith(".toml"):
+        parts = parts_in(Path(name))
+        return await composed(registry, reward, parts.reward_parts, parts.reward_combine, beside=Path(name).parent)
+    try:
+        found = registry.require(name)
+    except NotFound as error:
+        if "." not in name:
+            raise InvalidArgument(error.message, field="scorer") from error
+    else:
+        if found.builtin is None:
+            raise InvalidArgument(f"{name} is the job's own scorer: `headrace reward rollback` goes back to it")
+        await require_settings(reward, name)
+        return found
+    hook = await described(name)
+    if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
+        raise InvalidArgument(f"{name} is a class made with a model's folder: set --reward-model-path", field="scorer")
+    return users_scorer(CUSTOM, hook, settings_of(reward).get(CUSTOM, ""))
+
+
+def settings_of(reward: RewardSection) -> dict[str, str]:
+    """Digests of the options that a scorer's results depend on, by its name."""
+    prompt = reward.judge_prompt
+    key = {"reward_key": reward.reward_key} if reward.reward_key else {}
+    model = {"reward_model_path": str(reward.reward_model_path)} if reward.reward_model_path else {}
+    judge = {
+        "judge_url": reward.judge_url,
+        "judge_model": reward.judge_model,
+        "judge_prompt": prompt.read_text(encoding="utf-8") if prompt and prompt.is_file() else None,
+        "judge_scale": reward.judge_scale,
+        "judge_json": reward.judge_json,
+    }
+    found = {
+        "judge": judge if reward.judge_url else {},
+        "remote_rm": {"rm_url": reward.rm_url} | key if reward.rm_url else {},
+        CUSTOM: key | model,
+        **{each.name: key for each in BUILTINS if each.part},
+    }
+    return {name: digest_of(settings) for name, settings in found.items() if settings}
+
+
+class PartsFile(Section):
+    """What a file of a composed reward has: the two keys of a job's [reward]."""
+
+    reward_parts: tuple[RewardPart, ...] = Field(min_length=1)
+    reward_combine: Combine = "sum"
+
+
+def parts_in(file: Path) -> PartsFile:
+    """Of a job file its section [reward] is read. Raises InvalidArgument."""
+    try:
+        text = tomllib.loads(file.read_text(encoding="utf-8"))
+        section = text.get("reward", text)
+        return PartsFile.model_validate({name: section[name] for name in PartsFile.model_fields if name in section})
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{file} is no composed reward, which has tables [[reward_parts]]: {error}") from error
+
+
+async def composed(
+    registry: Registry,
+    reward: RewardSection,
+    parts: Sequence[RewardPart],
+    combine: Combine,
+    *,
+    beside: Path | None = None,
+) -> Scorer:
+    """A reward of several parts. Functions of files are found `beside` it. Raises InvalidArgument."""
+    scored = []
+    for part in parts:
+        name = part.scorer
+        if beside and ".py:" in name and (beside / name.rpartition(":")[0]).is_file():
+            name = str(beside / name)
+        scorer = await scorer_named(registry, reward, name)
+        label = part.name or part.scorer.rpartition(":")[2].rpartition("/")[2]
+        weight = part.weight if part.weight is not None else float(part.gate is None)
+        rule = Part(label, weight, part.gate, part.clip, dict(part.when) or None)
+        scored.append(ScoredPart(rule, replace(scorer, key=part.key), dict(part.metadata_overrides)))
+    if len({each.part.label for each in scored}) < len(scored):
+        raise InvalidArgument("two parts of the reward have one name: give them a name", field="reward_parts")
+    if not any(each.part.weight for each in scored):
+        raise InvalidArgument("no part of the reward counts: give one a weight", field="reward_parts")
+    said = [part.model_dump(mode="json") for part in parts]
+    version = digest_of([combine, said, [each.scorer.version for each in scored]])
+    labels = ", ".join(each.part.label for each in scored)
+    return Scorer(COMPOSED, version, f"The {combine} of {labels}.", composition=Composition(tuple(scored), combine))

@@ -5,7 +5,9 @@ Modules of scorers are imported in workers only, when they are needed.
 
 from __future__ import annotations
 
+import ast
 import copy
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -13,15 +15,18 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from functools import cache
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, InvalidArgument, NotFound
-from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook, Sample, run_reward
+from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook, Sample, prepare_reward, run_reward
+from headrace.hooks.load import load_hook
 from headrace.limits import (
     MAX_CODE_SECONDS,
     MAX_JSON_BYTES,
@@ -33,6 +38,7 @@ from headrace.limits import (
     nearest,
     require_bytes,
     shown,
+    syntax_tree,
     to_json,
 )
 from headrace.process.workers import WorkerPool
@@ -40,6 +46,7 @@ from headrace.prompts import label_for_hooks
 from headrace.rpc.net import Address
 from headrace.score import CUSTOM_RM_PATH, ScoreError, ScoreItem
 from headrace.trajectory import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
+from services.reward.composition import Combine, Part
 
 # Limits the processor time of a call, which a busy machine does not use up.
 # Python code is ended by an exception; a process that is busy in C (a power of huge integers) is killed by the kernel a
@@ -84,24 +91,34 @@ _SLOW_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
+    """A file in scorers/. With a `package`, the package's version is in the scorer's. `max_seconds` limits one item.
 
-    One that `waits` has a coroutine as its `score`, and one that asks a `remote` server is given the job's options. An
-    answer that takes more than `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the
-    `part` counts, unless --reward-key names another. The package is in the `extra` of headrace.
+    One that `waits` has a coroutine as its `score`. One that asks a `remote` server, or that `takes_args`, is given the
+    job's options. `target` is module:function in scorers/, where that is not NAME:score. An answer that takes more than
+    `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the `part` counts, unless
+    --reward-key names another. A `cached` one is asked once about equal items. One that `is_quick` takes
+    microseconds for any text and runs in the service itself. The package is in the `extra` of headrace.
     """
 
     name: str
     description: str
     package: str | None = None
     extra: str = "reward"
-    version: str = "1"
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
     waits: bool = False
+    cached: bool = False
+    takes_args: bool = False
+    target: str | None = None
     remote: bool = False
     wrong: Reward = 0.0
     part: str | None = None
+    is_quick: bool = False
+
+    @property
+    def module(self) -> str:
+        """Its file in scorers/."""
+        return (self.target or self.name).partition(":")[0]
 
 
 BUILTINS: Sequence[Builtin] = (
@@ -123,25 +140,39 @@ BUILTINS: Sequence[Builtin] = (
         "math-verify",
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
-    Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
+    Builtin("exact_match", "1 when the response without surrounding blanks is the label.", is_quick=True),
     Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
     Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
     Builtin(
         *("ifbench", "1 when the response follows all instructions of a row of IFBench.", "if-verifiable", "ifbench"),
         part="score",
     ),
+    Builtin("json_schema", "1 when the response is JSON of the schema metadata.schema.", "jsonschema", "json-schema"),
     Builtin(
         "judge",
         "A language model's grade, from 0 to 1: --judge-url.",
         max_seconds=MAX_REMOTE_SECONDS,
         waits=True,
         remote=True,
+        cached=True,
+    ),
+    Builtin(
+        "length",
+        "The response's tokens as a share of metadata.max_tokens, below 0.",
+        takes_args=True,
+        target="penalties:score_length",
     ),
     Builtin(
         *("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
-    Builtin("random", "1 or 0 by chance."),
+    Builtin(
+        "overlong",
+        "DAPO's penalty for the last metadata.buffer_tokens before metadata.max_tokens, from 0 to -1.",
+        takes_args=True,
+        target="penalties:score_overlong",
+    ),
+    Builtin("random", "1 or 0 by chance.", is_quick=True),
     Builtin(
         *("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
         cpu_seconds=MAX_MATH_CPU_SECONDS,
@@ -154,35 +185,72 @@ BUILTINS: Sequence[Builtin] = (
         waits=True,
         remote=True,
     ),
+    Builtin(
+        "repetition",
+        "The share of runs of metadata.ngram words that were there before, below 0.",
+        takes_args=True,
+        target="penalties:score_repetition",
+    ),
 )
 
 
 def installed() -> dict[str, str]:
-    """Returns name → version of the scorers whose packages are installed."""
+    """Returns name → version of the scorers whose packages are installed: the package's, and a digest of our code."""
     versions = {}
     for builtin in BUILTINS:
         if builtin.package is None:
-            versions[builtin.name] = f"headrace {builtin.version}"
+            versions[builtin.name] = f"headrace {code_digest(builtin.module)}"
         elif importlib.util.find_spec(builtin.package.replace("-", "_")):
-            versions[builtin.name] = f"{builtin.package} {importlib.metadata.version(builtin.package)}"
+            version = importlib.metadata.version(builtin.package)
+            versions[builtin.name] = f"{builtin.package} {version} {code_digest(builtin.module)}"
     return versions
 
 
-def run_builtin(name: str, item: ScoreItem) -> Reward:
+_SCORERS = "services.reward.scorers"
+
+
+@cache
+def code_digest(module: str) -> str:
+    """The digest of a scorer's file and of the files beside it that it imports."""
+    folder, waiting, texts = Path(__file__).parent / "scorers", [module], dict[str, bytes]()
+    while waiting:
+        name = waiting.pop()
+        if name in texts or not (file := folder / f"{name}.py").is_file():
+            continue
+        texts[name] = file.read_bytes()
+        for node in ast.walk(syntax_tree(texts[name])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_SCORERS):
+                inner = (node.module or "").removeprefix(_SCORERS).lstrip(".")
+                waiting += [inner] if inner else [each.name for each in node.names]
+    return f"sha256:{hashlib.sha256(b''.join(texts[name] for name in sorted(texts))).hexdigest()[:12]}"
+
+
+_BY_NAME = {each.name: each for each in BUILTINS}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Imports it."""
+    builtin = _BY_NAME[name]
+    module = importlib.import_module(f"{_SCORERS}.{builtin.module}")
+    found: Callable[..., Any] = getattr(module, (builtin.target or "").partition(":")[2] or "score")
+    return found
+
+
+def run_builtin(name: str, item: ScoreItem, *args: HookArgs) -> Reward:
     """Scores an item. Runs in a worker; `name` is one of `BUILTINS`."""
-    value: Reward = importlib.import_module(f"services.reward.scorers.{name}").score(item)
+    value: Reward = _function(name)(item, *args)
     return value
 
 
-async def run_waiting_builtin(name: str, item: ScoreItem, *args: HookArgs) -> Reward:
+async def run_waiting_builtin(name: str, item: ScoreItem, *args: HookArgs) -> Reward | None:
     """The same for a scorer that waits for processes of its own, or for a server that the job's options name."""
-    value: Reward = await importlib.import_module(f"services.reward.scorers.{name}").score(item, *args)
+    value: Reward | None = await _function(name)(item, *args)
     return value
 
 
 def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> Reward | None:
     """Scores an item, or returns None when that takes more than `cpu_seconds` of processor time."""
-    importlib.import_module(f"services.reward.scorers.{name}")  # takes seconds, once, and is not the answer's fault
+    _function(name)  # takes seconds, once, and is not the answer's fault
     try:
         with cpu_limit(cpu_seconds):
             return run_builtin(name, item)
@@ -190,27 +258,31 @@ def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> Reward
         return None
 
 
-def prepare_slow(default: str | None) -> None:
-    """Prepares a worker like `prepare_builtin`, at a low priority for the processors."""
+def prepare_slow(builtins: Sequence[str]) -> None:
+    """Prepares a worker for scorers of headrace's, at a low priority for the processors."""
     os.nice(_SLOW_NICENESS)
-    prepare_builtin(default)
+    prepare(builtins, (), None)
 
 
-def prepare_builtin(default: str | None) -> None:
-    """Imports what the default scorer needs. Its warning about timeouts is silenced: the pool has its own."""
+def prepare(builtins: Sequence[str], hooks: Sequence[tuple[str, RewardForm]], model_path: str | None) -> None:
+    """Imports what these scorers need. The warning of one about timeouts is silenced: the pool has its own."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    if default is not None:
-        importlib.import_module(f"services.reward.scorers.{default.removeprefix(BOXED)}")
+    for name in builtins:
+        _function(name)
+    for path, form in hooks:
+        prepare_reward(path, form, model_path)
 
 
 # The scorers of a service, and which of them scores an item.
 # A function that an item names itself (a data source's `custom_rm_path`) scores it. A function that the job's
 # eval_config names scores the items whose `metadata.rm_type` is its path. A custom function, where one is configured,
 # scores every other item unless the request names another scorer: such functions tell rm_types apart themselves.
-# So does a scorer that was set while the service runs.
+# So do a reward of several parts, and a scorer that was set while the service runs.
 # Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 
 CUSTOM = "custom"
+COMPOSED = "composed"
+"""The name of a reward of several parts."""
 REMOTE = "grpc://"
 """The prefix of a scorer's name that is another reward service: grpc://HOST:PORT, or grpc://HOST:PORT/SCORER."""
 
@@ -247,15 +319,61 @@ class Scorer:
     hook: RewardHook | None = None
     builtin: Builtin | None = None
     boxed: bool = False
+    settings: str = ""
+    """A digest of the job's options that its scores depend on; empty: there are none."""
+    key: str | None = None
+    """The part of a dict reward; None: the job's --reward-key."""
     remote: Remote | None = None
+    composition: Composition | None = None
     workers: WorkerPool | None = field(default=None, compare=False)
 
+    def all(self) -> Iterator[Scorer]:
+        """Itself and the scorers of its parts."""
+        yield self
+        for each in self.composition.parts if self.composition else ():
+            yield from each.scorer.all()
+
+    def with_workers(self, workers: WorkerPool) -> Scorer:
+        """The same, scored by these workers."""
+        composition = self.composition and replace(
+            self.composition,
+            parts=tuple(replace(each, scorer=each.scorer.with_workers(workers)) for each in self.composition.parts),
+        )
+        return replace(self, workers=workers, composition=composition)
+
     async def close(self) -> None:
-        """Ends the workers and the connection that are its own."""
+        """Ends the workers and the connections that are its own."""
         if self.workers:
             await self.workers.close()
-        if self.remote:
-            await self.remote.client.close()
+        for each in self.all():
+            if each.remote:
+                await each.remote.client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPart:
+    """A part, who scores it, and what is laid over the row's metadata then."""
+
+    part: Part
+    scorer: Scorer
+    metadata_overrides: Mapping[str, Any]
+
+    def seen(self, item: ScoreItem) -> ScoreItem:
+        """The item as the part's scorer gets it."""
+        return replace(item, metadata={**item.metadata, **self.metadata_overrides}) if self.metadata_overrides else item
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A reward of several parts."""
+
+    parts: tuple[ScoredPart, ...]
+    combine: Combine
+
+    @property
+    def rules(self) -> Sequence[Part]:
+        """The parts without their scorers."""
+        return [each.part for each in self.parts]
 
 
 class Registry:
@@ -269,19 +387,38 @@ class Registry:
         self.default = default
 
     @classmethod
-    def of(cls, rm_type: str | None, custom: RewardHook | None, of_evaluations: Iterable[RewardHook] = ()) -> Registry:
-        """Takes the installed scorers, as the default the user's function, and those of single evaluations by path."""
+    def of(
+        cls,
+        rm_type: str | None,
+        custom: RewardHook | None,
+        of_evaluations: Iterable[RewardHook] = (),
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> Registry:
+        """Takes the installed scorers, as the default the user's function, and those of single evaluations by path.
+
+        `settings` are digests of the options that scorers depend on, by their names.
+        """
         versions = installed()
         scorers = [
-            Scorer(each.name, versions[each.name], each.description, builtin=each)
+            Scorer(
+                each.name,
+                f"{versions[each.name]} {settings.get(each.name, '')}".rstrip(),
+                each.description,
+                builtin=each,
+                settings=settings.get(each.name, ""),
+            )
             for each in BUILTINS
             if each.name in versions
         ]
         if custom:
-            scorers.append(users_scorer(CUSTOM, custom))
+            scorers.append(users_scorer(CUSTOM, custom, settings.get(CUSTOM, "")))
         elif rm_type and rm_type.startswith(REMOTE):
             scorers.append(remote_scorer(rm_type))
         return cls(scorers, CUSTOM if custom else rm_type, [users_scorer(hook.path, hook) for hook in of_evaluations])
+
+    def with_default(self, scorer: Scorer) -> Registry:
+        """The same scorers, and another one as the default."""
+        return Registry([*self.all(), scorer], scorer.name, self._of_evaluations.values())
 
     def knows(self, path: str) -> bool:
         """True for a function of a data source or an evaluation that can be asked for by its path."""
@@ -310,8 +447,8 @@ class Registry:
             return self._of_evaluations[named]
         if payer and not requested:
             return payer
-        if self.default == CUSTOM:
-            return requested or self._scorers[CUSTOM]
+        if self.default in (CUSTOM, COMPOSED):
+            return requested or self._scorers[self.default]
         if named is None and requested:
             return requested
         name = self.default if named is None else named
@@ -348,26 +485,36 @@ def remote_scorer(url: str) -> Scorer:
     return Scorer(url, url, "The scores of another reward service.", remote=Remote.of(url))
 
 
-def users_scorer(name: str, hook: RewardHook) -> Scorer:
-    return Scorer(name, f"{hook.path} {hook.version}", hook.description, hook)
+def users_scorer(name: str, hook: RewardHook, settings: str = "") -> Scorer:
+    return Scorer(name, version_of(hook, hook.version, settings), hook.description, hook, settings=settings)
+
+
+def version_of(hook: RewardHook, digest: str, settings: str) -> str:
+    """The path of a user's function, the digest of its file, and that of its settings."""
+    return " ".join(filter(None, (hook.path, digest, settings)))
 
 
 @dataclass(frozen=True, slots=True)
 class CustomResult:
-    """A reward, or why there is none, and the item's metadata if the function changed it."""
+    """A reward, why there is none, or None from a scorer that abstains; the item's metadata if the function changed it.
 
-    reward: Reward | NoReward
+    `version` is the digest of the file that the worker has loaded.
+    """
+
+    reward: Reward | NoReward | None
     metadata: dict[str, Any] | None = None
+    version: str | None = None
 
 
 async def run_custom(path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]) -> list[CustomResult]:
     """Returns one result an item. Raises the function's error, or InvalidArgument."""
     samples = [_sample(i, item) for i, item in enumerate(items)]
     rewards = await run_reward(path, form, args, samples)
-    return [_result(path, *each) for each in zip(rewards, samples, items, strict=True)]
+    version = load_hook(path).version
+    return [replace(_result(path, *each), version=version) for each in zip(rewards, samples, items, strict=True)]
 
 
-def _result(path: str, reward: Reward | NoReward, sample: Sample, item: ScoreItem) -> CustomResult:
+def _result(path: str, reward: Reward | NoReward | None, sample: Sample, item: ScoreItem) -> CustomResult:
     try:
         if not isinstance(sample.metadata, dict):
             raise InvalidArgument(f"{type(sample.metadata).__name__} is no dict")

@@ -24,21 +24,26 @@ from headrace.hooks import HookArgs, Reward, RewardForm, reward_hook
 from headrace.limits import MAX_REMOTE_SECONDS, MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER, shown, to_json
 from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.rpc.log import log
-from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
+from headrace.score import SCORER_ABSTAINED, SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
+from services.reward.circuit_breaker import FAILURES, CircuitBreaker
+from services.reward.composition import combined, is_passed
 from services.reward.live_scorers import Choice, LiveScorers
 from services.reward.registry import (
     KILLED_BY,
     Builtin,
+    Composition,
     CustomResult,
     Registry,
     Remote,
+    ScoredPart,
     Scorer,
     own_function,
     run_builtin,
     run_builtin_within,
     run_custom,
     run_waiting_builtin,
+    version_of,
 )
 from services.reward.scorers.answers import after_thinking, boxed
 
@@ -78,7 +83,7 @@ _LOAD_SECONDS = 120.0
 _QUICK_CPU_SECONDS = 0.25
 # On a machine that has this many times more to do, what needs its processor time still gets it.
 _WALL_PER_CPU = 30.0
-_REMEMBERED_SLOW = 10_000
+_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,9 @@ class BatchScorer:
         self._timeout_seconds = timeout_seconds
         self._in_flight: Counter[str] = Counter()
         self._calls = itertools.count(1)
-        self._too_slow: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of the latest items that were too slow: a repeated call does not wait for them again."""
+        self._breakers: defaultdict[tuple[str, str], CircuitBreaker] = defaultdict(CircuitBreaker)
+        self._known: OrderedDict[bytes, Reward] = OrderedDict()
+        """Rewards of the latest items that were too slow or that a judge has graded, by digests of items and scorer."""
 
     async def score(
         self,
@@ -200,31 +206,77 @@ class BatchScorer:
     async def _run(self, call: ScorerCall, results: dict[int, ScoreResult], caller: int) -> None:
         started = time.monotonic()
         batch = list(call.items.values())
-        try:
-            if call.scorer.remote is not None:
-                scored = await self._remote(call.scorer.remote, batch)
-            else:
-                scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
-        except (WorkerError, HeadraceError) as error:
-            failure = _error_of(error)
-            scored = [failure] * len(batch)
-            ids = [item.item_id for item in batch]
-            log.warning(
-                "not_scored", items=ids, scorer=call.scorer.name, reason=failure.reason, message=failure.message
-            )
+        if call.scorer.composition is not None:
+            scored = await self._composed(call.scorer, call.scorer.composition, batch)
+        else:
+            scored = await self._unless_unreachable(call.scorer, batch, caller)
         for position, result in zip(call.items, scored, strict=True):
             results[position] = result
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
-    async def _remote(self, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
+    async def _unless_unreachable(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
+        """Asks the scorer, unless its server has been unreachable lately."""
+        breaker = self._breakers[scorer.name, scorer.version]
+        if not breaker.admits():
+            message = f"scorer {scorer.name} could not be reached {FAILURES} times in a row: single calls try it"
+            return [ScoreError(SCORER_UNAVAILABLE, message, retryable=True)] * len(batch)
+        with breaker.call():
+            try:
+                scored = await self._asked(scorer, batch, caller)
+            except (WorkerError, HeadraceError) as error:
+                failure = _error_of(error, scorer)
+                scored = [failure] * len(batch)
+                ids = [item.item_id for item in batch]
+                log.warning("not_scored", items=ids, scorer=scorer.name, reason=failure.reason, message=failure.message)
+            if any(isinstance(each, ScoreError) and each.reason == SCORER_UNAVAILABLE for each in scored):
+                breaker.not_reached()
+            else:
+                breaker.reached()
+        return scored
+
+    async def _asked(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
+        if scorer.remote is not None:
+            return await self._remote(scorer, scorer.remote, batch)
+        if (builtin := scorer.builtin) is not None and builtin.is_quick:
+            return [self._at_once(scorer, builtin, item) for item in batch]
+        return [self._result(scorer, reward) for reward in await self._rewards(scorer, batch, caller)]
+
+    def _at_once(self, scorer: Scorer, builtin: Builtin, item: ScoreItem) -> ScoreResult:
+        try:
+            return self._result(scorer, CustomResult(run_builtin(builtin.name, _seen_by(scorer, item))))
+        except InvalidArgument as error:
+            return ScoreError("SCORER_RAISED", error.message)
+
+    async def _remote(self, scorer: Scorer, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
         """The scores of another service, which names its scorer; the version says where that service is."""
         seconds = min(self._timeout_seconds * len(batch), MAX_REMOTE_SECONDS)
         results = await remote.client.ask(batch, remote.scorer, deadline_seconds=seconds)
-        return [
-            replace(each, scorer_version=f"{remote.url} {each.scorer_version}") if isinstance(each, Score) else each
-            for each in results
-        ]
+        return [_of_remote(scorer, remote, each) for each in results]
+
+    async def _composed(
+        self, scorer: Scorer, composition: Composition, batch: Sequence[ScoreItem]
+    ) -> list[ScoreResult]:
+        """Asks the gates first, and of what passes them the other parts. A part's error is the item's."""
+        given: list[dict[str, ScoreResult]] = [{} for _ in batch]
+        for gates in (True, False):
+            async with asyncio.TaskGroup() as tasks:
+                for part in composition.parts:
+                    if (part.part.gate is not None) is gates:
+                        chosen = [
+                            i
+                            for i, item in enumerate(batch)
+                            if part.part.scores(item.metadata) and is_passed(composition.rules, _values(given[i]))
+                        ]
+                        tasks.create_task(self._score_part(part, {i: batch[i] for i in chosen}, given))
+        return [_composed_result(scorer, composition, each) for each in given]
+
+    async def _score_part(
+        self, part: ScoredPart, items: Mapping[int, ScoreItem], given: Sequence[dict[str, ScoreResult]]
+    ) -> None:
+        results = await self.score_with(part.scorer, [part.seen(item) for item in items.values()])
+        for i, result in zip(items, results, strict=True):
+            given[i][part.part.label] = _result_of_part(part, result)
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[CustomResult]:
         if scorer.builtin is not None:
@@ -246,20 +298,20 @@ class BatchScorer:
             raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
 
-    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward:
+    async def _builtin(self, scorer: Scorer, builtin: Builtin, item: ScoreItem, caller: int) -> Reward | None:
+        said = (scorer.name, scorer.version, item.prompt, item.label, item.response, item.metadata)
+        digest = hashlib.sha256(repr(said).encode("utf-8", "surrogatepass")).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
         if builtin.cpu_seconds is None:
             seconds, name = min(self._timeout_seconds, builtin.max_seconds), f"scorer {scorer.name}"
             run: Any = run_waiting_builtin if builtin.waits else run_builtin
-            given = [self._args] if builtin.remote else []
-            reward: Reward = await (scorer.workers or self._pool).run(
+            given = [self._args] if builtin.remote or builtin.takes_args else []
+            reward: Reward | None = await (scorer.workers or self._pool).run(
                 run, builtin.name, item, *given, timeout_seconds=seconds, name=name, caller=caller
             )
-            return reward
-        digest = hashlib.sha256(
-            repr((scorer.name, item.label, item.response, item.metadata)).encode("utf-8", "surrogatepass")
-        ).digest()
-        if digest in self._too_slow:
-            return builtin.wrong
+            return self._remembered(digest, reward) if builtin.cached and reward is not None else reward
         for pool, cpu_seconds in (
             (scorer.workers or self._pool, _QUICK_CPU_SECONDS),
             (self._slow_pool, builtin.cpu_seconds),
@@ -268,10 +320,13 @@ class BatchScorer:
             if in_time is not None:
                 return in_time
         log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=builtin.cpu_seconds)
-        self._too_slow[digest] = None
-        if len(self._too_slow) > _REMEMBERED_SLOW:
-            self._too_slow.popitem(last=False)
-        return builtin.wrong
+        return self._remembered(digest, builtin.wrong)
+
+    def _remembered(self, digest: bytes, reward: Reward) -> Reward:
+        self._known[digest] = reward
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return reward
 
     async def _in_time(
         self, pool: WorkerPool, builtin: Builtin, item: ScoreItem, cpu_seconds: float, caller: int
@@ -291,14 +346,16 @@ class BatchScorer:
 
     def _result(self, scorer: Scorer, result: CustomResult) -> ScoreResult:
         reward = result.reward
+        if reward is None:
+            return ScoreError(SCORER_ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
         if isinstance(reward, dict):
-            part = self._reward_key or (scorer.builtin and scorer.builtin.part)
+            key = scorer.key or self._reward_key
+            part = key or (scorer.builtin and scorer.builtin.part)
             if part not in reward:
                 names = f"gave the parts {shown(sorted(reward))}"
-                key = self._reward_key
                 way = f"--reward-key {key} is not one of them, or not a number" if key else "set --reward-key"
                 return ScoreError("SCORER_RAISED", f"scorer {scorer.name} {names}: {way}")
             reward = reward[part]
@@ -308,7 +365,9 @@ class BatchScorer:
             to_json(result.metadata or {})
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
-        return Score(reward, scorer.name, scorer.version, parts, result.metadata)
+        hook = scorer.hook
+        version = version_of(hook, result.version, scorer.settings) if hook and result.version else scorer.version
+        return Score(reward, scorer.name, version, parts, result.metadata)
 
 
 def _own_failure(item: ScoreItem | ScoreError, failures: Mapping[str, ScoreError]) -> ScoreError | None:
@@ -322,14 +381,18 @@ def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Makes a call for each group of a group scorer, 64 items of a model class or a service, and each other item."""
+    """Makes a call for each group of a group scorer, 64 items of a model class or a quick scorer, each other item.
+
+    Another service and a composition, which may have scorers of groups, get all items at once.
+    """
     together: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for position, (item, scorer) in chosen.items():
         together[scorer.name, scorer.version, _key(scorer, item, position)].append(position)
     calls = []
     for positions in together.values():
         scorer = chosen[positions[0]][1]
-        size = len(positions) if scorer.hook and scorer.hook.form is not RewardForm.BATCH else _BATCH_ITEMS
+        is_limited = _is_quick(scorer) or (scorer.hook and scorer.hook.form is RewardForm.BATCH)
+        size = _BATCH_ITEMS if is_limited else len(positions)
         for start in range(0, len(positions), size):
             calls.append(ScorerCall(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
     return calls
@@ -337,7 +400,7 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
 
 def _key(scorer: Scorer, item: ScoreItem, position: int) -> str:
     hook = scorer.hook
-    if scorer.remote:
+    if scorer.remote or scorer.composition or _is_quick(scorer):
         return "all"
     if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
@@ -346,12 +409,66 @@ def _key(scorer: Scorer, item: ScoreItem, position: int) -> str:
     return str(position)
 
 
-def _error_of(error: WorkerError | HeadraceError) -> ScoreError:
+def _is_quick(scorer: Scorer) -> bool:
+    return scorer.builtin is not None and scorer.builtin.is_quick
+
+
+def _of_remote(scorer: Scorer, remote: Remote, result: ScoreResult) -> ScoreResult:
+    if not isinstance(result, Score):
+        return result
+    if scorer.key and scorer.key not in result.parts:
+        there = shown(sorted(result.parts))
+        return ScoreError("SCORER_RAISED", f"{remote.url} gave the parts {there}, without the key {scorer.key}")
+    value = result.parts[scorer.key] if scorer.key else result.value
+    return replace(result, value=value, scorer_version=f"{remote.url} {result.scorer_version}")
+
+
+def _values(given: Mapping[str, ScoreResult]) -> dict[str, float]:
+    return {label: result.value for label, result in given.items() if isinstance(result, Score)}
+
+
+def _result_of_part(part: ScoredPart, result: ScoreResult) -> ScoreResult:
+    if not isinstance(result, Score):
+        return replace(result, message=f"{part.part.label}: {result.message}")
+    return replace(result, value=part.part.clipped(result.value))
+
+
+def _composed_result(scorer: Scorer, composition: Composition, given: Mapping[str, ScoreResult]) -> ScoreResult:
+    errors = [each for each in given.values() if isinstance(each, ScoreError) and each.reason != SCORER_ABSTAINED]
+    if errors:
+        return next((error for error in errors if not error.retryable), errors[0])
+    values = _values(given)
+    value = combined(composition.rules, values, composition.combine)
+    if value is None:
+        return ScoreError(SCORER_ABSTAINED, "no part of the reward that counts has scored it")
+    return Score(value, scorer.name, scorer.version, values)
+
+
+_AWAY = frozenset(
+    {
+        *("Unavailable", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError"),
+        *("BrokenPipeError", "ClientConnectorError", "ServerDisconnectedError", "ConnectError", "ConnectTimeout"),
+        *("APIConnectionError", "APITimeoutError", "RateLimitError", "InternalServerError"),
+    }
+)
+"""Exceptions of a user's function whose server is unreachable: of Python, aiohttp, httpx, requests and openai."""
+
+
+def _is_away(error: WorkerRaised, scorer: Scorer) -> bool:
+    """True where the scorer's server is unreachable or busy, and the sample is not at fault."""
+    if scorer.builtin is not None:
+        return scorer.builtin.remote and not error.is_ours
+    return error.kind in _AWAY
+
+
+def _error_of(error: WorkerError | HeadraceError, scorer: Scorer) -> ScoreError:
     match error:
         case InvalidArgument() | NotFound():
             return ScoreError("SCORER_UNKNOWN", error.message)
         case HeadraceError():
-            return ScoreError("SCORER_UNAVAILABLE", error.message, retryable=True)
+            return ScoreError(SCORER_UNAVAILABLE, error.message, retryable=True)
+        case WorkerRaised() if _is_away(error, scorer):
+            return ScoreError(SCORER_UNAVAILABLE, error.message, retryable=True)
         case WorkerTimeout():
             return ScoreError("SCORER_TIMEOUT", error.message, retryable=True)
         case WorkerCrashed():

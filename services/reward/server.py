@@ -25,7 +25,15 @@ from headrace.rpc.server import Listen, RpcServer, Service
 from headrace.run_folder import RunFolder
 from headrace.score import ScoreError, ScoreItem, pack_result
 from headrace.shadow_log import ShadowLog
-from services.reward.live_scorers import LOAD_SECONDS, LiveScorers, require_settings, workers_for
+from services.reward.live_scorers import (
+    LOAD_SECONDS,
+    LiveScorers,
+    builtins_of,
+    composed,
+    require_settings,
+    settings_of,
+    workers_for,
+)
 from services.reward.registry import Registry, prepare_slow
 from services.reward.scoring import BatchScorer, RewardMetrics
 from services.reward.swap import NamedScorer, SwapFile
@@ -35,8 +43,8 @@ _BYTES_IN_A_TURN = 256 << 10
 
 class RewardServicer(RewardServiceServicer):
     def __init__(self, batch_scorer: BatchScorer, live: LiveScorers) -> None:
-        self._scorer = batch_scorer
         self._live = live
+        self._scorer = batch_scorer
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
@@ -61,12 +69,12 @@ class RewardServicer(RewardServiceServicer):
             ]
         )
 
-    async def ChangeScorer(self, request: pb.ChangeScorerRequest, context: Any) -> pb.ScorerState:
+    async def ChangeScorer(self, request: pb.ChangeScorerRequest, context: Any) -> pb.ChangeScorerResponse:
         await self._live.change(request)
-        return self._state()
+        return pb.ChangeScorerResponse(state=self._state())
 
-    async def GetScorerState(self, request: pb.GetScorerStateRequest, context: Any) -> pb.ScorerState:
-        return self._state()
+    async def GetScorerState(self, request: pb.GetScorerStateRequest, context: Any) -> pb.GetScorerStateResponse:
+        return pb.GetScorerStateResponse(state=self._state())
 
     def _state(self) -> pb.ScorerState:
         swap, counts, trial = self._live.swap, self._live.counts, self._live.swap.trial
@@ -132,8 +140,8 @@ class RewardServer:
         ConfigError for a wrong hook or rm_type, Unavailable for a port in use.
         """
         hook = await describe(reward)
-        registry = Registry.of(reward.rm_type, hook, await describe_each(of_evaluations))
-        pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
+        registry = await registry_of(reward, hook, await describe_each(of_evaluations))
+        pool, slow_pool = worker_pool(reward, registry), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         live = LiveScorers(
             registry,
@@ -231,9 +239,19 @@ async def _loaded(paths: Sequence[str], *, groups: bool = False) -> list[RewardH
         await pool.close()
 
 
-def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
-    default = registry.require(registry.default) if registry.default else None
-    return workers_for(reward, hook=hook, builtin=default.builtin if default else None)
+async def registry_of(reward: RewardSection, hook: RewardHook | None, evaluations: Sequence[RewardHook]) -> Registry:
+    """The scorers of a job. Raises ConfigError for a part of its reward that cannot be loaded."""
+    registry = Registry.of(reward.rm_type, hook, evaluations, settings_of(reward))
+    if not reward.reward_parts:
+        return registry
+    try:
+        return registry.with_default(await composed(registry, reward, reward.reward_parts, reward.reward_combine))
+    except InvalidArgument as error:
+        raise ConfigError(f"reward_parts: {error.message}", field="reward_parts") from error
+
+
+def worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
+    return workers_for(reward, registry.require(registry.default) if registry.default else None)
 
 
 def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
@@ -241,6 +259,6 @@ def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
     return WorkerPool(
         reward.reward_workers,
         max_waiting=MAX_SCORE_ITEMS,
-        prepare=partial(prepare_slow, registry.default),
+        prepare=partial(prepare_slow, builtins_of(registry.require(registry.default)) if registry.default else ()),
         prepare_seconds=LOAD_SECONDS,
     )

@@ -17,7 +17,7 @@ from headrace.job.eval_sets import eval_sets, own_functions
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit, EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
-from headrace.limits import MAX_COUNTER, PEER_WAIT_SECONDS
+from headrace.limits import MAX_COUNTER
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.rpc.server import Listen
@@ -428,7 +428,7 @@ class _Build:
         return SampleScorer(
             _required(address, "reward_address") if self.job.asks_engines else address,
             item_seconds=self.job.reward.reward_timeout_seconds,
-            patience_seconds=PEER_WAIT_SECONDS,
+            patience_seconds=self.job.reward.reward_patience_seconds,
         )
 
     @cached_property

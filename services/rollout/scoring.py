@@ -1,7 +1,7 @@
 """Rewards for samples: which service and scorer are asked now, and what happens when they do not answer.
 
-A group waits under one deadline: `patience_seconds` for a service that is away, and twice `item_seconds` for each
-`_SCORED_AT_ONCE` items that are begun.
+A group waits under one deadline: `patience_seconds` for a service or a scorer that is unreachable, and twice
+`item_seconds` for each `_SCORED_AT_ONCE` items that are begun.
 """
 
 from __future__ import annotations
@@ -76,9 +76,17 @@ class SampleScorer:
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in [*self._former, self._client] if client))
 
-    async def score(self, samples: Sequence[Sample], *, evaluation: bool = False) -> list[Sample]:
+    async def score(
+        self,
+        samples: Sequence[Sample],
+        *,
+        evaluation: bool = False,
+        waited_seconds: float = 0.0,
+        away: asyncio.Event | None = None,
+    ) -> list[Sample]:
         """Returns the samples with rewards, or FAILED with the reason. No candidate scores those of an `evaluation`.
 
+        `away` is set when the service or the scorer is found unreachable; `waited_seconds` went before this call.
         Samples that failed before or have a reward already are unchanged.
         """
         waiting = [sample for sample in samples if sample.status is not Status.FAILED and sample.reward is None]
@@ -86,7 +94,7 @@ class SampleScorer:
             return list(samples)
         self.being_scored += len(waiting)
         try:
-            results = await self._results(_items(waiting), evaluation=evaluation)
+            results = await self._results(_items(waiting), evaluation, waited_seconds, away or asyncio.Event())
         except HeadraceError as error:
             failure = Failure(f"REWARD_{error.reason}", error.message)
             scored = {sample.sample_id: _failed(sample, failure) for sample in waiting}
@@ -97,11 +105,13 @@ class SampleScorer:
             self.being_scored -= len(waiting)
         return [scored.get(sample.sample_id, sample) for sample in samples]
 
-    async def _results(self, items: Sequence[ScoreItem], *, evaluation: bool) -> Sequence[ScoreResult]:
+    async def _results(
+        self, items: Sequence[ScoreItem], evaluation: bool, waited_seconds: float, away: asyncio.Event
+    ) -> Sequence[ScoreResult]:
         """Raises Unavailable when there was no answer in time; other errors, which waiting cannot help, at once."""
         rounds = -(-len(items) // _SCORED_AT_ONCE)
         scoring_seconds = 2 * self._item_seconds * rounds
-        deadline_seconds = self._patience_seconds + scoring_seconds
+        deadline_seconds = max(self._patience_seconds - waited_seconds, 0.0) + scoring_seconds
         call_seconds = max(self._call_seconds, scoring_seconds)
 
         async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[ScoreResult]:
@@ -109,23 +119,25 @@ class SampleScorer:
             if self._client is None:
                 raise FailedPrecondition("this run has no reward service: start one and name it with SetReward")
             seconds = min(left_seconds, call_seconds)
-            return await self._client.ask(some, scorer, deadline_seconds=seconds, evaluation=evaluation)
+            return await self._client.ask(some, scorer, deadline_seconds=seconds, evaluation=evaluation, waits=False)
+
+        def may_help(error: HeadraceError) -> bool:
+            """False for errors that neither a repaired service nor another one, named by SetReward, would mend."""
+            if isinstance(error, InvalidArgument | NotFound):
+                return False
+            if isinstance(error, Unavailable):
+                away.set()
+            log.warning("reward_unavailable", address=self.target.address, error=error.message)
+            return True
 
         try:
-            return await score_until(time.monotonic() + deadline_seconds, items, ask, self._may_help)
+            return await score_until(time.monotonic() + deadline_seconds, items, ask, may_help)
         except (InvalidArgument, NotFound):
             raise
         except HeadraceError as error:
             raise Unavailable(
                 f"{self.target.address} did not score for {deadline_seconds:g} s: {error.message}"
             ) from error
-
-    def _may_help(self, error: HeadraceError) -> bool:
-        """False for errors that neither a repaired service nor another one, named by SetReward, would mend."""
-        if isinstance(error, InvalidArgument | NotFound):
-            return False
-        log.warning("reward_unavailable", address=self.target.address, error=error.message)
-        return True
 
 
 def _items(samples: Sequence[Sample]) -> list[ScoreItem]:

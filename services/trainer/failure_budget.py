@@ -195,6 +195,20 @@ class Scorers:
         return one_line(f"scorer {', '.join(swaps)}") if swaps else None
 
 
+_SCORER_CHARACTERS = 120
+
+
+def scored_by(batch: pb.LeaseBatchResponse) -> dict[str, float]:
+    """Metrics of how many samples of the batch each scorer has paid for. A version's path is cut to its last part."""
+    counts = Counter(
+        one_line(f"{s.scorer} {s.scorer_version.rpartition('/')[2]}".rstrip(), _SCORER_CHARACTERS).replace("/", "|")
+        for group in batch.groups
+        for s in group.samples
+        if s.scorer
+    )
+    return {f"samples/scored_by/{name}": float(count) for name, count in counts.items()}
+
+
 def _versions(batch: pb.LeaseBatchResponse) -> dict[str, str]:
     """Maps each scorer to the version that most of its samples have."""
     counts = Counter((s.scorer, s.scorer_version) for group in batch.groups for s in group.samples if s.scorer)

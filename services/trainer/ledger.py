@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from services.trainer.data.buffer import StepRecorder, TrainerBuffer
-from services.trainer.failure_budget import AllRewards, FailureBudget, Scorers
+from services.trainer.failure_budget import AllRewards, FailureBudget, Scorers, scored_by
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 
@@ -50,7 +50,7 @@ class StreamLedger:
             return None
         if self._recorder is not None:
             await self._recorder.keep(step, reply)
-        self._console.produced(self._rewards.since(stats))
+        self._console.produced(self._rewards.since(stats) | scored_by(reply))
         if swap := self._scorers.swap(reply):
             self._console.mark(swap)
         return Batch.of(reply)

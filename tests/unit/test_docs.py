@@ -14,6 +14,7 @@ import pytest
 
 from headrace.cli import main as command_line
 from headrace.cli.commands.access import tokens
+from headrace.cli.commands.env import env
 from headrace.cli.commands.ledger import buffer
 from headrace.cli.commands.live import rollout
 from headrace.cli.commands.reward import reward
@@ -49,7 +50,8 @@ _OTHERS_FLAGS = {
 """Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Codex, Helm and
 kubectl."""
 _OF_A_JOB = ("train", "check", "up")
-_GROUPS = {"buffer": buffer, "reward": reward, "rollout": rollout, "tokens": tokens}
+_WITH_ITS_FLAGS = (*_OF_A_JOB, "eval", "env train", "replay")
+_GROUPS = {"buffer": buffer, "env": env, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
 
 
@@ -89,7 +91,7 @@ def test_every_command_has_the_arguments_that_are_given(document: Path) -> None:
         if name in _GROUPS and rest:
             assert rest[0] in _GROUPS[name].commands, f"headrace {' '.join(words)}"
             name = f"{name} {rest[0]}"
-        known = own_flags(name) | (job_flags() | _HELP if name in (*_OF_A_JOB, "eval", "replay") else set())
+        known = own_flags(name) | (job_flags() | _HELP if name in _WITH_ITS_FLAGS else set())
         flags = {flag for word in rest for flag in _FLAG.findall(word) if not flag.startswith("--sglang")}
         assert flags - known == set(), f"headrace {' '.join(words)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,26 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.api.reward.v1 import reward_pb2 as pb
-from headrace.cli.arg_types import COUNT_FROM_ZERO, Finite, Group, run_argument
+from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, Finite, Group, run_argument
 from headrace.cli.commands.reward_service import new, serve
 from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
+from headrace.cli.view.lines import print_no_wrap
 from headrace.client.reward import RewardClient
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.hooks import hook_args
 from headrace.hooks.trial.check import check_hook
 from headrace.job.load.resolve import resolve
 from headrace.job.schema.job import Job
+from headrace.limits import object_of_line
+from headrace.process.child import run_once
 from headrace.rpc.log import drop_logs
-from headrace.shadow_log import Comparison, Difference, ShadowLog
+from headrace.run_folder import RunFolder
+from headrace.shadow_log import Comparison, Difference, ShadowLog, of_line
 
-_SCORER = "the name of a built-in scorer, a function (file.py:fn or pkg.mod.fn), or grpc://HOST:PORT[/SCORER]"
 _CHANGE_SECONDS = 180.0
 _ANSWER_SECONDS = 30.0
 _SHARE = Finite(1.0, above_zero=True)
@@ -53,8 +58,9 @@ reward.add_command(new)
 def set_(scorer: str, run: str | None, reward_address: str | None) -> int:
     """Scores with SCORER from the next group on.
 
-    SCORER is the name of a built-in scorer, a function (file.py:fn or pkg.mod.fn), or grpc://HOST:PORT[/SCORER]. A
-    function is tried first, as `headrace check hook` does. Nothing restarts, and every sample names its scorer.
+    SCORER is the name of a built-in scorer, a function (file.py:fn or pkg.mod.fn), a file.toml with reward_parts, or
+    grpc://HOST:PORT[/SCORER]. A function is tried first, as `headrace check hook` does. Nothing restarts, and every
+    sample names its scorer.
     """
     name = _tried(scorer, run, reward_address)
     return _change(run, reward_address, pb.ChangeScorerRequest(set=name))
@@ -140,6 +146,52 @@ def diff(run: str | None, as_json: bool, n: int) -> int:
     return 0
 
 
+@reward.command()
+@click.argument("scorer")
+@run_argument
+@json_option
+@click.option("--step", type=COUNT, help="Only samples that this step trained, counted from 1 as on the console.")
+@click.option(
+    "--to",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the rewards, one line a sample.",
+)
+@click.option(
+    "-n", type=COUNT_FROM_ZERO, default=_FURTHEST, show_default=True, help="How many of the samples that differ most."
+)
+def rescore(scorer: str, run: str | None, as_json: bool, step: int | None, to: Path | None, n: int) -> int:
+    """Scores the stored samples of a run with SCORER, and compares the rewards with those that were paid.
+
+    The run may have ended. SCORER sees the samples' texts and metadata, without their tokens.
+    """
+    drop_logs()
+    folder = find_run(run)
+    lines, failed = asyncio.run(_rescored(folder, _absolute(scorer), step))
+    if to is not None:
+        to.write_bytes(b"".join(line + b"\n" for line in lines))
+    compared = [found for found in map(of_line, lines) if found is not None]
+    if not compared:
+        raise NotFound(f"{folder.path} has no sample that {scorer} could score{f': {failed[0]}' if failed else ''}")
+    _print_difference(compared, n, as_json=as_json, names=("paid", "now"))
+    if failed and not as_json:
+        print(f"{len(failed)} samples were not scored: {failed[0]}")
+    return 0
+
+
+async def _rescored(folder: RunFolder, scorer: str, step: int | None) -> tuple[list[bytes], list[str]]:
+    """The lines of the program that scores, and why some samples were not scored."""
+    program = [*folder.job().services.python_of("reward"), "-m", "services.reward.rescore"]
+    words = ["--run", str(folder.path.absolute()), "--scorer", scorer]
+    words += [] if step is None else ["--step", str(step)]
+    done = await run_once([*program, *words], os.environ)
+    if done.exit_code:
+        raise FailedPrecondition(done.last_lines[-1] if done.last_lines else "the scoring ended without a message")
+    lines = done.out.splitlines()
+    errors = [fields for line in lines if of_line(line) is None and (fields := object_of_line(line))]
+    return lines, [f"{each['reason']}: {each['message']}" for each in errors]
+
+
 def _change(run: str | None, reward_address: str | None, request: pb.ChangeScorerRequest) -> int:
     drop_logs()
     _print_state(asyncio.run(_asked(address_of(run, "reward", reward_address), request)))
@@ -158,6 +210,8 @@ def _tried(scorer: str, run: str | None, reward_address: str | None) -> str:
     if "." not in scorer or "://" in scorer:
         return scorer
     path = _absolute(scorer)
+    if path.endswith(".toml"):
+        return path
     if reward_address is None and find_run(run).running_services():
         drop_logs()
         _try(find_run(run).job(), path)
@@ -175,25 +229,29 @@ def _try(job: Job, path: str) -> None:
 def _absolute(path: str) -> str:
     """A file's name from here, because the service may have been started in another folder."""
     file, colon, function = path.rpartition(":")
+    if path.endswith(".toml"):
+        return str(Path(path).absolute())
     return f"{Path(file).absolute()}{colon}{function}" if colon and Path(file).is_file() else path
 
 
 def _print_state(state: pb.ScorerState) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("pays", _shown(state.live))
+    lines = [("pays", _shown(state.live))]
     if state.HasField("candidate"):
-        share = f"{state.share:.0%} of the groups"
-        table.add_row("canary" if state.candidate_pays else "shadow", f"{_shown(state.candidate)}, {share}")
-    counts = state.shadow
-    if counts.compared or counts.failed or counts.dropped:
-        table.add_row(
-            "compared",
-            f"{counts.compared} samples, {counts.equal} of them with the same reward; {counts.failed} failed, "
-            f"{counts.dropped} dropped because the shadow was behind",
-        )
-    for former in reversed(state.former):
-        table.add_row("before", _shown(former))
-    Console(soft_wrap=True).print(table, highlight=False, markup=False)
+        name = "canary" if state.candidate_pays else "shadow"
+        lines.append((name, f"{_shown(state.candidate)}, {state.share:.0%} of the groups"))
+    if (counts := state.shadow).compared or counts.failed or counts.dropped:
+        behind = f", {counts.dropped} dropped because it was behind" if counts.dropped else ""
+        failed = f", {counts.failed} failed" if counts.failed else ""
+        equal = f"{counts.compared} samples, {counts.equal} with the same reward"
+        lines.append(("compared", f"{equal}{failed}{behind}"))
+    lines += [("before", _shown(former)) for former in reversed(state.former)]
+    for name, text in lines:
+        print(f"{name:<10}{_from_here(text)}")
+
+
+def _from_here(text: str) -> str:
+    """Names files below this folder from here."""
+    return text.replace(f"{Path.cwd()}/", "")
 
 
 def _shown(scorer: pb.ScorerVersion) -> str:
@@ -205,13 +263,16 @@ def _shown(scorer: pb.ScorerVersion) -> str:
     )
 
 
-def _print_difference(pair: Sequence[Comparison], num_furthest: int, *, as_json: bool) -> None:
+def _print_difference(
+    pair: Sequence[Comparison], num_furthest: int, *, as_json: bool, names: tuple[str, str] = ("pays", "shadow")
+) -> None:
     found = Difference.of(pair, num_furthest)
     if as_json:
         print_json(found)
         return
-    print(f"pays    {pair[0].live} {pair[0].live_version}")
-    print(f"shadow  {pair[0].shadow} {pair[0].shadow_version}\n")
+    paid = sorted({f"{each.live} {each.live_version}" for each in pair})
+    print(f"{names[0]:<8}{_from_here(', '.join(paid))}")
+    print(f"{names[1]:<8}{_from_here(f'{pair[0].shadow} {pair[0].shadow_version}')}\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     rows: Sequence[tuple[str, Any]] = (
         ("samples", found.samples),
@@ -221,19 +282,22 @@ def _print_difference(pair: Sequence[Comparison], num_furthest: int, *, as_json:
     )
     for name, value in rows:
         table.add_row(name, str(value))
-    console = Console(soft_wrap=True)
-    console.print(table, highlight=False)
-    table = Table("\nresponse tokens", "\nsamples", "\npays", "\nshadow", "\ndifference", box=None, pad_edge=False)
+    console = Console(highlight=False)
+    print_no_wrap(console, table)
+    table = Table(
+        "\nresponse tokens", "\nsamples", *(f"\n{name}" for name in names), "\ndifference", box=None, pad_edge=False
+    )
     for quarter in found.by_length:
         span = f"{quarter.shortest} to {quarter.longest}"
         means = (quarter.live_mean, quarter.shadow_mean)
         table.add_row(span, str(quarter.samples), *(f"{mean:.3f}" for mean in means), f"{quarter.difference:+.3f}")
-    console.print(table, highlight=False)
+    print_no_wrap(console, table)
     if found.furthest:
-        table = Table("\ndiffer most", "\npays", "\nshadow", "\ngroup", box=None, pad_edge=False)
+        table = Table("\ndiffer most", *(f"\n{name}" for name in names), "\ngroup", box=None, pad_edge=False)
         for each in found.furthest:
-            table.add_row(each.sample_id, f"{each.live_reward:g}", f"{each.shadow_reward:g}", each.group_id)
-        console.print(table, highlight=False, markup=False)
+            rewards = (f"{each.live_reward:g}", f"{each.shadow_reward:g}")
+            table.add_row(Text(each.sample_id), *rewards, Text(each.group_id))
+        print_no_wrap(console, table)
         print(f"\nread one: headrace samples --group {found.furthest[0].group_id}")
 
 

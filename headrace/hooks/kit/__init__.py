@@ -5,8 +5,11 @@ with tokens, masks and log-probs. Beside it a reward model, for those who need n
 """
 
 from headrace.hooks.kit.conversation import AssistantMessage, build_loss_mask, chat, generate_single
+from headrace.hooks.kit.environment import Environment, Step
+from headrace.hooks.kit.mcp import mcp_tools
 from headrace.hooks.kit.reward_model import SequenceClassifier
 from headrace.hooks.kit.sandbox import SandboxResult, run_python, sandbox_of
+from headrace.hooks.kit.sandbox_session import SandboxSession, open_sandbox
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
 from headrace.session import Completion
@@ -14,8 +17,11 @@ from headrace.session import Completion
 __all__ = [
     "AssistantMessage",
     "Completion",
+    "Environment",
     "SandboxResult",
+    "SandboxSession",
     "SequenceClassifier",
+    "Step",
     "ToolCall",
     "Tools",
     "build_loss_mask",
@@ -23,6 +29,8 @@ __all__ = [
     "extract_tool_call",
     "extract_tool_calls",
     "generate_single",
+    "mcp_tools",
+    "open_sandbox",
     "run_python",
     "sandbox_of",
 ]

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -62,6 +63,8 @@ _START_SECONDS = 20.0
 _TRIAL_SECONDS = 10.0
 _EMPTY_SECONDS = 5.0
 _TMP, _SHARED = "/tmp", "/dev/shm"  # noqa: S108  # the sandbox's own
+_WORK = "/sandbox"
+_BY_SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
 _PROC = Path("/proc")
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108
 _SYSTEMS_OWN = ("/usr/bin/bwrap", "/bin/bwrap")
@@ -69,6 +72,7 @@ _OF_ROOT = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
 )
+_OPENS = re.compile(r"run_python|open_sandbox\((?!\s*[\"'](?!bubblewrap))")
 _MOST_USERS = 1 << 31
 _LIMITED = """
 import json, os, resource, signal, sys
@@ -227,15 +231,19 @@ async def run_python(
     """
     limits = Limits(seconds, cpu_seconds, memory_bytes, max_characters)
     async with _started(code, limits, with_errors=with_errors) as program:
-        try:
-            async with asyncio.timeout(seconds):
-                written = await _spoken(program.process, stdin, 4 * max_characters)
-                exit_code = await program.process.wait()
-        except TimeoutError:
-            return SandboxResult(f"error: it ran longer than {seconds:g} s", None, program.has_begun())
-        if program.exceeded:
-            return SandboxResult(f"error: it took more than {program.exceeded}", -signal.SIGKILL, program.has_begun())
-        return SandboxResult(_cut(written.decode(errors="replace"), max_characters), exit_code, program.has_begun())
+        return await _result_of(program, limits, stdin)
+
+
+async def _result_of(program: Program, limits: Limits, stdin: str) -> SandboxResult:
+    try:
+        async with asyncio.timeout(limits.seconds):
+            written = await _spoken(program.process, stdin, 4 * limits.max_characters)
+            exit_code = await program.process.wait()
+    except TimeoutError:
+        return SandboxResult(f"error: it ran longer than {limits.seconds:g} s", None, program.has_begun())
+    if program.exceeded:
+        return SandboxResult(f"error: it took more than {program.exceeded}", -signal.SIGKILL, program.has_begun())
+    return SandboxResult(_cut(written.decode(errors="replace"), limits.max_characters), exit_code, program.has_begun())
 
 
 @asynccontextmanager
@@ -304,16 +312,73 @@ async def _started(code: str, limits: Limits, *, with_errors: bool) -> AsyncIter
     if len(code.encode(errors="replace")) > _MOST_CODE_BYTES:
         raise InvalidArgument(f"the code has {len(code)} characters, it may have {_MOST_CODE_BYTES} bytes")
     way = await asyncio.to_thread(_way)
+    with _new_folder(way) as folder:
+        (Path(folder) / "program.py").write_text(code, errors="replace")
+        async with _running(way, folder, limits, with_errors=with_errors) as program:
+            yield program
+
+
+class WorkFolder:
+    """A folder that the programs of one session read and write, in bubblewrap, at /sandbox. They run as one user.
+
+    States: open → closed. Programs end with their `run`; what they write into the folder stays until `close`.
+    """
+
+    def __init__(self) -> None:
+        """Raises FailedPrecondition on a machine without bubblewrap: a process with limits has no folder of its own."""
+        self._way = _way()
+        if self._way.bwrap is None:
+            raise FailedPrecondition("a sandbox with a session needs bubblewrap: install it, or name a container")
+        self._folder = _new_folder(self._way)
+        self._user = _new_user(self._folder.name) if self._way.leaves_root else None
+        self._own(self._folder.name)
+
+    def put(self, path: str, text: str) -> None:
+        """Writes a file before the first program runs. Raises InvalidArgument for a path out of the folder."""
+        parts = Path(path).parts
+        if not parts or Path(path).is_absolute() or ".." in parts:
+            raise InvalidArgument(f"file {path!r} of a sandbox: give a path within its folder")
+        below = Path(self._folder.name)
+        for part in parts[:-1]:
+            below /= part
+            below.mkdir(exist_ok=True)
+            self._own(below)
+        (below / parts[-1]).write_text(text)
+        self._own(below / parts[-1])
+
+    def _own(self, path: str | Path) -> None:
+        if self._user is not None:
+            os.chown(path, self._user, self._user)
+
+    async def run(self, command: Sequence[str], limits: Limits, *, stdin: str, with_errors: bool) -> SandboxResult:
+        """Runs a command, with the limits of `run_python`."""
+        work = _Work((*_BY_SHELL, *command), self._user)  # a command that is not there ends with 127, as in a shell
+        async with _running(self._way, self._folder.name, limits, with_errors=with_errors, work=work) as program:
+            return await _result_of(program, limits, stdin)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What runs in a session's folder, and as which user."""
+
+    command: tuple[str, ...]
+    user: int | None
+
+
+@asynccontextmanager
+async def _running(
+    way: _Way, folder: str, limits: Limits, *, with_errors: bool, work: _Work | None = None
+) -> AsyncIterator[Program]:
     mark = uuid.uuid4().hex
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_new_folder(way))
-        program_file = Path(folder) / "program.py"
-        program_file.write_text(code, errors="replace")
         begun, begins = os.pipe()
         stack.callback(os.close, begins)
         stack.callback(os.close, begun)
         os.set_blocking(begun, False)
-        command = await asyncio.to_thread(_command, way, folder, limits, begins)
+        command = await asyncio.to_thread(_command, way, folder, limits, begins, work)
         stack.callback(command.close)
         process = await asyncio.create_subprocess_exec(
             *command.words,
@@ -357,7 +422,7 @@ class _Command:
     descriptors: Sequence[int]
     environment: Mapping[str, str]
     folder: str | None = None
-    """Of the process mode, the folder in which the program may write."""
+    """A folder of this machine in which the program may write: of the process mode, and of a session."""
     filter_file: int | None = None
 
     def close(self) -> None:
@@ -365,9 +430,12 @@ class _Command:
             os.close(self.filter_file)
 
 
-def _command(way: _Way, folder: str, limits: Limits, begins: int) -> _Command:
-    """The command that runs program.py of the folder. `begins` is where it says that the sandbox is set up."""
-    user = _new_user(folder) if way.leaves_root else None
+def _command(way: _Way, folder: str, limits: Limits, begins: int, work: _Work | None = None) -> _Command:
+    """The command that runs program.py of the folder, or `work` in it.
+
+    `begins` is where it says that the sandbox is set up.
+    """
+    user = work.user if work else _new_user(folder) if way.leaves_root else None
     calls, program = filter_of_calls(), str(Path(folder) / "program.py")
     processes = _PROCESSES
     if way.bwrap is None and user is None:  # the kernel counts all that this user runs
@@ -407,16 +475,19 @@ def _command(way: _Way, folder: str, limits: Limits, begins: int) -> _Command:
         filter_file = os.memfd_create("headrace-filter", 0)
         os.write(filter_file, calls)
         os.lseek(filter_file, 0, os.SEEK_SET)
+    begun = work.command if work else (python, "-I", "-B", program)
     sandboxed = (
-        *_bubblewrapped(way, folder, filter_file),
-        *(python, "-I", "-S", "-c", _LIMITED, json.dumps(order), python, "-I", "-B", program),
+        *_bubblewrapped(way, folder, filter_file, is_work=work is not None),
+        *(python, "-I", "-S", "-c", _LIMITED, json.dumps(order), *begun),
     )
     environment = {"PATH": "/usr/bin:/bin", "HOME": _TMP, "LANG": "C.UTF-8"}
+    if work:
+        environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
     descriptors = (begins,) if filter_file is None else (begins, filter_file)
-    return _Command(sandboxed, descriptors, environment, filter_file=filter_file)
+    return _Command(sandboxed, descriptors, environment, folder if work else None, filter_file=filter_file)
 
 
-def _bubblewrapped(way: _Way, folder: str, filter_file: int | None) -> Sequence[str]:
+def _bubblewrapped(way: _Way, folder: str, filter_file: int | None, *, is_work: bool) -> Sequence[str]:
     """The command in front of the program's: namespaces of its own, and the files that are seen in them."""
     assert way.bwrap is not None
     python = Path(sys.executable)
@@ -430,7 +501,7 @@ def _bubblewrapped(way: _Way, folder: str, filter_file: int | None) -> Sequence[
         *("--dev", "/dev", "--size", str(_SHARED_BYTES), "--tmpfs", _SHARED),
         *("--size", str(_TMP_BYTES), "--tmpfs", _TMP),
         *(word for path in dict.fromkeys(seen) for word in ("--ro-bind-try", path, path)),
-        *("--ro-bind", folder, folder, "--chdir", _TMP),
+        *(("--bind", folder, _WORK, "--chdir", _WORK) if is_work else ("--ro-bind", folder, folder, "--chdir", _TMP)),
         # Elsewhere the program's user owns both, and they have no size of their own.
         *(() if way.leaves_root else ("--remount-ro", "/dev", "--remount-ro", "/")),
         *(() if filter_file is None else ("--seccomp", str(filter_file))),
@@ -600,11 +671,11 @@ def _new_user(folder: str) -> int | None:
 
 
 def sandbox_used_by(path: str) -> str | None:
-    """Says what the programs of a user's function run in; None when its file names no `run_python`.
+    """Says what the programs of a user's function run in; None when its file opens no sandbox, or one elsewhere.
 
     Raises FailedPrecondition where they are refused.
     """
-    if "run_python" not in load_hook(path).file.read_text(errors="replace"):
+    if not _OPENS.search(load_hook(path).file.read_text(errors="replace")):
         return None
     require_sandbox(path)
     return sandbox_said()

@@ -16,21 +16,21 @@ from headrace.hooks.kit.conversation import AssistantMessage
 from headrace.hooks.kit.tool_call import ToolCall, divided_response
 from headrace.limits import did_you_mean
 
-_SECONDS = 10.0
-_MAX_CHARACTERS = 4_000
+SECONDS = 10.0
+MAX_CHARACTERS = 4_000
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function. `arguments` is what a call's arguments are converted to."""
+    """One function. `arguments` is what a call's arguments are converted to; None: it takes them as they are."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     function: Callable[..., Any]
-    arguments: type[msgspec.Struct]
+    arguments: type[msgspec.Struct] | None
     seconds: float
     max_characters: int
 
@@ -42,12 +42,12 @@ class Tool:
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """The tool's answer. What goes wrong is an answer as well: the policy reads it, and may try again."""
         try:
-            given = msgspec.convert(dict(arguments), self.arguments, strict=False)
+            given = _converted(arguments, self.arguments) if self.arguments else arguments
         except msgspec.ValidationError as error:
             return f"error: {self.name}: {error}"
         try:
             async with asyncio.timeout(self.seconds):
-                found = await self._called({name: getattr(given, name) for name in given.__struct_fields__})
+                found = await self._called(given)
         except TimeoutError:
             return f"error: {self.name} took longer than {self.seconds:g} s"
         except Exception as error:  # noqa: BLE001  # a user's code
@@ -76,7 +76,7 @@ class Tools:
     ...     return a * b
     """
 
-    def __init__(self, *, seconds: float = _SECONDS, max_characters: int = _MAX_CHARACTERS) -> None:
+    def __init__(self, *, seconds: float = SECONDS, max_characters: int = MAX_CHARACTERS) -> None:
         self._seconds = seconds
         self._max_characters = max_characters
         self._tools: dict[str, Tool] = {}
@@ -113,21 +113,27 @@ class Tools:
 
         def registered(made: F) -> F:
             called = name or made.__name__
-            if called in self._tools:
-                raise AlreadyExists(f"there is a tool {called} already: pass register(name=…)")
             arguments = _arguments_of(called, made)
-            self._tools[called] = Tool(
-                name=called,
-                description=description or inspect.getdoc(made) or "",
-                parameters=_inlined(msgspec.json.schema(arguments)),
-                function=made,
-                arguments=arguments,
-                seconds=seconds or self._seconds,
-                max_characters=max_characters or self._max_characters,
+            self.add(
+                Tool(
+                    name=called,
+                    description=description or inspect.getdoc(made) or "",
+                    parameters=_inlined(msgspec.json.schema(arguments)),
+                    function=made,
+                    arguments=arguments,
+                    seconds=seconds or self._seconds,
+                    max_characters=max_characters or self._max_characters,
+                )
             )
             return made
 
         return registered if function is None else registered(function)
+
+    def add(self, tool: Tool) -> None:
+        """Raises AlreadyExists for a name that is taken."""
+        if tool.name in self._tools:
+            raise AlreadyExists(f"there is a tool {tool.name} already: pass register(name=…)")
+        self._tools[tool.name] = tool
 
     def schemas(self) -> list[dict[str, Any]]:
         """All tools in OpenAI's form: `generate_single(conversation, tools=tools.schemas())`."""
@@ -155,6 +161,11 @@ class Tools:
             {"role": "tool", "name": call.name, "content": answer} for call, answer in zip(calls, answers, strict=True)
         ]
         return [{**message, "tool_call_id": each} for message, each in zip(made, ids, strict=True)] if ids else made
+
+
+def _converted(arguments: Mapping[str, Any], to: type[msgspec.Struct]) -> dict[str, Any]:
+    given = msgspec.convert(dict(arguments), to, strict=False)
+    return {name: getattr(given, name) for name in given.__struct_fields__}
 
 
 def _arguments_of(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:

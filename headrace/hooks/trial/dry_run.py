@@ -205,10 +205,13 @@ async def _rewards(path: str, kind: str, args: HookArgs) -> list[Reward]:
     samples = sample_answers()
     rewards: list[Reward] = []
     answers = await run_reward(path, form, args, samples)
-    may_pass = form is RewardForm.COMPLETIONS and not all(isinstance(reward, str) for reward in answers)
+    if all(reward is None for reward in answers):
+        raise InvalidArgument(
+            f"hook {path} returned None for every sample; a reward is a finite number or a dict of them"
+        )
     for sample, reward in zip(samples, answers, strict=True):
-        if isinstance(reward, str) and may_pass:
-            continue  # TRL's form may leave samples without a reward
+        if reward is None:
+            continue  # it abstains
         if isinstance(reward, str):
             raise InvalidArgument(reward)
         rewards.append(reward)

@@ -54,6 +54,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("update_weight_transport=disk", "update_weight_disk_path"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
+    ("reward_parts", "reward_combine"),
     ("judge_url", "judge_model judge_prompt judge_scale judge_json"),
     ("custom_generate_function_path or agent_function_path or rollout_function_path", "max_turns"),
     ("agent_function_path", "agent_hosts"),
@@ -100,11 +101,12 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
     ("agent_function_path", "partial_rollout", "an agent's run cannot be continued from its tokens"),
     ("agent_function_path", "use_rollout_routing_replay", "the experts of a session's requests are not recorded"),
     ("agent_function_path", "multimodal_keys", "its OpenAI-compatible endpoint takes text"),
+    ("reward_parts", "custom_rm_path rm_type reward_key", "each part names its scorer, and its key"),
     ("loss_mask_type", "multimodal_keys", "conversations that are trained as they are given are text"),
     (
         "loss_mask_type",
         "custom_generate_function_path rollout_function_path agent_function_path rollout_sample_hook_path "
-        "custom_rm_path rm_type",
+        "custom_rm_path rm_type reward_parts",
         "conversations are given, nothing is generated or scored",
     ),
     ("lora_rank", "only_train_params_name_list freeze_params_name_list", "adapters alone are trained"),

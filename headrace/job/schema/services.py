@@ -8,10 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from headrace.job.schema.section import Above, Bytes, NonNegative, Port, Positive, Seconds, Section, Share, Url
-from headrace.limits import MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
+from headrace.job.schema.section import (
+    Above,
+    Bytes,
+    FromJson,
+    NonNegative,
+    Port,
+    Positive,
+    Score,
+    Seconds,
+    Section,
+    Share,
+    Url,
+    normalize,
+)
+from headrace.limits import MAX_NAME_CHARACTERS, MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
 
 
 class ServicesSection(Section):
@@ -107,6 +120,30 @@ class BufferSection(Section):
     ahead waits."""
 
 
+class RewardPart(Section):
+    """One part of a composed reward."""
+
+    scorer: str
+    """A built-in scorer, a function (file.py:fn or pkg.mod.fn), or grpc://HOST:PORT/SCORER."""
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    weight: Score | None = None
+    """Absent: 1, and 0 for a gate, which does not count then."""
+    gate: Score | None = None
+    key: str | None = None
+    """The part of a dict reward."""
+    clip: tuple[Score, Score] | None = None
+    when: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
+    metadata_overrides: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
+    """Laid over the row's metadata for this scorer alone: its settings."""
+
+    @field_validator("clip")
+    @classmethod
+    def _ordered(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and clip[0] > clip[1]:
+            raise ValueError(f"should be the least and the most, not {clip[0]:g} and {clip[1]:g}")
+        return clip
+
+
 class RewardSection(Section):
     rm_type: str | None = None
     """Scorer of samples whose metadata names none."""
@@ -116,12 +153,20 @@ class RewardSection(Section):
     """custom_rm_path takes a whole group and returns a list."""
     reward_model_path: Path | None = None
     """Folder given to a custom_rm_path that is a class."""
+    reward_parts: tuple[Annotated[RewardPart, FromJson], ...] = ()
+    """A reward of several parts: tables [[reward.reward_parts]] in the job file, or JSON objects, each with a scorer. A
+    part may have name, weight, gate, key, clip, when and metadata_overrides."""
+    reward_combine: Literal["sum", "min", "max"] = "sum"
+    """How reward_parts become one reward."""
     reward_key: str | None = None
     """The part of a dict reward that is trained on."""
     skip_label_check: bool = False
     """Start although the labels that were tried score 0 as their own answers."""
     reward_timeout_seconds: Seconds = 30.0
     """Limit of scoring one sample."""
+    reward_patience_seconds: Seconds = 300.0
+    """How long finished samples wait for a reward service, or for a scorer's server, that cannot be reached; then they
+    fail. Meanwhile the ledger holds them, and the rollout service may be killed."""
     reward_workers: Annotated[Positive, Field(le=1024)] = 2
     """Worker processes of the reward service."""
     insecure_sandbox: bool = False

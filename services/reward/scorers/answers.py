@@ -10,12 +10,19 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.limits import canonical
 
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("。、【】", ".,[]")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def after_thinking(response: str) -> str:
-    """Returns the text behind the last `</think>`, or the whole response without one."""
-    return response.rpartition("</think>")[2]
+    """Returns the text behind the last `</think>`: all of a response without thoughts, nothing of unfinished ones."""
+    _, end, answer = response.rpartition("</think>")
+    return "" if not end and response.lstrip().startswith("<think>") else answer
+
+
+def with_ascii_signs(text: str) -> str:
+    """Writes the wide letters, digits and signs of Chinese and Japanese text as the ASCII ones."""
+    return text.translate(_WIDE)
 
 
 def boxed(text: str) -> str | None:

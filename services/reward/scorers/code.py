@@ -181,12 +181,12 @@ def encoded(value: Any) -> Any:
     raise InvalidArgument(f"scorer code: an argument is a {type(value).__name__}")
 
 
-def same_json(result: Any, expected: Any) -> bool:
-    """Compares as data sets in JSON do: tuples are lists, keys are text, and one result may stand in a list alone."""
+def same_json(result: Any, expected: Any, *, is_wrapped: bool) -> bool:
+    """Compares as data sets in JSON do: tuples are lists, keys are text, and one result may stand alone in a list."""
     found = _listed(result)
     if same_value(found, expected):
         return True
-    return isinstance(expected, list) and len(expected) == 1 and same_value(found, expected[0])
+    return is_wrapped and isinstance(expected, list) and len(expected) == 1 and same_value(found, expected[0])
 
 
 def _listed(value: Any) -> Any:
@@ -436,7 +436,8 @@ def _script(program: str, setup: str) -> str:
     parts = (setup, program) if setup.strip() else (program,)
     in_hex = [part.encode(errors="replace").hex() for part in parts]
     runs = [f"exec(compile(bytes.fromhex('{each}'), 'program.py', 'exec', dont_inherit=True))" for each in in_hex]
-    return "\n".join([imports_for("\n".join(parts)), *runs])
+    ends = [f"try:\n    {runs[-1]}\nexcept SystemExit:\n    pass"]  # as data sets' checkers do, whatever its status is
+    return "\n".join([imports_for("\n".join(parts)), *runs[:-1], *ends])
 
 
 async def _called(program: str, setup: str, tests: Sequence[Test], seconds: float, all_or_nothing: bool) -> int:
@@ -476,9 +477,9 @@ class _Tested:
 async def _is_right(test: Test, tested: _Tested, checker: _Tested | None) -> bool:
     try:
         match test:
-            case CallTest(function, arguments, expected):
+            case CallTest(function, arguments, expected, is_wrapped):
                 request = {"function": function, "arguments": [encoded(each) for each in arguments]}
-                return same_json(value_of((await tested.ask(request))["value"]), expected)
+                return same_json(value_of((await tested.ask(request))["value"]), expected, is_wrapped=is_wrapped)
             case ValueTest(expression, expected):
                 answer = await tested.ask({"expression": expression, "variables": {"dict": []}})
                 return same_value(value_of(answer["value"]), expected)

@@ -49,6 +49,8 @@ _MODULES = (
 )
 """Of a name that several have, the first one of `_FIRST`, then the last one here."""
 _FIRST = ("collections", "math", "itertools", "functools", "heapq", "bisect")
+_DEEP = "import sys\nsys.setrecursionlimit(50_000)"
+"""As in LiveCodeBench's checker."""
 _WHOLE = ("sys", "os", "io", "time", "json")
 """Modules without their names, which are those of common variables."""
 _ALIASES = {"np": "import numpy as np", "numpy": "import numpy"}
@@ -113,6 +115,8 @@ def _opening(line: str) -> _Opening | None:
 
 def _before_end(line: str, fence: str) -> str | None:
     """The code in front of a closing fence, which stands alone or, as models write, behind the last line of code."""
+    if line.lstrip().startswith(f"{fence} ") and fence not in line.lstrip()[len(fence) :]:
+        return ""  # a sentence goes on behind it
     bare = line.rstrip()
     rest = bare.rstrip(fence[0])
     count = len(bare) - len(rest)
@@ -153,7 +157,7 @@ def imports_for(source: str) -> str:
         parts = [name for name in of_module if name != module]
         lines += [f"from {module} import {', '.join(parts)}"] if parts else []
         lines += [f"import {module}"] if module in of_module else []
-    return "\n".join(lines)
+    return "\n".join([_DEEP, *lines])
 
 
 @functools.cache
@@ -190,11 +194,12 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A function's result has to be `expected`, by `code_values.same_json`."""
+    """A function's result has to be `expected`, by `same_json`; that may be the one entry of a list, as in APPS."""
 
     function: str
     arguments: tuple[Any, ...]
     expected: Any
+    is_wrapped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,7 @@ def _read(given: Any, metadata: Mapping[str, Any], cut: _Cut) -> list[Test]:
         case []:
             return []
     raise InvalidArgument(
-        f"scorer code: tests are a {type(given).__name__} of none of the forms that docs/hooks.md lists"
+        f"scorer code: tests are a {type(given).__name__} of none of the forms that docs/rewards.md lists"
     )
 
 
@@ -287,15 +292,17 @@ def _case(case: Any, metadata: Mapping[str, Any]) -> Test:
     given, expected = case["input"], case["output"]
     if isinstance(given, str):
         given = [_json(line) for line in given.splitlines() if line.strip()]
-    return _pair(name or "", given, _json(expected) if isinstance(expected, str) else expected)
+    if isinstance(expected, str):  # LiveCodeBench's JSON
+        return _pair(name or "", given, _json(expected), is_wrapped=False)
+    return _pair(name or "", given, expected)
 
 
-def _pair(name: Any, given: Any, expected: Any) -> Test:
+def _pair(name: Any, given: Any, expected: Any, *, is_wrapped: bool = True) -> Test:
     if name is None:
         return StdinTest(_lines(given), _lines(expected))
     if not isinstance(name, str) or not name.isidentifier():
         raise InvalidArgument(f"scorer code: the tested function's name is {name!r:.40}: say it as fn_name")
-    return CallTest(name, tuple(given) if isinstance(given, list | tuple) else (given,), expected)
+    return CallTest(name, tuple(given) if isinstance(given, list | tuple) else (given,), expected, is_wrapped)
 
 
 def _lines(value: Any) -> str:

@@ -15,6 +15,6 @@ def score(item: ScoreItem) -> float:
     for marker in ("</think>", "###Response"):
         _, found, solution = item.response.rpartition(marker)
         if found:
-            answer = boxed(solution)
+            answer = boxed(solution[max(0, solution.rfind("\\boxed")) :])  # one that is not closed is no answer
             return math.score(replace(item, response=f"\\boxed{{{answer}}}")) if answer is not None else 0.0
     return 0.0

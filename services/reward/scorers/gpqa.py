@@ -15,40 +15,66 @@ from itertools import pairwise
 from headrace.errors import InvalidArgument
 from headrace.limits import whole_number
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
+from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged, with_ascii_signs
+from services.reward.scorers.math_text import with_plain_digits
 
 _LETTERS = string.ascii_uppercase
 _DEFAULT_LETTERS = "ABCDEFGH"
-_LETTER = r"(?P<{}>(?-i:[A-Z])(?![\w'’])|[a-z](?=\W*(?:\n|$)))"
-_IS = r"(?:\s*(?:is|are|would be|should be|must be|will be|[:=])+)"
-_OPENED = r"[\s:(\[{]*(?:(?:option|choice|answer)\s*[(\[]*)?"
+_LETTER = r"(?P<{}>(?-i:[A-Z])(?![A-Za-z\d'’])|[a-z](?=\W*(?:\n|$)))"
+# OpenAI's simple-evals read answers in these languages as well.
+_ANSWER = (
+    r"(?:(?<![^\W_])(?:(?:answer|choice|option|guess)s?|respuesta|réponse|resposta|risposta|antwort|ответ|jawaban|jibu)\b"
+    r"|答案|答え|回答|解答|选项|정답|답변|답|الإجابة|الجواب|उत्तर|উত্তর)"
+    r"(?:\s+(?:to|for)\b[^.\n:]{0,60}?|\s+(?:correct[aeo]?|finale?)\b)?"
+)
+_SURELY = (
+    r"(?:,?\s*(?:then|here|therefore|thus|hence|clearly|obviously|certainly|definitely|probably|(?:most )?likely"
+    r"|possibly|of course|indeed|simply|actually)\b,?){0,3}"
+)
+_IS = (
+    _SURELY + r"(?:'?\s*(?:['’]s\b|(?:is|are|(?:would|should|must|will|has to|seems to|appears to) be|ist|est|es|é|è)\b"
+    r"|是|为|选|[:=>\]])){1,4}" + _SURELY
+)
+_OPENED = r"[\s:(\[{']{0,9}(?:(?:option|choice|answer|la|le)\s*[(\[]*)?"
+_NOT = r"(?:\bnot|n['’]t)\s+"
 _SAID = re.compile(
-    r"\b(?:answer|choice|option)s?(?:\s+(?:to|for)\b[^.\n:]{0,60}?)?" + _IS + _OPENED + _LETTER.format("is")
-    + r"|\b(?:choose|chose|pick|select|go with|going with|opt for)\b" + _OPENED + _LETTER.format("chosen")
-    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+(?:is|must be|should be)\s+"
+    _ANSWER + _IS + _OPENED + _LETTER.format("is")
+    + r"|\b(?:choose|chose|pick|select|go with|going with|opt for|I(?:['’]d| would) say|lean(?:ing)? towards?|leaves"
+    r"|(?:corresponds to|matches) (?=option|choice))\b"
+    + _OPENED + _LETTER.format("chosen")
+    + r"|(?<![\w'’])(?P<right>(?-i:[A-Z]))[\])]*(?::[^\n.]{1,80})?\s+"
+    r"(?:is|must be|should be|(?:seems|looks|appears)(?: to be)?)\s+"
     r"(?:therefore |clearly |thus )?"
     r"(?:the\s+)?(?:only\s+)?(?:correct|right|best)\b"
     r"(?!(?:\s+(?:answer|choice|option))?\s+(?:only\s+)?(?:if|when|unless|for)\b)"
-    + r"|\bnot\s+(?:option |choice )?\(?[A-Z]\)?,?\s+but\s+(?:rather |instead )?" + _OPENED + _LETTER.format("but")
-    + r"|\banswer\s+" + _LETTER.format("behind") + r"(?=[\s.)\]]*(?:\n|$))",
+    + "|" + _NOT + r"(?:option |choice )?\(?[A-Z]\)?[,;.]?\s+(?:but\s+(?:rather |instead )?|it(?:\s+is|['’]s)\s+)"
+    + _OPENED + _LETTER.format("but")
+    + r"|\banswer\s+\(?" + _LETTER.format("behind") + r"(?=[\s.)\]]*(?:\n|$))",
     re.IGNORECASE,
 )  # fmt: skip
-_STATED = re.compile(r"\b(?:answer|choice|option)" + _IS + r"\s*(?P<text>[^\n]+)", re.IGNORECASE)
+_STATED = re.compile(_ANSWER + _IS + r"\s*(?P<text>[^\n]+)", re.IGNORECASE)
+_DENIED = re.compile(
+    rf"(?:{_NOT}|\bnever\s+|\b(?:doubt|deny|{_NOT}(?:think|believe|say))\s+(?:that\s+)?(?:the\s+)?(?:\w+\s+)?)$",
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(r"\"[^\"\n]*\"|“[^”\n]*”|(?<!\w)'[^'\n]*'(?!\w)")
 _UNSURE = re.compile(
-    r"[\s)\]]*(?:,|/|\bor\b|\band\b)(?:\s*(?:and|or)\b)?[\s(\[]*(?:option |choice )?(?-i:[A-Z])(?![\w'’])",
+    r"[\s)\]]*(?:[,;/&?(]|或|\b(?:or|and|oder|ou|o|und|et|y|e)\b)(?:\s*(?:and|or|maybe|perhaps|possibly|also)\b)*"
+    r"[\s(\[]*(?:option |choice )?(?P<other>(?-i:[A-Z]))(?![\w'’])(?![\s)]+(?:is|was|are|can|does|has|would)\b)",
     re.IGNORECASE,
 )
 _SEVERAL = re.compile(
     r"[\s(\[]*[A-Z][\s)\].]*(?:(?:,|/|&|;|and\b|or\b)[\s,(\[]*(?:and\b|or\b)?[\s(\[]*[A-Z][\s)\].]*)+"
 )
 _ALONE = re.compile(
-    r"(?:(?:(?:final |correct |my )?(?:answer|option|choice)|it(?:['’]s| is)|i (?:think|believe|say)"
-    r"|so|thus|therefore|hence)\b\W*)*"
-    r"[\s(\[.:]*([A-Za-z])[\s)\].:,!]*",
+    r"\W*(?:(?:(?:final |correct |my |best )*(?:answer|option|choice|guess)|it(?:['’]s| is)"
+    r"|i (?:think|believe|say|guess)|so|thus|therefore|hence|probably|perhaps|maybe|(?:most )?likely)\b\W*)*"
+    r"([A-Za-z])[\s)\].:,!]*(?:\(?\d+\s*%\)?\.?|i (?:think|believe|guess)[\s.!]*|not (?:option )?[A-Z][\s.!]*)?",
     re.IGNORECASE,
 )
+_BEGINS = re.compile(r"[\s_']*(?<![A-Za-z\d])\(?(?:(?:Option|Choice) )?([A-Z])[).:]")
 _WRAPPER = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|boldsymbol)\s*\{([^{}]*)\}")
-_MARKS = re.compile(r"\\[()\[\]]|\*\*|__|[$`\"“”]")
+_MARKS = re.compile(r"\\[()\[\]]|\*+|__|(?<!\w)_(?=\w)|(?<=\w)_(?!\w)|[$`\"“”]")
 _BLANKS = re.compile(r"\W+")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
@@ -82,19 +108,23 @@ class _Question:
             ]
             if len(named) == 1:
                 return named[0]
-        begins = re.match(r"[\s_']*\(?([A-Z])[).:]", answer)
-        return begins[1] if begins and begins[1] in self.letters else None
+        begins = _BEGINS.match(answer)
+        others = set(_BEGINS.findall(answer)) - {begins[1]} if begins else ()
+        return begins[1] if begins and begins[1] in self.letters and not others else None
 
     def stated(self, text: str) -> str | None:
         """The choice that the text's last statement about the answer names; empty where that names several."""
-        text = _unmarked(text)
+        text = _unmarked(_without_quoted_statements(text))
         last: tuple[int, str] | None = None
         for match in _SAID.finditer(text):
             letter = next(letter for letter in match.groupdict().values() if letter).upper()
-            if letter in self.letters:
-                last = match.start(), "" if _UNSURE.match(text, match.end()) else letter
+            if letter in self.letters and not _is_denied(text, match.start()):
+                other = _UNSURE.match(text, match.end())
+                last = match.start(), "" if other and other["other"].upper() in self.letters else letter
         for match in _STATED.finditer(text) if self.texts else ():
             named = next(filter(None, map(self.letter, _beginnings(match["text"]))), None)
+            if _is_denied(text, match.start()):
+                continue
             if named is not None and (last is None or match.start() >= last[0]) and not (last and last[1] == ""):
                 last = match.start(), named
         return last[1] if last else None
@@ -103,7 +133,7 @@ class _Question:
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when the right choice cannot be told from label and metadata."""
     question = _Question.of(item)
-    text = after_thinking(item.response)
+    text = with_ascii_signs(after_thinking(item.response))
     for answer in (*reversed(_boxes(text)), tagged(text)):
         if answer is None:
             continue
@@ -125,6 +155,16 @@ def _boxes(text: str) -> list[str]:
 def _beginnings(text: str) -> list[str]:
     """Returns a statement, and its part before the first full stop or comma: the rest may be the reason."""
     return [text, *(text[: match.start()] for match in re.finditer(r"[.,;](?=\s|$)|\s(?=because|since|as)\b", text))]
+
+
+def _is_denied(text: str, start: int) -> bool:
+    return _DENIED.search(text[max(0, start - 40) : start]) is not None
+
+
+def _without_quoted_statements(text: str) -> str:
+    """Removes what others say that the answer is; a letter in quotation marks stays, and a text that is all in them."""
+    whole = text.strip()
+    return _QUOTED.sub(lambda match: match[0] if match[0] == whole or not _SAID.search(match[0]) else "", text)
 
 
 def _unmarked(text: str) -> str:
@@ -165,7 +205,7 @@ def _right(named: object, letters: str, texts: Mapping[str, str]) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[\s{}\\]+", "", _unmarked(text)).rstrip(".").casefold()
+    return re.sub(r"[\s{}\\_]+", "", with_plain_digits(_unmarked(with_ascii_signs(text)))).rstrip(".").casefold()
 
 
 def _words(text: str) -> str:

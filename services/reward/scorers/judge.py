@@ -17,7 +17,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.limits import from_json, shown
 from headrace.score import ScoreItem
-from services.reward.scorers.answers import boxed, last_line
+from services.reward.scorers.answers import after_thinking, boxed, last_line, with_ascii_signs
 from services.reward.scorers.remote_rm import post
 
 PROMPT = """You grade an answer. Be strict: what is asked has to be answered, and answered right.
@@ -43,12 +43,16 @@ _NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _LEAD = (
     r"(?:(?:so|thus|therefore|hence|overall|in conclusion|conclusion)\W+)?"
-    r"(?:(?:the|my|its|final|overall|total|a|i|would|will|i'd|give|assign|award|this|it)\W+)*"
-    r"(?:(?:grade|score|rating|mark|points?|verdict|result)\b(?:\s+of)?\W*(?:is|are|would be|should be|of)?)?"
+    r"(?:(?:the|my|its|final|overall|total|a|i|would|will|i'd|give|grade|rate|deserves?|assign|award|this|it)\W+)*"
+    r"(?:(?:grade|score|rating|mark|points?|verdict|result|note|nota|punkte|оценка|(?:最终|总)?(?:得分|评分|分数)|評価)\b"
+    r"(?:\s*[(\[]\s*\d+\s*[-–—]\s*\d+\s*[)\]])?(?:\s+of)?\W*(?:is|are|would be|should be|of)?)?"
 )
 _GRADE = re.compile(
-    rf"\W*?{_LEAD}[\s:=*_`$(\[]*(?:\\[dt]?frac\s*\{{\s*(?P<above>{_NUMBER})\s*\}}\s*\{{\s*(?P<below>{_NUMBER})\s*\}}|"
-    rf"(?P<number>{_NUMBER})(?:\s*(?:/|out of|of)\s*(?P<scale>{_NUMBER}))?)\s*(?:points?)?[\s.*_`$)\]!]*",
+    rf"(?![^\d]*[<>≤≥])\W*?{_LEAD}[\s:=*_`$(\[]*"
+    rf"(?:\\[dt]?frac\s*\{{\s*(?P<above>{_NUMBER})\s*\}}\s*\{{\s*(?P<below>{_NUMBER})\s*\}}"
+    rf"|(?P<number>{_NUMBER})(?:[\s*_(]*(?:/|out of|of)\s*(?P<scale>{_NUMBER})|\s*\\?(?P<percent>%))?)"
+    r"\s*(?:points?)?[\s.*_`$)\]!]*"
+    r"(?:(?:\(|[-–—]\s|\b(?:because|since|as)\b)(?:(?!\b(?:or|maybe|no|wait)\b)\D)*)?",
     re.IGNORECASE,
 )
 _BOXES = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -70,7 +74,9 @@ _NAMES_A_GRADE = re.compile(
     r"|\b(?:correct|right|wrong|incorrect|complete|incomplete|valid|partial|partially)\b[\w\s]*,?\s*(?:so|thus|therefore|hence)\W*$",
     re.IGNORECASE,
 )
-_FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
+_TAGGED = re.compile(r"<(grade|score|rating)>([^<>]*)</\1>", re.IGNORECASE)
+_RULES = " \t\r\n-=_"
+_OPENED_FENCE = re.compile(r"```(?:json)?\s*$")
 _GRADE_KEYS = ("grade", "score", "rating")
 
 
@@ -98,12 +104,12 @@ def grade(said: str, scale: float) -> float:
     verdict = _json_object(text)
     if verdict is not None:
         return _from_json(verdict, said, scale)
-    text = _QUOTED.sub(" ", text).strip()
+    text = _TAGGED.sub(r"\\boxed{\2}", with_ascii_signs(_QUOTED.sub(" ", text))).strip().rstrip(_RULES)
     boxes = [match.start() for match in _BOXES.finditer(text)]
     match = _GRADE.fullmatch(_boxed_grade(text, boxes[-1]) if boxes else last_line(text))
     if match is None:
         raise _without_grade(said)
-    highest = match["below"] or match["scale"]
+    highest = "100" if match["percent"] else match["below"] or match["scale"]
     return _in_range(float(match["above"] or match["number"]), float(highest) if highest else None, scale)
 
 
@@ -120,7 +126,7 @@ def _in_json(args: HookArgs) -> bool:
 def _verdict(said: str) -> str:
     """Returns what follows the judge's own thoughts; a later `</think>` is the response's, which the judge quotes."""
     _, found, verdict = said.partition("</think>")
-    return (verdict if found else said).strip()
+    return (verdict if found else after_thinking(said)).strip()
 
 
 def _boxed_grade(text: str, start: int) -> str:
@@ -128,12 +134,16 @@ def _boxed_grade(text: str, start: int) -> str:
     content = boxed(text[start:])
     if content is None:
         return ""
-    before = text[:start].rstrip(" $*_`([\n")
-    sentences = list(_SENTENCE_END.finditer(before + " "))
-    sentence = before[sentences[-1].end() :] if sentences else before
-    if _QUOTES.search(sentence) and not _NAMES_A_GRADE.search(before):
+    if _is_quoted(text[:start].rstrip(" $*_`([\n")):
         return ""
     return _WRAPPER.sub(r" \1 ", content)
+
+
+def _is_quoted(before: str) -> bool:
+    """True where the sentence in front of a grade says that it is another one's."""
+    sentences = list(_SENTENCE_END.finditer(before + " "))
+    sentence = before[sentences[-1].end() :] if sentences else before
+    return bool(_QUOTES.search(sentence)) and not _NAMES_A_GRADE.search(before)
 
 
 def _without_grade(said: str) -> InvalidArgument:
@@ -152,16 +162,20 @@ def _in_range(given: float, highest: float | None, scale: float) -> float:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    if match := _FENCE.match(text):
-        text = match[1]
+    """Returns the object that the text is or ends with, perhaps in a block of code; None for one that is quoted."""
+    end = text.rfind("}") + 1
+    start = 0 if text.startswith("{") else text.find("\n{", 0, end) + 1
+    rest, before = text[end:].strip(), _OPENED_FENCE.sub("", text[:start])
+    if not text[start:].startswith("{") or (rest and not rest.startswith("```")) or _is_quoted(before):
+        return None
     try:
-        return from_json(text) if text.startswith("{") else None
+        return from_json(text[start:end])
     except InvalidArgument:
         return None
 
 
 def _from_json(verdict: dict[str, Any] | None, said: str, scale: float) -> float:
-    given = [verdict[key] for key in _GRADE_KEYS if key in verdict] if verdict is not None else []
+    given = [value for key, value in verdict.items() if key.lower() in _GRADE_KEYS] if verdict is not None else []
     if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], int | float):
         raise InvalidArgument(f'the judge said {shown(said[-200:])}, which is not JSON with one number as "grade"')
     return _in_range(float(given[0]), None, scale)

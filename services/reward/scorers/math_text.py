@@ -231,9 +231,7 @@ _DEFINITE = re.compile(r"[\d\\$]|^\(?[A-Z]\)?$")
 
 def normalized(text: str) -> str:
     """Removes dollars, a box, blanks without a meaning, thousands separators; writes words for numbers as numbers."""
-    text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_AS_DIGITS)}}}", text.translate(_UNICODE))
-    text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_AS_DIGITS)}}}", text)
-    text = _undressed(text.strip())
+    text = _undressed(with_plain_digits(text.translate(_UNICODE)).strip())
     text = _ROW_GAP.sub(r"\\\\ ", _SPLIT_THOUSANDS.sub("{,}", text))
     text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
     text = _LOOKS.sub(lambda match: match[1] or "", text)
@@ -254,6 +252,12 @@ def normalized(text: str) -> str:
     if _OF_ANGLES.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi }{180})", text)
     return text.strip()
+
+
+def with_plain_digits(text: str) -> str:
+    """Writes raised and lowered digits as LaTeX does: `10⁻³` as `10^{-3}`."""
+    text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_AS_DIGITS)}}}", text)
+    return _LOWERED.sub(lambda match: f"_{{{match[0].translate(_AS_DIGITS)}}}", text)
 
 
 def _symbol(match: re.Match[str]) -> str:

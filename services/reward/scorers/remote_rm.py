@@ -79,8 +79,11 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
         raise InvalidArgument(f"{url} answered {shown(text.decode(errors='replace'))}, which is no JSON") from None
 
 
-async def score(item: ScoreItem, args: HookArgs) -> Reward:
-    """Raises InvalidArgument without --rm-url and for an answer that is no reward, OSError while nobody answers."""
+async def score(item: ScoreItem, args: HookArgs) -> Reward | None:
+    """None where the server abstains, with null.
+
+    Raises InvalidArgument without --rm-url and for an answer that is no reward, OSError while nobody answers.
+    """
     if args.rm_url is None:
         raise InvalidArgument("scorer remote_rm has no server to ask: set --rm-url")
     asked = {
@@ -90,7 +93,9 @@ async def score(item: ScoreItem, args: HookArgs) -> Reward:
         "metadata": dict(item.metadata),
     }
     answer = await post(args.rm_url, asked, seconds=args.reward_timeout_seconds)
-    reward = checked_reward(args.rm_url, _inner(answer))
+    if (given := _inner(answer)) is None:
+        return None
+    reward = checked_reward(args.rm_url, given)
     if isinstance(reward, str):
         raise InvalidArgument(reward.removeprefix("hook "))
     return reward
@@ -99,6 +104,6 @@ async def score(item: ScoreItem, args: HookArgs) -> Reward:
 def _inner(answer: Any) -> Any:
     if isinstance(answer, dict):
         for name in ("reward", "score"):
-            if isinstance(answer.get(name), int | float | dict) and len(answer) == 1:
+            if isinstance(answer.get(name, ""), int | float | dict | None) and len(answer) == 1:
                 return answer[name]
     return answer

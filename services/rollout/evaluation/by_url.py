@@ -27,7 +27,6 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.job.schema.job import Job, read_job
-from headrace.limits import PEER_WAIT_SECONDS
 from headrace.rpc.log import configure_logging
 from headrace.rpc.retry import Backoff
 from headrace.trajectory import Failure, Sample, Status
@@ -193,7 +192,7 @@ async def evaluate_url(
     scorer = SampleScorer(
         job.services.reward_address,
         item_seconds=job.reward.reward_timeout_seconds,
-        patience_seconds=PEER_WAIT_SECONDS,
+        patience_seconds=job.reward.reward_patience_seconds,
     )
     at_once = job.eval.eval_samples_in_flight or SAMPLES_AT_ONCE
     evaluator = EvalRunner(

@@ -27,7 +27,7 @@ from services.rollout.admission import EngineSlots
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.production.hooks import AllSamples, GroupFilter
-from services.rollout.production.partial import PartialRollout
+from services.rollout.production.partial import PartialRollout, release_unscored, unscored
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
 from services.rollout.scoring import SampleScorer
@@ -137,6 +137,8 @@ class Teacher:
         return await retry_until(time.monotonic() + self._patience_seconds, lambda _: score())
 
 
+_STORED_AFTER_SECONDS = 5.0
+"""A reward service that is restarted is back sooner."""
 GroupResult = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 
 
@@ -183,7 +185,13 @@ class GroupSampler:
         return self._partial is not None
 
     async def sample(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None = None) -> GroupResult:
-        """Returns the lease's put (COMPLETE, DROPPED or FAILED), or its release when it was interrupted."""
+        """Returns the lease's put (COMPLETE, DROPPED or FAILED), or its release.
+
+        A lease is released when it was interrupted, and once when its finished samples have to wait for a scorer.
+        """
+        if waiting := unscored(lease):
+            samples, since = waiting
+            return await self._scored(lease, samples, waited_seconds=max(time.time() - since, 0.0))
         try:
             prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
         except HeadraceError as error:
@@ -214,7 +222,7 @@ class GroupSampler:
         samples = [self._bounded(sample) for sample in samples]
         if self._partial:
             samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
-        return await self._scored(lease, samples)
+        return await self._stored_or_scored(lease, samples)
 
     def _bounded(self, sample: Sample) -> Sample:
         """Makes a sample FAILED whose tokens the model does not have."""
@@ -239,11 +247,33 @@ class GroupSampler:
         failure = Failure("ABORTED", f"samples {aborted} were aborted: --partial-rollout would continue them")
         return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
 
-    async def _scored(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+    async def _stored_or_scored(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> GroupResult:
+        """Releases the lease with finished samples whose scorer stays unreachable: no kill loses them then."""
+        away = asyncio.Event()
+        scoring = asyncio.create_task(self._scored(lease, samples, away=away))
+        found_away = asyncio.create_task(away.wait())
+        try:
+            await asyncio.wait({scoring, found_away}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({scoring}, timeout=None if scoring.done() else _STORED_AFTER_SECONDS)
+            if not scoring.done() and (release := release_unscored(lease, samples, time.time())):
+                return release
+            return await scoring
+        finally:
+            found_away.cancel()
+            scoring.cancel()
+
+    async def _scored(
+        self,
+        lease: buffer_pb2.GroupLease,
+        samples: list[Sample],
+        *,
+        waited_seconds: float = 0.0,
+        away: asyncio.Event | None = None,
+    ) -> buffer_pb2.GroupPut:
         if self._teacher:
             samples = await self._teacher.mark(samples)
         if self._scorer:
-            samples = await self._scorer.score(samples)
+            samples = await self._scorer.score(samples, waited_seconds=waited_seconds, away=away)
         put = await self._filtered(lease, samples)
         if self._untrained_samples:
             is_dropped = put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED

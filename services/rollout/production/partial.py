@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
+from headrace.limits import MAX_PARTIAL_BYTES
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
 from services.rollout.engine.api import Generation
@@ -94,6 +95,35 @@ def _continuable(samples: Sequence[Sample]) -> list[Sample]:
     """Samples that fanned out cannot be continued."""
     count = Counter(sample.index for sample in samples)
     return [s for s in samples if s.status in _FINISH and s.response_length and count[s.index] == 1]
+
+
+AWAITS_SCORE = "awaits_score_since"
+"""The key in `hook_fields` of finished samples that are released for want of a scorer: seconds since 1970."""
+
+
+def release_unscored(
+    lease: buffer_pb2.GroupLease, samples: Sequence[Sample], now: float
+) -> buffer_pb2.LeaseRelease | None:
+    """Releases the lease with finished samples, so that the ledger holds them. None for more than it takes."""
+    packed = [replace(each, hook_fields={**each.hook_fields, AWAITS_SCORE: now}).pack() for each in samples]
+    if sum(each.ByteSize() for each in packed) > MAX_PARTIAL_BYTES:
+        return None
+    reason = f"{len(samples)} finished samples wait for their scores"
+    return buffer_pb2.LeaseRelease(lease_id=lease.lease_id, partial_samples=packed, reason=reason)
+
+
+def unscored(lease: buffer_pb2.GroupLease) -> tuple[list[Sample], float] | None:
+    """The finished samples of an earlier lease that wait for their scores, and since when. None: there are none."""
+    try:
+        samples = [Sample.unpack(packed) for packed in lease.partial_samples]
+    except HeadraceError:
+        return None  # `begun` says so
+    since = [each.hook_fields.get(AWAITS_SCORE) for each in samples]
+    times = [each for each in since if isinstance(each, int | float)]
+    if len(times) < len(samples) or {each.index for each in samples} != set(range(lease.n_samples)):
+        return None
+    fields = [{key: each.hook_fields[key] for key in each.hook_fields if key != AWAITS_SCORE} for each in samples]
+    return [replace(each, hook_fields=own) for each, own in zip(samples, fields, strict=True)], min(times)
 
 
 def generation_of(sample: Sample) -> Generation:

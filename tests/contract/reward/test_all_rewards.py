@@ -135,6 +135,14 @@ async def test_a_step_whose_samples_another_scorer_scored_is_marked(
     assert [each for row in rows if "marks" in row for each in (row["step"], *row["marks"])] == told
 
 
+async def test_a_step_counts_the_samples_that_each_scorer_paid_for(tmp_path: Path) -> None:
+    await trained(tmp_path, [scored_by("custom /a/f.py:f 1b"), scored_by("math 1")], [scored_by("math 1")] * 2)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    paid = [{name: row[name] for name in row if name.startswith("samples/scored_by/")} for row in rows]
+    custom, math = "samples/scored_by/custom f.py:f 1b", "samples/scored_by/math 1"
+    assert paid == [{custom: 4, math: 4}, {math: 8}]
+
+
 @pytest.mark.parametrize("rewards", [[float("nan")], [1e300], [0.0] * (MAX_SAMPLES_PER_GROUP + 1)])
 async def test_rewards_that_no_sample_may_have_are_refused(rewards: list[float]) -> None:
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:

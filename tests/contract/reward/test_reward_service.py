@@ -94,7 +94,7 @@ def values(judgements: list[Score | ScoreError]) -> list[float | str]:
 async def test_mathematics_is_judged_and_says_by_whom() -> None:
     async with served_reward(rm_type="math") as client:
         right, wrong = await client.score(items(r"\boxed{7}", "8"), deadline_seconds=120)
-        assert right == Score(1.0, "math", "math-verify 0.9.0")
+        assert right == Score(1.0, "math", f"math-verify 0.9.0 {registry.code_digest('math')}")
         assert wrong.value == 0.0
         names = {s.name: s.is_default for s in await client.list_scorers()}
         assert names["math"]
@@ -125,7 +125,7 @@ async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
         judged = await client.score(asked, deadline_seconds=120)
         again = await client.score(items("7"), deadline_seconds=120)
     expected = [1.0, "SCORER_TIMEOUT", 0.3, "SCORER_CRASHED", 0.0, "SCORER_RAISED"]
-    expected += ["SCORER_NOT_FINITE"] * 3 + ["SCORER_RAISED", 1.0]
+    expected += ["SCORER_ABSTAINED", "SCORER_NOT_FINITE", "SCORER_NOT_FINITE", "SCORER_RAISED", 1.0]
     assert values(judged) == expected
     assert values(again) == [1.0]
     assert judged[5].message == f"hook {hooks}:reward raised ValueError: bad tokens ({hooks}:12)"
@@ -160,7 +160,7 @@ async def test_a_reward_function_in_trls_form_gets_completions_and_columns_as_li
         ScoreItem("3", talk, "7", "7", metadata, group_id="b"),
     ]
     judged = await scored_by(f"{hooks}:trl_answer", asked)
-    assert values(judged) == [1.25, "SCORER_NOT_FINITE", 0.25, 1.25]
+    assert values(judged) == [1.25, "SCORER_ABSTAINED", 0.25, 1.25]
 
 
 async def test_trls_form_may_take_completions_alone_and_names_a_column_that_no_row_has(hooks: str) -> None:

@@ -23,7 +23,7 @@ async def served_reward(
     section = RewardSection.model_validate({"reward_workers": 1, **leaves})
     args, listen = section_args(section), Listen("127.0.0.1:0")
     server = await RewardServer.start(
-        section, args, listen, of_evaluations=of_evaluations, folder=folder and RunFolder(folder)
+        section, args, listen, of_evaluations=of_evaluations, folder=RunFolder(folder) if folder else None
     )
     try:
         async with RewardClient(server.rpc.address) as client:

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.cli.main import main
 from headrace.client.reward import RewardClient
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
+from headrace.sample_log import Answer, SampleLog
 from headrace.score import Score, ScoreItem
 from headrace.shadow_log import ShadowLog
+from tests.support.ledgers.answers import answered
 from tests.unit.cli.test_tls_of_runs import Up, until_serving
 
 _ITEM = ScoreItem("a", "1 + 1 =", "2", "2", group_id="g", response_tokens=1)
@@ -103,3 +107,34 @@ def test_diff_without_a_comparison_says_how_to_start_one(tmp_path: Path, capsys,
     run.write_services({})
     assert main(["reward", "diff", str(run.path)]) == 1
     assert "headrace reward shadow" in capsys.readouterr().err
+
+
+def test_a_stored_run_is_scored_again_with_another_scorer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], load_with, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = load_with("--run-dir", str(tmp_path / "runs"), "--reward-workers", "1")
+    run = RunFolder.of(job)
+    run.create(job)
+    run.write_services({})
+    for step in (1, 2):
+        answers = [
+            Answer.of(answered(f"g{step}/{i}", "q", said, group_id=f"g{step}", reward=1.0), step)
+            for i, said in enumerate(("ab", "cd", "raise"))
+        ]
+        SampleLog(run.samples).write_step(step, 0, answers, 1 << 20)
+    (tmp_path / "f.py").write_text(
+        "def other(args, samples):\n"
+        "    if any(s.response == 'raise' for s in samples) and len(samples) != 3: raise ValueError\n"
+        "    return [None if s.response == 'raise' else float(s.response == 'ab') for s in samples]\n"
+    )
+    words = ["reward", "rescore", "f.py:other", str(run.path), "--to", "out.jsonl"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["equal"], found["live_mean"], found["shadow_mean"]) == (4, 2, 1.0, 0.5)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+    assert main([*words, "--step", "1"]) == 0
+    assert "2 samples were not scored" not in (out := capsys.readouterr().out)
+    assert "1 samples were not scored: SCORER_ABSTAINED" in out
+    assert main(["reward", "rescore", "nothing", str(run.path)]) == 1
+    assert "There are" in capsys.readouterr().err

@@ -38,7 +38,11 @@ def test_a_job_of_an_example_passes_its_check(copied: Copied, path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "reward", ["countdown/reward.py", "wordle/game.py", "search/search.py", "retool/interpreter.py", "images/reward.py"]
+    "reward",
+    [
+        *("countdown/reward.py", "wordle/game.py", "search/search.py", "retool/interpreter.py", "images/reward.py"),
+        "swe/agent.py",
+    ],
 )
 async def test_a_reward_scores_a_label_as_a_response_before_the_start(copied: Copied, reward: str) -> None:
     name, file = reward.split("/")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.hooks import Sample
+from headrace.hooks import HookArgs, Sample
+from headrace.hooks.agent import Task
+from headrace.hooks.load import load_hook
 from tests.support.sandboxes import choose_sandbox
 
 
@@ -69,3 +72,75 @@ async def test_programs_run_between_thoughts_in_the_sandbox(
     assert played.written == "".join(responses)
     assert output in played.given
     assert ("<output>" in played.given) == (len(responses) > 1)
+
+
+FIXES = ["open: {name}.py\n", "fix: {bug} -> {label}\n"]
+
+
+@pytest.mark.parametrize(
+    ("responses", "reward", "given"),
+    [
+        (FIXES, 1.0, ""),
+        (["open: {name}.py\n", "fix: {bug} -> 0\n", "fix: 0 -> {label}\n"], 1.0, "not {wanted}"),
+        (["open: {name}.py\n", "fix: {bug} -> {bug} +\n", "stop\n"], 0.2, "SyntaxError"),
+        (["open: {name}.py\n", "fix: nothing -> 0\n"], 0.1, "def {name}"),
+        (["open: check.py\n", "fix: CASES: -> ():\n", "stop\n"], 0.2, "not {wanted}"),
+        (["fix: {bug} -> {label}\n"], 0.0, ""),
+        (["open: nothing.py\n"], 0.0, ""),
+    ],
+    ids=["at once", "the second time", "no program", "no such text", "other tests", "unopened", "no such file"],
+)
+async def test_a_repository_is_paid_by_its_tests(
+    play: Any, copied: Any, monkeypatch: pytest.MonkeyPatch, responses: list[str], reward: float, given: str
+) -> None:
+    choose_sandbox("bubblewrap", monkeypatch)
+    row = json.loads((copied("swe") / "eval.jsonl").read_text().splitlines()[0])
+    said = row["prompt"].splitlines()[-1]  # area.py: area(13, 5) is 8, not 65
+    name, wanted = said.partition(".py")[0], said.rpartition(" ")[2]
+    bug = row["metadata"]["files"][f"{name}.py"].rpartition("return ")[2].strip()
+    texts = {"name": name, "bug": bug, "label": row["label"], "wanted": wanted}
+    written = [text.format(**texts) for text in responses]
+    sample = Sample(prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
+    played = await play("swe", "agent.py", sample, *written, max_turns=3)
+    assert played.reward == reward
+    assert played.written == "".join(written)
+    assert given.format(**texts) in played.given
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([" 1", " 2", " 1"], {"first": 1.0, "second": 0.3}),
+        ([" 2", " 2"], {"first": 0.3, "second": 1.0}),
+        ([" 2", " 7"], {"first": 0.5, "second": 0.0}),
+    ],
+    ids=["first takes the last", "second takes the last", "a wrong move"],
+)
+async def test_both_players_of_a_game_are_paid(
+    copied: Any, monkeypatch: pytest.MonkeyPatch, moves: list[str], expected: dict[str, float]
+) -> None:
+    game = load_hook(f"{copied('selfplay') / 'game.py'}:run").target
+    said, asked = iter(moves), []
+
+    class Client:
+        def __init__(self, base_url: str, api_key: str = "") -> None:
+            self.completions, self.url = self, base_url
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+        def with_options(self, base_url: str) -> Any:
+            return Client(base_url)
+
+        async def create(self, **_: Any) -> Any:
+            asked.append(self.url)
+            return SimpleNamespace(choices=[SimpleNamespace(text=next(said))])
+
+    monkeypatch.setitem(game.__globals__, "AsyncOpenAI", Client)
+    task = Task(prompt="4:", label="4")
+    assert await game(HookArgs({}), task, "http://here/sessions/a.b/v1") == expected
+    urls = [f"http://here/sessions/a.b~{role}/v1" for role in ("first", "second", "first")]
+    assert asked == urls[: len(moves)]

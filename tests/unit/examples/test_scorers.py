@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.hooks import HookArgs, Sample
+from headrace.api.reward.v1 import reward_pb2 as pb
+from headrace.client.reward import RewardClient
 from headrace.hooks.kit import SequenceClassifier
-from headrace.hooks.load import load_hook
 from headrace.rpc.net import free_port
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from tests.support.models.chat_templates import make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.reward_server import served_reward
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-protos" / "bin" / "python"
@@ -40,7 +42,7 @@ def test_a_reward_model_prefers_what_its_pairs_prefer(copied: Copied, tmp_path: 
     assert sum(better > worse for better, worse in zip(chosen, rejected, strict=True)) >= 20
 
 
-async def test_a_scorer_without_headrace_scores_a_running_job(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scorer_without_headrace_replaces_the_one_of_a_running_job(copied: Copied) -> None:
     if not PYTHON.exists():
         pytest.skip("`make protos` sets up a Python with gRPC and without headrace")
     folder, port = copied("reward_swap"), free_port()
@@ -48,15 +50,22 @@ async def test_a_scorer_without_headrace_scores_a_running_job(copied: Copied, mo
     words = ["-I", str(ROOT / "protos"), "--python_out=stubs", "--grpc_python_out=stubs", *_STUBS]
     made = await asyncio.create_subprocess_exec(PYTHON, "-m", "grpc_tools.protoc", *words)
     assert await made.wait() == 0
-    of_scorer = load_hook(f"{folder}/rewards.py:of_scorer")
-    monkeypatch.setitem(of_scorer.target.__globals__, "SCORER", f"127.0.0.1:{port}")
     scorer = await asyncio.create_subprocess_exec(PYTHON, "scorer.py", f"127.0.0.1:{port}", env={"PYTHONPATH": "stubs"})
     try:
-        for response, reward in (("12", 1.0), (" 13", 0.5), ("twelve", 0.0)):
-            sample = Sample(prompt="7 + 5 =", response=response, label="12")
-            assert await of_scorer.target(HookArgs({}), sample) == reward
-        with pytest.raises(RuntimeError):
-            await of_scorer.target(HookArgs({}), Sample(prompt="7 + 5 =", response="12"))
+        async with served_reward(custom_rm_path=f"{folder}/rewards.py:any_number") as client:
+            url = f"grpc://127.0.0.1:{port}"
+            assert await close(client, "13") == Score(1.0, "custom", (await client.scorer_state()).live.version)
+            await client.change_scorer(pb.ChangeScorerRequest(set=url))
+            for response, reward in (("12", 1.0), (" 13", 0.5), ("twelve", 0.0)):
+                assert await close(client, response) == Score(reward, "close", f"{url} 1")
+            error = await close(client, "12", label=None)
+            assert isinstance(error, ScoreError)
+            assert error.reason == "ITEM_INVALID"
     finally:
         scorer.terminate()
         await scorer.wait()
+
+
+async def close(client: RewardClient, response: str, label: str | None = "12") -> ScoreResult:
+    (result,) = await client.score([ScoreItem("a", "7 + 5 =", response, label)], deadline_seconds=60)
+    return result

@@ -285,13 +285,21 @@ async def test_many_run_side_by_side(kind: str) -> None:
 def test_a_check_says_what_programs_run_in_where_a_function_runs_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in (("runs", "from headrace.hooks.kit import run_python\n"), ("talks", "")):
+    texts = {
+        "runs": "from headrace.hooks.kit import run_python\n",
+        "opens": "def opened(): return open_sandbox(files={})\n",
+        "elsewhere": "def opened(): return open_sandbox('podman', image='a')\n",
+        "talks": "",
+    }
+    for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(f"{text}async def generate(args, samples): pass\n")
-    assert sandbox.sandbox_used_by(f"{tmp_path}/talks.py:generate") is None
+    for name in ("talks", "elsewhere"):
+        assert sandbox.sandbox_used_by(f"{tmp_path}/{name}.py:generate") is None
     for kind, said in (("bubblewrap", "no network"), ("process", "--insecure-sandbox")):
         with monkeypatch.context() as patched:
             choose_sandbox(kind, patched)
-            assert said in str(sandbox.sandbox_used_by(f"{tmp_path}/runs.py:generate"))
+            for name in ("runs", "opens"):
+                assert said in str(sandbox.sandbox_used_by(f"{tmp_path}/{name}.py:generate"))
     choose_sandbox("refused", monkeypatch)
     with pytest.raises(FailedPrecondition, match=r"runs.py:generate: .*install .*bubblewrap.*--insecure-sandbox"):
         sandbox.sandbox_used_by(f"{tmp_path}/runs.py:generate")

@@ -1,8 +1,10 @@
-"""Programs in responses, against the tests of their task: verdicts, hostile programs, sandboxes that do not start."""
+"""Programs in responses, against the tests of their task: hostile ones, and sandboxes that do not start.
+
+What programs are paid is in test_tables.py.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -26,7 +28,6 @@ ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))"
 STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
-ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]\nassert not add(0, 0)"]
 SECRET = 918273645
 
 
@@ -36,59 +37,8 @@ def item(program: str, tests: object = None, label: str | None = None, **metadat
     return ScoreItem("1", "", response, label=label, metadata=metadata)
 
 
-@pytest.mark.parametrize(
-    ("program", "tests", "reward"),
-    [
-        (SUM, STDIN, 1.0),
-        ("print(3)", STDIN, 0.0),
-        (SUM + "\n1/0", STDIN, 0.0),
-        (SUM.replace("print(", "print(1.0 *"), STDIN, 1.0),  # 3.0 is 3
-        (SUM, json.dumps(STDIN), 1.0),
-        (ADD, CALLS, 1.0),
-        (ADD.replace("+", "-"), CALLS, 0.0),
-        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0),
-        ("def add(a, b):\n    return (a, b)", {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, 1.0),
-        (ADD, ASSERTS, 1.0),
-        (ADD.replace("+", "-"), ASSERTS, 0.0),
-        (
-            "from collections import Counter\ndef f(s):\n    return Counter(s)",
-            ["assert f('aab') == {'a': 2, 'b': 1}"],
-            1.0,
-        ),
-        (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional"}], 1.0),
-        (
-            ADD,
-            {
-                "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}],
-                "language": "python",
-            },
-            1.0,
-        ),
-        ("def add(a, b:", CALLS, 0.0),
-        ("while True: pass", [*ASSERTS], 0.0),
-        ("#" * (300 << 10), CALLS, 0.0),
-    ],
-)
-async def test_a_program_gets_1_where_it_passes_all_tests(program: str, tests: object, reward: float) -> None:
-    assert await code.score(item(program, tests, func_name="add", time_limit=2)) == reward
-
-
-async def test_tests_may_stand_in_the_label_and_need_a_setup() -> None:
-    assert await code.score(item(SUM, label=json.dumps(STDIN))) == 1.0
-    made = item("def f(x):\n    return math.floor(x)", test_list=["assert f(1.5) == 1"], test_setup_code="import math")
-    assert await code.score(made) == 1.0
-
-
-async def test_code_reward_share_is_the_part_of_the_tests_that_passes() -> None:
-    calls = {"inputs": [[1, 1], [2, 1], [3, 0], [4, 1]], "outputs": [0, 1, 3, 3], "fn_name": "add"}
-    assert await code.score(item(ADD, calls, code_reward="share")) == 0.25
-    assert await code.score(item("print(3)", STDIN, code_reward="share")) == 0.5
-
-
-async def test_a_response_without_python_gets_0() -> None:
-    for response in ("no code", "```bash\nls\n```", "<think>```python\nprint(3)\n```"):
-        assert await code.score(ScoreItem("1", "", response, metadata={"tests": STDIN})) == 0.0
-    assert await code.score(ScoreItem("1", "", f"```\n{SUM}", metadata={"tests": STDIN})) == 1.0
+async def test_a_program_of_more_than_256_kib_gets_0() -> None:
+    assert await code.score(item(f"{ADD}#{'#' * (300 << 10)}", CALLS)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -111,22 +61,6 @@ async def test_tests_that_cannot_be_read_are_an_error_and_no_reward(
 
 async def reward_of(program: str, *tests: str, **metadata: Any) -> float:
     return await code.score(item(program, list(tests), **metadata))
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        f"```python\n{SUM}\n```\nIt prints:\n```\n3\n```\nand for the second:\n```\n7\n```",
-        f"```{{.python .numberLines}}\n{SUM}\n```\n```text\n3\n```",
-        f"```\n{SUM}\n```\nIts output:\n```\n3\n7\n```",
-        f"1. Read both.\n2. Add them:\n\n    ```python\n    {SUM}\n    ```\n3. Done.",
-        f"The program: ```python\n{SUM}```\nThat is all.\n```\n3\n```",
-        f"`````python\nfence = '```'\n{SUM}\n`````\n```\n3\n```",
-        f"```python\nprint(0)\n```\nBetter:\n```python\n{SUM}",
-    ],
-)
-async def test_the_program_is_the_last_block_that_says_it_is_python(response: str) -> None:
-    assert await code.score(ScoreItem("1", "", response, metadata={"tests": STDIN})) == 1.0
 
 
 @pytest.mark.parametrize("text", ["`" * 200_000 + "x", "> " * 100_000 + "```a`b"])
@@ -324,7 +258,7 @@ async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(
     tests: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_sandbox("bubblewrap", monkeypatch)
-    monkeypatch.setattr(sandbox, "_bubblewrapped", lambda *_: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
+    monkeypatch.setattr(sandbox, "_bubblewrapped", lambda *_, **__: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
     with pytest.raises(Unavailable, match="the sandbox did not start: no namespaces"):
         await code.score(item(SUM, tests))
 

@@ -37,22 +37,6 @@ WORDS = ("count:word_count_range", {"min_words": 3, "max_words": 9})
 SOLID = ("format:no_whitespace", {})
 
 
-@pytest.mark.parametrize(
-    ("response", "instructions", "score", "share"),
-    [
-        ("I have 2 cats and 3 dogs", [NUMBERS], 1, 1),
-        ("<think>1 2 3 4 5</think>I have 2 cats and 3 dogs", [NUMBERS, WORDS], 1, 1),
-        ("one two three", [NUMBERS, WORDS], 0, 0.5),
-        ("solid", [SOLID], 1, 1),
-        ("", [SOLID], 0, 0),
-    ],
-)
-def test_all_instructions_have_to_be_followed(
-    response: str, instructions: list[tuple[str, Any]], score: float, share: float
-) -> None:
-    assert ifbench.score(item(response, *instructions)) == {"score": score, "share": share}
-
-
 def test_verdicts_are_the_packages_own() -> None:
     checkers = ifbench._checkers()
     responses = (

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.hooks import RewardForm
 from headrace.job.schema.job import Job
+from headrace.job.schema.services import RewardPart
 from headrace.process.workers import WorkerPool
 from headrace.rpc.server import RpcServer
 from services.reward import __main__ as program
@@ -33,10 +34,11 @@ COMMON: Readers = {
         lambda server: scorer(server)._args.reward_timeout_seconds,  # of the calls of a judge or a server
     ],
     "reward_workers": [lambda server: server.pool._size, lambda server: server._slow_pool._size],
+    "run_dir": [lambda server: server._live._file.path.parents[1], lambda server: server._live._log.path.parents[1]],
     "insecure_sandbox": [lambda server: os.environ["HEADRACE_INSECURE_SANDBOX"] == "true"],
 }
 JUDGE: Readers = COMMON | {
-    "rm_type": [lambda server: scorer(server).registry.default, lambda server: prepared(server.pool)[0]],
+    "rm_type": [lambda server: scorer(server).registry.default, lambda server: prepared(server.pool)[0][0]],
     "rm_url": [lambda server: scorer(server)._args.rm_url],
     "judge_url": [lambda server: scorer(server)._args.judge_url],
     "judge_model": [lambda server: scorer(server)._args.judge_model],
@@ -46,12 +48,16 @@ JUDGE: Readers = COMMON | {
     "eval_config": [lambda server: Path(*scorer(server).registry._of_evaluations).parent / "eval.toml"],
 }
 GROUP: Readers = COMMON | {
-    "custom_rm_path": [lambda server: users(server).path, lambda server: prepared(server.pool)[0]],
+    "custom_rm_path": [lambda server: users(server).path, lambda server: prepared(server.pool)[1][0][0]],
     "group_rm": [lambda server: users(server).form is RewardForm.GROUP],
 }
 MODEL: Readers = COMMON | {
     "custom_rm_path": [lambda server: users(server).path],
     "reward_model_path": [lambda server: Path(prepared(server.pool)[2])],
+}
+COMPOSED: Readers = COMMON | {
+    "reward_parts": [lambda server: tuple(RewardPart(scorer=each.scorer.name) for each in composition(server).parts)],
+    "reward_combine": [lambda server: composition(server).combine],
 }
 HELD_BY_NO_PART = {
     "run_name": "stands in the lines of the log",
@@ -62,6 +68,10 @@ HELD_BY_NO_PART = {
 def scorer(server: RewardServer) -> Any:
     (service,) = server.rpc._services
     return service.servicer._scorer
+
+
+def composition(server: RewardServer) -> Any:
+    return scorer(server).registry.require("composed").composition
 
 
 def users(server: RewardServer) -> Any:
@@ -76,7 +86,7 @@ def prepared(pool: Any) -> Any:
 def sections(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "model": {"hf_checkpoint": folder},
-        "run": {"run_name": "unusual"},
+        "run": {"run_name": "unusual", "run_dir": folder / "runs"},
         "reward": {
             "reward_key": "correct",
             "reward_timeout_seconds": 47.0,
@@ -97,6 +107,7 @@ def variants(folder: Path) -> Mapping[str, tuple[Mapping[str, Any], Readers]]:
     hooks = folder / "hooks.py"
     return {
         "judge": ({"rm_type": "judge"}, JUDGE),
+        "composed": ({"reward_parts": [{"scorer": "f1"}, {"scorer": "math"}], "reward_combine": "max"}, COMPOSED),
         "group": ({"custom_rm_path": f"{hooks}:of_group", "group_rm": True}, GROUP),
         "model": ({"custom_rm_path": f"{hooks}:OfModel", "reward_model_path": folder / "judge"}, MODEL),
     }

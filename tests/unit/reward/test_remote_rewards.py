@@ -136,6 +136,25 @@ async def test_a_server_that_is_away_or_silent_is_a_failure_that_may_pass(
     over.set()
 
 
+async def test_a_judge_is_asked_once_about_equal_responses_and_its_rubric_is_in_the_version(
+    answering: Callable[[Answer], AnsweringServer], tmp_path: Path
+) -> None:
+    said = json.dumps({"choices": [{"message": {"role": "assistant", "content": "7"}}]}).encode()
+    judge, rubric = answering(lambda _: (200, said)), tmp_path / "rubric.txt"
+    versions = set()
+    for text in ("{prompt} {response}", "{prompt} {response}", "Be strict: {prompt} {response}"):
+        rubric.write_text(text)
+        flags = {"judge_url": f"{judge.url}/v1", "judge_model": "big", "judge_prompt": rubric}
+        async with served_reward(rm_type="judge", **flags) as client:
+            asked = len(judge.asked)
+            for response in ("seven", "seven", "eight"):
+                (score,) = await client.score([item(response)], deadline_seconds=120)
+                assert isinstance(score, Score)
+                versions.add(score.scorer_version)
+            assert len(judge.asked) == asked + 2
+    assert len(versions) == 2
+
+
 async def test_a_judge_is_told_what_was_asked_and_its_grade_is_the_reward(
     answering: Callable[[Answer], AnsweringServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,25 +31,12 @@ def test_math_needs_a_label_that_is_mathematics(label: str | None, message: str)
         math.score(item("7", label))
 
 
-def test_deepscaler_wants_a_box_after_thinking() -> None:
-    assert deepscaler.score(item(r"<think>hm</think>\boxed{\frac{1}{2}}", "0.5")) == 1.0
-    assert deepscaler.score(item(r"###Response \boxed{7}", "7")) == 1.0
-    assert deepscaler.score(item(r"\boxed{7}", "7")) == 0.0
-    assert deepscaler.score(item("<think>hm</think> 7", "7")) == 0.0
-
-
-def test_exact_match_ignores_blanks_and_nothing_else() -> None:
-    assert exact_match.score(item(" yes\n", "yes")) == 1.0
-    assert exact_match.score(item("Yes", "yes")) == 0.0
-    assert exact_match.score(item("", "")) == 1.0
+def test_exact_match_needs_a_label() -> None:
     with pytest.raises(InvalidArgument, match="--label-key"):
         exact_match.score(item("yes"))
 
 
-def test_regex_takes_its_pattern_from_metadata_or_label() -> None:
-    assert regex.score(item("<think>a\nb</think>c", pattern=r"(?s)^<think>.*</think>.+$")) == 1.0
-    assert regex.score(item("no", pattern=r"^\d+$")) == 0.0
-    assert regex.score(item("17", r"^\d+$")) == regex.score(item("17", r"^\d+$", pattern=None)) == 1.0
+def test_regex_needs_a_pattern_that_compiles() -> None:
     with pytest.raises(InvalidArgument, match=r"cannot compile '\('"):
         regex.score(item("x", "("))
     with pytest.raises(InvalidArgument, match=r"metadata\.pattern or the label"):

@@ -162,6 +162,7 @@ ENGINES: Readers = {
     "eval_function_path": [lambda b: b.parts.evaluator._function._path],
     "group_rm": [lambda b: b.parts.evaluator._scores_groups],
     "reward_timeout_seconds": [lambda b: b.parts.scorer._item_seconds],
+    "reward_patience_seconds": [lambda b: b.parts.scorer._patience_seconds],
     "reward_address": [lambda b: b.parts.scorer.target.address],
     "buffer_address": [lambda b: b.service._buffer._peer.removeprefix("the buffer at ")],
     "rollout_services": [lambda b: b.services],
@@ -252,6 +253,7 @@ OF_A_SERVER: Readers = {
     "group_rm": [lambda evaluator: evaluator._scores_groups],
     "reward_address": [lambda evaluator: evaluator._scorer.target.address],
     "reward_timeout_seconds": [lambda evaluator: evaluator._scorer._item_seconds],
+    "reward_patience_seconds": [lambda evaluator: evaluator._scorer._patience_seconds],
 }
 """Of an evaluation that asks a server of somebody else's."""
 
@@ -267,6 +269,7 @@ OF_OTHERS = {
     "tool_key": "of an evaluation's request",
     "reward_key": "of an evaluation's request",
     "rm_type": "of an evaluation's request",
+    "reward_parts": "of a sample",
     "master_port": "of a publication",
     "vocab_size": "of config.json",
 }
@@ -311,7 +314,7 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "rollout_timeout_seconds": 407.0,
             "max_turns": 17,
         },
-        "reward": {"group_rm": True, "reward_timeout_seconds": 53.0},
+        "reward": {"group_rm": True, "reward_timeout_seconds": 53.0, "reward_patience_seconds": 71.0},
         "train": {"use_rollout_routing_replay": True},
         "distillation": {"opd_teacher_url": "http://127.0.0.1:7309"},
         "buffer": {"max_staleness": 5, "prompt_root": folder / "root"},

@@ -38,10 +38,11 @@ FILES = {
     "trackio": ("trackio.txt",),
     "mlflow": ("mlflow.txt",),
     "inspect": ("inspect.txt",),
+    "mcp": ("mcp.txt",),
     "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
-OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect")
+OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect", "mcp")
 """Installed on top of `CPU`, by `make`."""
 
 

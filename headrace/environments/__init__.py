@@ -1,0 +1,1 @@
+"""Environments of other projects: their tasks as rows, and their games played against a session's URL."""
