@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 END = "<|im_end|>"
+WORDS = {"plus": "+", "minus": "-", "times": "*", "divided by": "//", "modulo": "%"}
 FUNCTIONS = {
     "total": "a + b",
     "change": "a - b",
@@ -37,7 +38,9 @@ def value(expression, a, b):
 
 
 def module(name, expression):
-    return f"def {name}(a, b):\n    return {expression}\n"
+    """A file; the comment says what is right, and the code may be wrong."""
+    wanted = " ".join({sign: word for word, sign in WORDS.items()}.get(part, part) for part in FUNCTIONS[name].split())
+    return f"# {name}: {wanted}\ndef {name}(a, b):\n    return {expression}\n"
 
 
 def failing(draw):
