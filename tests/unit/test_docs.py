@@ -48,7 +48,7 @@ _OTHERS_FLAGS = {
     *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
 """Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Codex, Helm and
-kubectl."""
+kubectl, lm-eval."""
 _OF_A_JOB = ("train", "check", "up")
 _WITH_ITS_FLAGS = (*_OF_A_JOB, "eval", "env train", "replay")
 _GROUPS = {"buffer": buffer, "env": env, "reward": reward, "rollout": rollout, "tokens": tokens}
