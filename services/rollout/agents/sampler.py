@@ -128,12 +128,9 @@ class AgentSampler:
             return self._samples(request, session, played)
         except (WorkerError, HeadraceError) as error:
             await self._sessions.close(session)
-            failure, every = call_failure(error), session.all()
-            # Some clients raise where a response ended at its limit of tokens, as others do at one of the session.
-            ends_cut = failure.reason == "HOOK_RAISED" and any(each.record.ends_truncated for each in every)
-            if every and (ends_cut or any(each.is_cut for each in every)):
-                return self._samples(request, session, Played(None, self._path))
-            return [self._failed(request, failure)]
+            if any(each.is_cut for each in session.all()):
+                return self._samples(request, session, Played(None, self._path))  # a limit of the session ended it
+            return [self._failed(request, call_failure(error))]
         finally:
             await self._sessions.close(session)
 

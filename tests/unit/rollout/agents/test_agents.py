@@ -139,15 +139,6 @@ async def test_an_agent_that_reaches_its_last_turn_keeps_what_it_said(tmp_path: 
     require_as_sampled(sample)
 
 
-async def test_an_agent_that_raises_at_a_response_that_was_cut_keeps_what_it_said(tmp_path: Path) -> None:
-    code = AGENT.replace(
-        "            messages.append(", "            raise ValueError('incomplete')\n            messages.append(", 1
-    )
-    async with producing(tmp_path, code, num_prompts=0) as (made, _):
-        (sample,) = await made.play()
-    assert (sample.status, int(sample.loss_mask.sum()), sample.reward) == (Status.TRUNCATED, 6, None)
-
-
 async def test_a_reward_of_parts_is_the_part_that_is_trained_on(tmp_path: Path) -> None:
     code = AGENT.replace("return float(len(messages))", "return {'right': 1, 'short': 0.5}")
     async with producing(tmp_path, code, num_prompts=0) as (made, _):
