@@ -192,6 +192,11 @@ class SessionRecord:
     def num_answers(self) -> int:
         return len(self._turns)
 
+    @property
+    def ends_truncated(self) -> bool:
+        """True where the latest response was cut at a limit of tokens."""
+        return bool(self._turns) and self._turns[-1].answer.status is Status.TRUNCATED
+
     def ask(
         self,
         messages: Sequence[Message],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,10 +172,15 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _by_length(comparisons: Iterable[Comparison]) -> Iterator[LengthQuarter]:
+    """Equal lengths are in one quarter, so that quarters may differ in size, or be fewer."""
     ordered = sorted(comparisons, key=lambda each: each.response_tokens)
-    for quarter in range(_QUARTERS):
-        part = ordered[len(ordered) * quarter // _QUARTERS : len(ordered) * (quarter + 1) // _QUARTERS]
-        if part:
+    lengths = [each.response_tokens for each in ordered]
+    start = 0
+    for quarter in range(1, _QUARTERS + 1):
+        last = len(ordered) * quarter // _QUARTERS - 1
+        end = bisect_right(lengths, lengths[max(last, 0)])
+        if part := ordered[start:end]:
+            start = end
             yield LengthQuarter(
                 part[0].response_tokens,
                 part[-1].response_tokens,

@@ -518,6 +518,8 @@ def _arrays(sample_id: str, payload: pb.SamplePayload) -> dict[str, NDArray[Any]
     return arrays
 
 
+ROLE = "role"
+"""The tag of a sample of one of several agents of a task."""
 TURNS = "turns"
 """The key of a sample's hook_fields that holds them."""
 _MAX_CHARACTERS = 200_000

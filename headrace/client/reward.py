@@ -88,17 +88,17 @@ class RewardClient(Closing):
         Raises InvalidArgument for a scorer that cannot be loaded, FailedPrecondition where there is nothing to change.
         """
         request.change_id = request.change_id or uuid.uuid4().hex
-        state: pb.ScorerState = await call(
+        reply: pb.ChangeScorerResponse = await call(
             self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer
         )
-        return state
+        return reply.state
 
     async def scorer_state(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> pb.ScorerState:
         """Who pays and who is tried."""
-        state: pb.ScorerState = await call(
+        reply: pb.GetScorerStateResponse = await call(
             self._stub.GetScorerState, pb.GetScorerStateRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
-        return state
+        return reply.state
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -166,6 +166,8 @@ class SyncReward(_Sync[RewardClient]):
     score = _call(RewardClient.score)
     ask = _call(RewardClient.ask)
     list_scorers = _call(RewardClient.list_scorers)
+    change_scorer = _call(RewardClient.change_scorer)
+    scorer_state = _call(RewardClient.scorer_state)
 
 
 class SyncTrainer(_Sync[TrainerClient]):

@@ -21,6 +21,7 @@ _REASONS = frozenset(
         "SCORER_RAISED",
         "SCORER_CRASHED",
         "SCORER_NOT_FINITE",
+        "SCORER_ABSTAINED",
         "SCORER_UNKNOWN",
         "SCORER_UNAVAILABLE",
         "ITEM_INVALID",

@@ -4,6 +4,7 @@ The services' hooks run in worker processes (`headrace.process.workers`): `await
 the trainer's run in its ranks, which hold the tensors that they see.
 """
 
+from headrace.hooks.agent import as_role
 from headrace.hooks.args import HookArgs, hook_args, section_args
 from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
@@ -26,6 +27,7 @@ __all__ = [
     "RolloutDataSource",
     "RolloutDataSourceWithBuffer",
     "Sample",
+    "as_role",
     "from_hook",
     "get",
     "get_model_url",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from headrace.hooks.reward import checked_reward
 from headrace.hooks.signature import Signature, awaited, load_function
 from headrace.rpc.proxies import direct_to
 
+ROLE_MARK = "~"
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 ACCEPTED = ("async def run(args, task, base_url) -> reward | None",)
 _LISTEN_SECONDS = 2.0
 
@@ -36,6 +39,18 @@ class Task:
     """The number of this sample among those of its prompt, from 0."""
     evaluation: bool = False
     """Nobody trains on it."""
+
+
+def as_role(base_url: str, role: str) -> str:
+    """Returns the base URL for one of several agents of a task, such as a proposer and a solver.
+
+    Each role's samples are trained on the role's own reward, against the same role in the group's other runs. The
+    agent returns `{role: reward}`, or one reward for all. Raises InvalidArgument for a name that is no word.
+    """
+    if not _ROLE.fullmatch(role):
+        raise InvalidArgument(f"role {role[:40]!r}: name it by a word of at most 32 letters, digits, - and _")
+    session, _, version = base_url.rpartition("/")
+    return f"{session.partition(ROLE_MARK)[0]}{ROLE_MARK}{role}/{version}"
 
 
 def require_agent(path: str) -> str:

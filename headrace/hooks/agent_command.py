@@ -35,7 +35,7 @@ _INHERITED = (
 )
 _FIELD = "agent_command"
 _LAST_LINES = 8
-_PLACEHOLDER = re.compile(r"\{prompt\}|\{base_url\}")
+_PLACEHOLDER = re.compile(r"\{(prompt|base_url|here)\}")
 
 
 async def run(args: HookArgs, task: Task, base_url: str) -> Reward | None:
@@ -64,12 +64,12 @@ class Played:
 async def played(command: str, task: Task, base_url: str) -> AsyncIterator[Played]:
     """Runs the command in a fresh folder, which is removed with the block.
 
-    `{prompt}` and `{base_url}` in a word of it stand for the task's prompt and the session's URL; without `{prompt}`
-    the prompt is on its standard input. Raises Aborted, with its last lines, for an exit code other than 0.
+    `{prompt}`, `{base_url}` and `{here}` in a word of it stand for the task's prompt, the session's URL and the folder
+    of this process; without `{prompt}` the prompt is on its standard input. Raises Aborted, with its last lines, for an
+    exit code other than 0.
     """
     prompt = prompt_text(task)
-    stand_for = {"{prompt}": prompt, "{base_url}": base_url}
-    words = [_PLACEHOLDER.sub(lambda found: stand_for[found.group()], word) for word in words_of(command)]
+    words = words_of(command, prompt=prompt, base_url=base_url)
     with tempfile.TemporaryDirectory(prefix="headrace-task-") as root:
         left = Played(Path(root, "work"), Path(root, "output.log"))
         left.folder.mkdir()
@@ -124,15 +124,20 @@ def of_commands(
     return COMMAND_AGENT, {"agent_command": command, "agent_reward_command": reward_command}
 
 
-def words_of(command: str) -> list[str]:
-    """Returns the words of a command line. Raises ConfigError for one without a program that is here."""
+def words_of(command: str, **values: str) -> list[str]:
+    """Returns the words of a command line, with values in place of `{name}`, and of `{here}`.
+
+    Raises ConfigError for one without a program that is here.
+    """
+    values |= {"here": os.getcwd()}
     try:
-        words = shlex.split(command)
+        words = [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in shlex.split(command)]
     except ValueError as error:
         raise ConfigError(f"command {command!r:.200}: {error}") from error
-    if not words or shutil.which(words[0]) is None:
+    program = shutil.which(words[0]) if words else None
+    if program is None:
         raise ConfigError(f"command {command!r:.200}: there is no program {(words or [''])[0]!r} on PATH: install it")
-    return words
+    return [str(Path(program).absolute()), *words[1:]]
 
 
 def prompt_text(task: Task) -> str:

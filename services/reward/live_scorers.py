@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from headrace.api.reward.v1 import reward_pb2 as pb
-from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
+from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.hooks.kit.sandbox import require_sandbox
 from headrace.hooks.reward import RewardForm, RewardHook, reward_hook_by_name
 from headrace.job.schema.section import Section
@@ -60,7 +60,7 @@ _MOST_SHADOWED = 2_048
 
 @dataclass
 class ShadowCounts:
-    """Samples that the shadow was given since the service started."""
+    """Samples that the shadow was given since it is tried, or since the service started."""
 
     compared: int = 0
     equal: int = 0
@@ -77,6 +77,7 @@ class LiveScorers:
         self._file = file
         self._log = shadow_log
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Swap]] = set()
         self._live: Scorer | None = None
         """None: the job's own."""
         self._candidate: Scorer | None = None
@@ -111,8 +112,16 @@ class LiveScorers:
         self.swap, self._live, self._candidate = swap, live, candidate
 
     async def change(self, request: pb.ChangeScorerRequest) -> Swap:
-        """Makes one change, or none where it was made already. Raises what reward.proto says, and changes nothing."""
-        change_id = require_id(request.change_id, "change_id")
+        """Makes one change, or none where it was made already. Raises what reward.proto says, and changes nothing.
+
+        A caller that leaves meanwhile does not stop it: what is on disk is in effect, too.
+        """
+        task = asyncio.create_task(self._change(request, require_id(request.change_id, "change_id")))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _change(self, request: pb.ChangeScorerRequest, change_id: str) -> Swap:
         async with self._changing:
             if change_id in self.swap.change_ids:
                 return self.swap
@@ -123,8 +132,13 @@ class LiveScorers:
                     raise InvalidArgument(error.message, field="scorer") from error
                 swap = swap.numbered(change_id)
                 # From here on a kill leaves the new state, and the caller that asks again gets it.
-                await asyncio.to_thread(self._file.write, swap)
+                try:
+                    await asyncio.to_thread(self._file.write, swap)
+                except OSError as error:
+                    raise Unavailable(f"the change cannot be kept: {error}: free space, or mend the folder") from error
                 on_failure.pop_all()
+            if candidate is not self._candidate:
+                self.counts = ShadowCounts()
             former = {id(each): each for each in (self._live, self._candidate) if each}
             self.swap, self._live, self._candidate = swap, live, candidate
             for kept in (live, candidate):
@@ -206,10 +220,12 @@ class LiveScorers:
     async def _retire(self, scorers: Sequence[Scorer]) -> None:
         for task in [task for task, needed in self._tasks.items() if any(needed is each for each in scorers)]:
             task.cancel()
-        if self._calls:
-            await asyncio.wait(set(self._calls))
-        for scorer in scorers:
-            await scorer.close()
+        try:
+            if self._calls:
+                await asyncio.wait(set(self._calls))
+        finally:
+            for scorer in scorers:
+                await scorer.close()
 
     def payer_of(self, group_id: str, *, evaluation: bool) -> Scorer | None:
         """None: the job's own scorer."""

@@ -5,7 +5,9 @@ Modules of scorers are imported in workers only, when they are needed.
 
 from __future__ import annotations
 
+import ast
 import copy
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,6 +18,8 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -34,6 +38,7 @@ from headrace.limits import (
     nearest,
     require_bytes,
     shown,
+    syntax_tree,
     to_json,
 )
 from headrace.process.workers import WorkerPool
@@ -86,20 +91,19 @@ _SLOW_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
+    """A file in scorers/. With a `package`, the package's version is in the scorer's. `max_seconds` limits one item.
 
     One that `waits` has a coroutine as its `score`. One that asks a `remote` server, or that `takes_args`, is given the
     job's options. `target` is module:function in scorers/, where that is not NAME:score. An answer that takes more than
     `cpu_seconds` of processor time, where that is set, is `wrong`. Of a reward in parts the `part` counts, unless
-    --reward-key names another. A `cached` one is asked once about equal items. The package is in the `extra` of
-    headrace.
+    --reward-key names another. A `cached` one is asked once about equal items. One that `is_quick` takes
+    microseconds for any text and runs in the service itself. The package is in the `extra` of headrace.
     """
 
     name: str
     description: str
     package: str | None = None
     extra: str = "reward"
-    version: str = "1"
     max_seconds: float = MAX_SCORER_SECONDS
     cpu_seconds: float | None = None
     waits: bool = False
@@ -109,6 +113,12 @@ class Builtin:
     remote: bool = False
     wrong: Reward = 0.0
     part: str | None = None
+    is_quick: bool = False
+
+    @property
+    def module(self) -> str:
+        """Its file in scorers/."""
+        return (self.target or self.name).partition(":")[0]
 
 
 BUILTINS: Sequence[Builtin] = (
@@ -130,7 +140,7 @@ BUILTINS: Sequence[Builtin] = (
         "math-verify",
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
-    Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
+    Builtin("exact_match", "1 when the response without surrounding blanks is the label.", is_quick=True),
     Builtin("f1", "The overlap of words with the label, as F1 from 0 to 1."),
     Builtin("gpqa", "1 when the answer is the right letter of several choices, or that choice's text."),
     Builtin(
@@ -162,7 +172,7 @@ BUILTINS: Sequence[Builtin] = (
         takes_args=True,
         target="penalties:score_overlong",
     ),
-    Builtin("random", "1 or 0 by chance."),
+    Builtin("random", "1 or 0 by chance.", is_quick=True),
     Builtin(
         *("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
         cpu_seconds=MAX_MATH_CPU_SECONDS,
@@ -185,14 +195,34 @@ BUILTINS: Sequence[Builtin] = (
 
 
 def installed() -> dict[str, str]:
-    """Returns name → version of the scorers whose packages are installed."""
+    """Returns name → version of the scorers whose packages are installed: the package's, and a digest of our code."""
     versions = {}
     for builtin in BUILTINS:
         if builtin.package is None:
-            versions[builtin.name] = f"headrace {builtin.version}"
+            versions[builtin.name] = f"headrace {code_digest(builtin.module)}"
         elif importlib.util.find_spec(builtin.package.replace("-", "_")):
-            versions[builtin.name] = f"{builtin.package} {importlib.metadata.version(builtin.package)}"
+            version = importlib.metadata.version(builtin.package)
+            versions[builtin.name] = f"{builtin.package} {version} {code_digest(builtin.module)}"
     return versions
+
+
+_SCORERS = "services.reward.scorers"
+
+
+@cache
+def code_digest(module: str) -> str:
+    """The digest of a scorer's file and of the files beside it that it imports."""
+    folder, waiting, texts = Path(__file__).parent / "scorers", [module], dict[str, bytes]()
+    while waiting:
+        name = waiting.pop()
+        if name in texts or not (file := folder / f"{name}.py").is_file():
+            continue
+        texts[name] = file.read_bytes()
+        for node in ast.walk(syntax_tree(texts[name])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_SCORERS):
+                inner = (node.module or "").removeprefix(_SCORERS).lstrip(".")
+                waiting += [inner] if inner else [each.name for each in node.names]
+    return f"sha256:{hashlib.sha256(b''.join(texts[name] for name in sorted(texts))).hexdigest()[:12]}"
 
 
 _BY_NAME = {each.name: each for each in BUILTINS}
@@ -200,8 +230,9 @@ _BY_NAME = {each.name: each for each in BUILTINS}
 
 def _function(name: str) -> Callable[..., Any]:
     """Imports it."""
-    module, _, function = (_BY_NAME[name].target or f"{name}:score").partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"services.reward.scorers.{module}"), function)
+    builtin = _BY_NAME[name]
+    module = importlib.import_module(f"{_SCORERS}.{builtin.module}")
+    found: Callable[..., Any] = getattr(module, (builtin.target or "").partition(":")[2] or "score")
     return found
 
 

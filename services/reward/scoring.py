@@ -238,7 +238,15 @@ class BatchScorer:
     async def _asked(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
         if scorer.remote is not None:
             return await self._remote(scorer, scorer.remote, batch)
+        if (builtin := scorer.builtin) is not None and builtin.is_quick:
+            return [self._at_once(scorer, builtin, item) for item in batch]
         return [self._result(scorer, reward) for reward in await self._rewards(scorer, batch, caller)]
+
+    def _at_once(self, scorer: Scorer, builtin: Builtin, item: ScoreItem) -> ScoreResult:
+        try:
+            return self._result(scorer, CustomResult(run_builtin(builtin.name, _seen_by(scorer, item))))
+        except InvalidArgument as error:
+            return ScoreError("SCORER_RAISED", error.message)
 
     async def _remote(self, scorer: Scorer, remote: Remote, batch: Sequence[ScoreItem]) -> list[ScoreResult]:
         """The scores of another service, which names its scorer; the version says where that service is."""
@@ -373,7 +381,7 @@ def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Makes a call for each group of a group scorer, for 64 items of a model class, and for each other item.
+    """Makes a call for each group of a group scorer, 64 items of a model class or a quick scorer, each other item.
 
     Another service and a composition, which may have scorers of groups, get all items at once.
     """
@@ -383,7 +391,8 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
     calls = []
     for positions in together.values():
         scorer = chosen[positions[0]][1]
-        size = _BATCH_ITEMS if scorer.hook and scorer.hook.form is RewardForm.BATCH else len(positions)
+        is_limited = _is_quick(scorer) or (scorer.hook and scorer.hook.form is RewardForm.BATCH)
+        size = _BATCH_ITEMS if is_limited else len(positions)
         for start in range(0, len(positions), size):
             calls.append(ScorerCall(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
     return calls
@@ -391,13 +400,17 @@ def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCal
 
 def _key(scorer: Scorer, item: ScoreItem, position: int) -> str:
     hook = scorer.hook
-    if scorer.remote or scorer.composition:
+    if scorer.remote or scorer.composition or _is_quick(scorer):
         return "all"
     if hook and hook.form in (RewardForm.GROUP, RewardForm.COMPLETIONS):
         return item.group_id
     if hook and hook.form is RewardForm.BATCH:
         return "all"
     return str(position)
+
+
+def _is_quick(scorer: Scorer) -> bool:
+    return scorer.builtin is not None and scorer.builtin.is_quick
 
 
 def _of_remote(scorer: Scorer, remote: Remote, result: ScoreResult) -> ScoreResult:

@@ -69,12 +69,12 @@ class RewardServicer(RewardServiceServicer):
             ]
         )
 
-    async def ChangeScorer(self, request: pb.ChangeScorerRequest, context: Any) -> pb.ScorerState:
+    async def ChangeScorer(self, request: pb.ChangeScorerRequest, context: Any) -> pb.ChangeScorerResponse:
         await self._live.change(request)
-        return self._state()
+        return pb.ChangeScorerResponse(state=self._state())
 
-    async def GetScorerState(self, request: pb.GetScorerStateRequest, context: Any) -> pb.ScorerState:
-        return self._state()
+    async def GetScorerState(self, request: pb.GetScorerStateRequest, context: Any) -> pb.GetScorerStateResponse:
+        return pb.GetScorerStateResponse(state=self._state())
 
     def _state(self) -> pb.ScorerState:
         swap, counts, trial = self._live.swap, self._live.counts, self._live.swap.trial

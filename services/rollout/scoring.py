@@ -125,9 +125,10 @@ class SampleScorer:
             """False for errors that neither a repaired service nor another one, named by SetReward, would mend."""
             if isinstance(error, InvalidArgument | NotFound):
                 return False
+            if not away.is_set():  # one line for an outage, however often it is asked
+                log.warning("reward_unavailable", address=self.target.address, error=error.message)
             if isinstance(error, Unavailable):
                 away.set()
-            log.warning("reward_unavailable", address=self.target.address, error=error.message)
             return True
 
         try:

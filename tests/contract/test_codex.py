@@ -15,7 +15,7 @@ from headrace.hooks.agent import Task
 from headrace.hooks.agent_command import played
 from tests.support.scripted_endpoint import serving
 
-CODEX = Path(os.environ["HEADRACE_CODEX"]).resolve() if "HEADRACE_CODEX" in os.environ else None
+CODEX = os.environ.get("HEADRACE_CODEX")
 PROVIDER = '{name="headrace", base_url="{base_url}", env_key="OPENAI_API_KEY", wire_api="responses"}'
 COMMAND = (
     f"{CODEX} exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -m policy "

@@ -34,6 +34,7 @@ ENDLESS = 300.0
 
 REWARDS = {
     **{f"return:{name}": {"SCORER_NOT_FINITE", "SCORER_RAISED"} for name in hooks.RETURNS},
+    "return:none": {"SCORER_ABSTAINED"},
     **{name: {"SCORER_RAISED"} for name in (*hooks.RAISES, *hooks.LEAVES)},
     **{name: {"SCORER_CRASHED", "SCORER_RAISED"} for name in hooks.BREAKS},
     **{name: {"1.0"} for name in hooks.SCORES},

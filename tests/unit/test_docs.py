@@ -43,11 +43,12 @@ _OTHERS_FLAGS = {
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
-    *("--project", "--backend-store-uri", "--tasks"),
+    *("--project", "--backend-store-uri"),
     *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
     *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
-"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, benches, Codex, Helm, k8s, lm-eval."""
+"""Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Codex, Helm and
+kubectl, lm-eval."""
 _OF_A_JOB = ("train", "check", "up")
 _WITH_ITS_FLAGS = (*_OF_A_JOB, "eval", "env train", "replay")
 _GROUPS = {"buffer": buffer, "env": env, "reward": reward, "rollout": rollout, "tokens": tokens}

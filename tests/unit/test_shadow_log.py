@@ -37,6 +37,14 @@ def test_bias_by_length_and_the_samples_that_differ_most() -> None:
     assert (found.samples, found.equal, [each.sample_id for each in found.furthest]) == (8, 6, ["s7"])
 
 
+def test_responses_of_equal_length_are_not_divided() -> None:
+    given = [comparison(i, 0.0, float(i), tokens=3 + (i == 7)) for i in range(8)]
+    assert [(q.shortest, q.longest, q.samples, q.difference) for q in Difference.of(given).by_length] == [
+        (3, 3, 7, 3.0),
+        (4, 4, 1, 7.0),
+    ]
+
+
 def test_the_file_is_bounded_and_a_torn_line_is_skipped(tmp_path: Path) -> None:
     log = ShadowLog(tmp_path / "shadow.jsonl", most_bytes=4_000)
     for number in range(200):

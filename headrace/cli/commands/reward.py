@@ -11,12 +11,14 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, Finite, Group, run_argument
 from headrace.cli.commands.reward_service import new, serve
 from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import address_of, find_run
+from headrace.cli.view.lines import print_no_wrap
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.hooks import hook_args
@@ -233,21 +235,23 @@ def _absolute(path: str) -> str:
 
 
 def _print_state(state: pb.ScorerState) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("pays", _shown(state.live))
+    lines = [("pays", _shown(state.live))]
     if state.HasField("candidate"):
-        share = f"{state.share:.0%} of the groups"
-        table.add_row("canary" if state.candidate_pays else "shadow", f"{_shown(state.candidate)}, {share}")
-    counts = state.shadow
-    if counts.compared or counts.failed or counts.dropped:
-        table.add_row(
-            "compared",
-            f"{counts.compared} samples, {counts.equal} of them with the same reward; {counts.failed} failed, "
-            f"{counts.dropped} dropped because the shadow was behind",
-        )
-    for former in reversed(state.former):
-        table.add_row("before", _shown(former))
-    Console(soft_wrap=True).print(table, highlight=False, markup=False)
+        name = "canary" if state.candidate_pays else "shadow"
+        lines.append((name, f"{_shown(state.candidate)}, {state.share:.0%} of the groups"))
+    if (counts := state.shadow).compared or counts.failed or counts.dropped:
+        behind = f", {counts.dropped} dropped because it was behind" if counts.dropped else ""
+        failed = f", {counts.failed} failed" if counts.failed else ""
+        equal = f"{counts.compared} samples, {counts.equal} with the same reward"
+        lines.append(("compared", f"{equal}{failed}{behind}"))
+    lines += [("before", _shown(former)) for former in reversed(state.former)]
+    for name, text in lines:
+        print(f"{name:<10}{_from_here(text)}")
+
+
+def _from_here(text: str) -> str:
+    """Names files below this folder from here."""
+    return text.replace(f"{Path.cwd()}/", "")
 
 
 def _shown(scorer: pb.ScorerVersion) -> str:
@@ -267,8 +271,8 @@ def _print_difference(
         print_json(found)
         return
     paid = sorted({f"{each.live} {each.live_version}" for each in pair})
-    print(f"{names[0]:<8}{', '.join(paid)}")
-    print(f"{names[1]:<8}{pair[0].shadow} {pair[0].shadow_version}\n")
+    print(f"{names[0]:<8}{_from_here(', '.join(paid))}")
+    print(f"{names[1]:<8}{_from_here(f'{pair[0].shadow} {pair[0].shadow_version}')}\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     rows: Sequence[tuple[str, Any]] = (
         ("samples", found.samples),
@@ -278,8 +282,8 @@ def _print_difference(
     )
     for name, value in rows:
         table.add_row(name, str(value))
-    console = Console(soft_wrap=True)
-    console.print(table, highlight=False)
+    console = Console(highlight=False)
+    print_no_wrap(console, table)
     table = Table(
         "\nresponse tokens", "\nsamples", *(f"\n{name}" for name in names), "\ndifference", box=None, pad_edge=False
     )
@@ -287,12 +291,13 @@ def _print_difference(
         span = f"{quarter.shortest} to {quarter.longest}"
         means = (quarter.live_mean, quarter.shadow_mean)
         table.add_row(span, str(quarter.samples), *(f"{mean:.3f}" for mean in means), f"{quarter.difference:+.3f}")
-    console.print(table, highlight=False)
+    print_no_wrap(console, table)
     if found.furthest:
         table = Table("\ndiffer most", *(f"\n{name}" for name in names), "\ngroup", box=None, pad_edge=False)
         for each in found.furthest:
-            table.add_row(each.sample_id, f"{each.live_reward:g}", f"{each.shadow_reward:g}", each.group_id)
-        console.print(table, highlight=False, markup=False)
+            rewards = (f"{each.live_reward:g}", f"{each.shadow_reward:g}")
+            table.add_row(Text(each.sample_id), *rewards, Text(each.group_id))
+        print_no_wrap(console, table)
         print(f"\nread one: headrace samples --group {found.furthest[0].group_id}")
 
 

@@ -189,6 +189,8 @@ def _absolute(section: BaseModel) -> BaseModel:
 
 
 def _made_absolute(name: str, value: Any) -> Any:
+    if name == "reward_parts":
+        return tuple(part.model_copy(update={"scorer": _absolute_hook(part.scorer)}) for part in value)
     if isinstance(value, Path):
         return value.expanduser().absolute()
     if name == "prompt_data":

@@ -141,8 +141,9 @@ class RolloutSection(Section):
     """pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: async def run(args, task,
     base_url)."""
     agent_command: str | None = None
-    """A command line that plays a prompt in a fresh folder, in place of a function: "codex exec …". {prompt} and
-    {base_url} stand for the prompt and the session's URL; without {prompt} the prompt is on its standard input."""
+    """A command line that plays a prompt in a fresh folder, in place of a function: "codex exec …". {prompt},
+    {base_url} and {here} stand for the prompt, the session's URL and the folder of the rollout service; without
+    {prompt} the prompt is on its standard input."""
     agent_reward_command: str | None = None
     """A command line that runs in that folder afterwards: its last line is the reward, or its exit code 0 or 1."""
     agent_hosts: bool = False

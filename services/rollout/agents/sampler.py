@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.agent import Task, require_agent, run_agent
@@ -18,7 +18,7 @@ from headrace.process.workers import WorkerError
 from headrace.prompts import label_for_hooks
 from headrace.rpc.log import log
 from headrace.session import Branch
-from headrace.trajectory import TURNS, Failure, Sample, Status, bounded_turns
+from headrace.trajectory import ROLE, TURNS, Failure, Sample, Status, bounded_turns
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
 from services.rollout.production.hooks import UserFunction
 from services.rollout.production.sampling import SampleRequest, failed_sample
@@ -128,28 +128,44 @@ class AgentSampler:
             return self._samples(request, session, played)
         except (WorkerError, HeadraceError) as error:
             await self._sessions.close(session)
-            if session.is_cut and session.record.num_answers:
-                return self._samples(request, session, Played(None, self._path))  # a limit of the session ended it
-            return [self._failed(request, call_failure(error))]
+            failure, every = call_failure(error), session.all()
+            # Some clients raise where a response ended at its limit of tokens, as others do at one of the session.
+            ends_cut = failure.reason == "HOOK_RAISED" and any(each.record.ends_truncated for each in every)
+            if every and (ends_cut or any(each.is_cut for each in every)):
+                return self._samples(request, session, Played(None, self._path))
+            return [self._failed(request, failure)]
         finally:
             await self._sessions.close(session)
 
     def _samples(self, request: SampleRequest, session: Session, played: Played) -> list[Sample]:
-        branches = session.record.branches()
-        if not branches:
+        every = session.all()
+        if not every:
             message = f"agent {played.path} asked nothing of its base_url, so there is nothing to train"
             return [self._failed(request, Failure("HOOK_INCOMPLETE", message))]
-        made = [
-            _sample(request, branch, number if len(branches) > 1 else None, is_cut=session.is_cut)
-            for number, branch in enumerate(branches)
-        ]
-        return made if played.reward is None else [self._with_reward(sample, played) for sample in made]
+        made = list[Sample]()
+        for each in every:
+            branches = each.record.branches()
+            for number, branch in enumerate(branches):
+                name = "/".join(filter(None, (each.role, str(number) if len(branches) > 1 else "")))
+                sample = _sample(request, branch, name, each.role, is_cut=each.is_cut)
+                made.append(sample if played.reward is None else self._with_reward(sample, played, each.role))
+        return made
 
-    def _with_reward(self, sample: Sample, played: Played) -> Sample:
-        """The agent's own reward; no scorer is asked then. Raises InvalidArgument where --reward-key is not in it."""
+    def _with_reward(self, sample: Sample, played: Played, role: str) -> Sample:
+        """The agent's own reward; no scorer is asked then.
+
+        Raises InvalidArgument where a dict of rewards lacks the role, or --reward-key.
+        """
         parts = played.reward if isinstance(played.reward, dict) else {}
-        value = HookSample(index=sample.index, reward=played.reward).get_reward_value(self._args)
+        if role and parts and role not in parts:
+            raise InvalidArgument(
+                f"agent {played.path} returned rewards for {', '.join(sorted(parts))}, and none for its role {role}"
+            )
+        value = parts[role] if role in parts else self._value(sample, played.reward)
         return replace(sample, reward=value, reward_parts=parts, scorer=f"agent {played.path}"[-MAX_ID_CHARACTERS:])
+
+    def _value(self, sample: Sample, reward: Reward | None) -> float:
+        return HookSample(index=sample.index, reward=reward).get_reward_value(self._args)
 
     def _failed(self, request: SampleRequest, failure: Failure) -> Sample:
         log.warning("agent_failed", agent=self._path, sample_id=request.sample_id, message=failure.message)
@@ -170,20 +186,21 @@ def _task(request: SampleRequest, evaluation: bool) -> Task:
     return Task(messages or prompt.text, label, metadata, request.index, evaluation)
 
 
-def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
-    """Returns a sample; samples of a fan-out have a `number`, and share the request's id as their rollout."""
+def _sample(request: SampleRequest, branch: Branch, name: str, role: str, *, is_cut: bool) -> Sample:
+    """Returns a sample; samples of a fan-out have a `name`, and share the request's id as their rollout."""
     was_cut = is_cut or branch.last.status is Status.TRUNCATED
     return request.sample(
         branch.loss_mask,
         branch.log_probs,
         Status.TRUNCATED if was_cut else Status.COMPLETED,
-        sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",
+        sample_id=f"{request.sample_id}/{name}" if name else request.sample_id,
         rollout_id=request.sample_id,
         prompt=branch.prompt_text,
         response=branch.last.content + branch.last.rest,
         tokens=[*branch.prompt, *branch.response],
         policy_ranges=branch.policy_ranges,
         hook_fields={**request.hook_fields, **_turns(branch)},
+        tags={ROLE: role} if role else {},
     )
 
 

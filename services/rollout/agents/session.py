@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.hooks.agent import ROLE_MARK, as_role
 from headrace.hooks.kit.tool_call import divided_thought, opened_thought
 from headrace.session import Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
@@ -21,6 +22,8 @@ from services.rollout.engine.replies import Finish
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import STATUS
+
+_MOST_ROLES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class Session:
     requests: set[asyncio.Task[object]] = field(default_factory=set)
     kept: dict[str, Sequence[TemplateMessage]] = field(default_factory=dict)
     """Conversations by the ids of their responses, where the client names them in later requests."""
+    role: str = ""
+    """Which of several agents of the task it is; empty where there is one."""
+    roles: dict[str, Session] = field(default_factory=dict)
+    """The sessions of several agents, with a record each."""
     _asked: int = 0
     _begun: float = field(default_factory=time.monotonic)
 
@@ -71,16 +78,34 @@ class Session:
         """
         if self.is_lent and (self.lease is None or run.partition(".")[0] != self.lease):
             raise NotFound(f"session {self.session_id}: the lease of this base_url has ended: another host plays it")
-        if run != self.run and self.record.num_answers:
+        if run != self.run and (self.record.num_answers or self.roles):
             self._empty()
         self.run = run
 
+    def of_role(self, role: str) -> Session:
+        """Returns the session of one of several agents: the same limits, and a record of its own.
+
+        Raises InvalidArgument for another name than `as_role` gives, and for too many.
+        """
+        if role not in self.roles:
+            as_role("/v1", role)
+            if len(self.roles) == _MOST_ROLES:
+                raise InvalidArgument(f"role {role}: a task has at most {_MOST_ROLES} roles")
+            self.roles[role] = replace(self, record=self.record.emptied(), kept={}, role=role, roles={})
+        return self.roles[role]
+
+    def all(self) -> list[Session]:
+        """Returns the sessions that have answers: of each role, or the one without a role."""
+        every = [self, *(self.roles[role] for role in sorted(self.roles))]
+        return [session for session in every if session.record.num_answers]
+
     def _empty(self) -> None:
-        self.record, self.kept = self.record.emptied(), {}
+        self.record, self.kept, self.roles = self.record.emptied(), {}, {}
 
     async def close(self) -> None:
         """Ends what is still asked. Later requests are refused."""
-        self.is_closed = True
+        for session in (self, *self.roles.values()):
+            session.is_closed = True
         for request in self.requests:
             request.cancel()
         await asyncio.gather(*self.requests, return_exceptions=True)
@@ -122,7 +147,7 @@ class Session:
     def next_request(self) -> str:
         """Returns an id for the engine."""
         self._asked += 1
-        return f"{self.session_id}-{self._asked}"
+        return f"{self.session_id}{self.role}-{self._asked}"
 
     def _require_turns(self) -> None:
         if self.limits.turns is not None and self.record.num_answers >= self.limits.turns:
@@ -133,9 +158,9 @@ class Session:
 
     def _seed(self, seed: int | None, number: int) -> int | None:
         """Each response has a seed of its own, which depends on the sample's alone."""
-        if seed is None or self._asked + number == 0:
+        if seed is None or (self._asked + number == 0 and not self.role):
             return seed
-        digest = hashlib.sha256(f"{seed}/{self._asked}/{number}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}{self.role}/{self._asked}/{number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
@@ -165,10 +190,11 @@ class AgentSessions:
         if session_id is None:
             name = f"openai-{secrets.token_hex(8)}"
             return Session(name, SessionRecord(self._encoder), self._params, self._limits, is_recorded=False)
-        name, _, run = session_id.partition(".")
+        whole, _, role = session_id.partition(ROLE_MARK)
+        name, _, run = whole.partition(".")
         if session := self._open.get(name):
             session.begin(run)
-            return session
+            return session.of_role(role) if role else session
         raise NotFound(f"session {session_id[:40]!r} does not exist, or is over: an agent's sessions end with it")
 
 

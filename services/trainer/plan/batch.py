@@ -10,7 +10,7 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.trajectory import PolicyRange, Status, check_ranges, check_reward
+from headrace.trajectory import ROLE, PolicyRange, Status, check_ranges, check_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class SampleFacts:
     response_length: int
     trained_tokens: int
     min_policy_version: int | None
+    role: str = ""
+    """Which of several agents of a task; its rewards count against those of the same role."""
     set_aside: str | None = None
     """Why the trainer cannot use it, where it cannot: it counts as FAILED."""
 
@@ -54,6 +56,7 @@ class SampleFacts:
             # Without a prompt, nothing predicts the first token (see Sample).
             trained_tokens=min(envelope.trained_tokens, max(envelope.prompt_tokens + envelope.response_tokens - 1, 0)),
             min_policy_version=min(versions, default=None),
+            role=envelope.tags.get(ROLE, ""),
         )
 
     @classmethod
@@ -110,6 +113,9 @@ def statistics(batch: Batch, step: int) -> dict[str, float]:
     }
     if scored:
         found |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
+    for role in sorted({s.role for s in batch.samples} - {""}):
+        of_role = [s.reward for s in batch.samples if s.role == role and s.reward is not None]
+        found |= {f"reward/role/{role}/mean": float(np.mean(of_role))} if of_role else {}
     if staleness:
         found |= {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
         found |= {f"staleness/lag_{lag}": staleness.count(lag) / len(staleness) for lag in sorted(set(staleness))}

@@ -94,7 +94,7 @@ def values(judgements: list[Score | ScoreError]) -> list[float | str]:
 async def test_mathematics_is_judged_and_says_by_whom() -> None:
     async with served_reward(rm_type="math") as client:
         right, wrong = await client.score(items(r"\boxed{7}", "8"), deadline_seconds=120)
-        assert right == Score(1.0, "math", "math-verify 0.9.0")
+        assert right == Score(1.0, "math", f"math-verify 0.9.0 {registry.code_digest('math')}")
         assert wrong.value == 0.0
         names = {s.name: s.is_default for s in await client.list_scorers()}
         assert names["math"]

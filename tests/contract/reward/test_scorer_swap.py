@@ -12,10 +12,11 @@ import pytest
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
+from headrace.errors import ConfigError, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.run_folder import RunFolder
 from headrace.score import Score, ScoreItem
 from headrace.shadow_log import Comparison, ShadowLog
+from services.reward.registry import code_digest
 from tests.support.processes.reward_server import served_reward
 from tests.support.refusals import refused
 
@@ -112,7 +113,7 @@ async def test_set_takes_functions_of_groups_and_built_in_scorers(client: Reward
     await change(client, set=f"{path}:three")
     assert await rewards(client) == {"g0": {3.0}}
     state = await change(client, set="exact_match")
-    assert state.live == pb.ScorerVersion(scorer="exact_match", version="headrace 1")
+    assert state.live == pb.ScorerVersion(scorer="exact_match", version=f"headrace {code_digest('exact_match')}")
     assert [each.scorer for each in state.former] == ["", f"{path}:three"]
     assert await rewards(client) == {"g0": {1.0}}
 
@@ -185,12 +186,38 @@ async def test_a_state_that_cannot_be_used_is_refused_with_the_way_out(path: str
             pass
 
 
+async def test_a_caller_that_leaves_in_the_middle_leaves_disk_and_memory_alike(
+    client: RewardClient, path: str, tmp_path: Path
+) -> None:
+    for _ in range(5):
+        leaving = asyncio.create_task(change(client, set=f"{path}:two"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+    await change(client, set=f"{path}:three")  # those before have ended
+    state = await client.scorer_state()
+    stored = json.loads(RunFolder(tmp_path).scorer_state.read_text())
+    assert (stored["live"]["name"], stored["changes"]) == (state.live.scorer, state.changes)
+    with pytest.raises(DeadlineExceeded):
+        await client.change_scorer(pb.ChangeScorerRequest(change_id="late", set=f"{path}:two"), deadline_seconds=0.01)
+    await change(client, "late", set=f"{path}:two")
+    state = await client.scorer_state()
+    stored = json.loads(RunFolder(tmp_path).scorer_state.read_text())
+    assert (stored["live"]["name"], stored["changes"]) == (f"{path}:two", state.changes)
+
+
+async def test_a_change_that_cannot_be_kept_is_not_made(client: RewardClient, path: str, tmp_path: Path) -> None:
+    RunFolder(tmp_path).scorer_state.mkdir()  # a folder where the file should be
+    with refused(Unavailable, "cannot be kept"):
+        await client.change_scorer(pb.ChangeScorerRequest(set=f"{path}:two"), deadline_seconds=1)
+    assert await rewards(client) == {"g0": {1.0}}
+
+
 async def test_another_service_scores_by_its_url(client: RewardClient, path: str) -> None:
     async with served_reward(rm_type="exact_match") as other:
         url = f"grpc://{other.address}"
         await change(client, set=url)
         (score,) = await client.score([ScoreItem("a", "", "2", "2")], deadline_seconds=60)
-        assert score == Score(1.0, "exact_match", f"{url} headrace 1")
+        assert score == Score(1.0, "exact_match", f"{url} headrace {code_digest('exact_match')}")
         state = await change(client, shadow=trial(f"{url}/f1"))
         assert state.candidate.scorer == f"{url}/f1"
         with refused(InvalidArgument, "f2", "exact_match"):

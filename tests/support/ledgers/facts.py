@@ -14,6 +14,7 @@ def facts(
     status: str = "completed",
     trained_tokens: int = 1,
     rollout_id: str | None = None,
+    role: str = "",
 ) -> SampleFacts:
     """One sample; its own rollout unless said."""
     return SampleFacts(
@@ -26,6 +27,7 @@ def facts(
         response_length=max(trained_tokens, 1),
         trained_tokens=trained_tokens,
         min_policy_version=0,
+        role=role,
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.hooks import Sample
+from headrace.hooks import HookArgs, Sample
+from headrace.hooks.agent import Task
+from headrace.hooks.load import load_hook
 from tests.support.sandboxes import choose_sandbox
 
 
@@ -102,3 +105,42 @@ async def test_a_repository_is_paid_by_its_tests(
     assert played.reward == reward
     assert played.written == "".join(written)
     assert given.format(**texts) in played.given
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([" 1", " 2", " 1"], {"first": 1.0, "second": 0.3}),
+        ([" 2", " 2"], {"first": 0.3, "second": 1.0}),
+        ([" 2", " 7"], {"first": 0.5, "second": 0.0}),
+    ],
+    ids=["first takes the last", "second takes the last", "a wrong move"],
+)
+async def test_both_players_of_a_game_are_paid(
+    copied: Any, monkeypatch: pytest.MonkeyPatch, moves: list[str], expected: dict[str, float]
+) -> None:
+    game = load_hook(f"{copied('selfplay') / 'game.py'}:run").target
+    said, asked = iter(moves), []
+
+    class Client:
+        def __init__(self, base_url: str, api_key: str = "") -> None:
+            self.completions, self.url = self, base_url
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+        def with_options(self, base_url: str) -> Any:
+            return Client(base_url)
+
+        async def create(self, **_: Any) -> Any:
+            asked.append(self.url)
+            return SimpleNamespace(choices=[SimpleNamespace(text=next(said))])
+
+    monkeypatch.setitem(game.__globals__, "AsyncOpenAI", Client)
+    task = Task(prompt="4:", label="4")
+    assert await game(HookArgs({}), task, "http://here/sessions/a.b/v1") == expected
+    urls = [f"http://here/sessions/a.b~{role}/v1" for role in ("first", "second", "first")]
+    assert asked == urls[: len(moves)]

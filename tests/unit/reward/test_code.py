@@ -258,7 +258,7 @@ async def test_a_sandbox_that_does_not_start_is_an_error_and_no_reward(
     tests: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_sandbox("bubblewrap", monkeypatch)
-    monkeypatch.setattr(sandbox, "_bubblewrapped", lambda *_: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
+    monkeypatch.setattr(sandbox, "_bubblewrapped", lambda *_, **__: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
     with pytest.raises(Unavailable, match="the sandbox did not start: no namespaces"):
         await code.score(item(SUM, tests))
 

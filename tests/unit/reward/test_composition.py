@@ -208,3 +208,6 @@ def test_parts_are_read_from_a_flag_and_a_clip_has_an_order(load_with) -> None:
     with pytest.raises(ConfigError, match="rm_type"):
         load_with("--reward-parts", json.dumps(part), "--rm-type", "math")
     assert RewardSection().reward_parts == ()
+    function, remote = ({"scorer": "f.py:fn"}, {"scorer": "grpc://a:1/f1"})
+    job = load_with("--reward-parts", json.dumps(function), json.dumps(remote))
+    assert [part.scorer for part in job.reward.reward_parts] == [f"{Path.cwd()}/f.py:fn", "grpc://a:1/f1"]

@@ -497,6 +497,30 @@ class Stop(_message.Message):
 Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
+class ChangeScorerResponse(_message.Message):
+    """The state after the change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___ScorerState:
+        """Also where the change was made before."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ScorerState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeScorerResponse: _TypeAlias = ChangeScorerResponse  # noqa: Y015
+
+@_typing.final
 class GetScorerStateRequest(_message.Message):
     """Asks who pays."""
 
@@ -512,6 +536,30 @@ class GetScorerStateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetScorerStateRequest: _TypeAlias = GetScorerStateRequest  # noqa: Y015
+
+@_typing.final
+class GetScorerStateResponse(_message.Message):
+    """The state now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___ScorerState:
+        """Who pays and who is tried."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ScorerState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScorerStateResponse: _TypeAlias = GetScorerStateResponse  # noqa: Y015
 
 @_typing.final
 class ScorerVersion(_message.Message):
@@ -572,7 +620,7 @@ class ScorerState(_message.Message):
 
     @_builtins.property
     def shadow(self) -> Global___ShadowCounts:
-        """What the shadow did since the service started."""
+        """What the shadow did since it is tried, or since the service started."""
 
     def __init__(
         self,
@@ -597,7 +645,7 @@ Global___ScorerState: _TypeAlias = ScorerState  # noqa: Y015
 
 @_typing.final
 class ShadowCounts(_message.Message):
-    """Samples that the shadow was given since the service started."""
+    """Samples that the shadow was given."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

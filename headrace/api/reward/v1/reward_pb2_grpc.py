@@ -49,12 +49,12 @@ class RewardServiceStub:
         self.ChangeScorer = channel.unary_unary(
                 '/headrace.api.reward.v1.RewardService/ChangeScorer',
                 request_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.SerializeToString,
-                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerResponse.FromString,
                 _registered_method=True)
         self.GetScorerState = channel.unary_unary(
                 '/headrace.api.reward.v1.RewardService/GetScorerState',
                 request_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.SerializeToString,
-                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+                response_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateResponse.FromString,
                 _registered_method=True)
 
 
@@ -110,12 +110,12 @@ def add_RewardServiceServicer_to_server(servicer, server):
             'ChangeScorer': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeScorer,
                     request_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.FromString,
-                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.SerializeToString,
+                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerResponse.SerializeToString,
             ),
             'GetScorerState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetScorerState,
                     request_deserializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.FromString,
-                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.SerializeToString,
+                    response_serializer=headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -200,7 +200,7 @@ class RewardService:
             target,
             '/headrace.api.reward.v1.RewardService/ChangeScorer',
             headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerRequest.SerializeToString,
-            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChangeScorerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -227,7 +227,7 @@ class RewardService:
             target,
             '/headrace.api.reward.v1.RewardService/GetScorerState',
             headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateRequest.SerializeToString,
-            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.ScorerState.FromString,
+            headrace_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetScorerStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

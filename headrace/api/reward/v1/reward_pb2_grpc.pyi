@@ -43,12 +43,12 @@ class RewardServiceStub:
     """
     ListScorers: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]
     """The scorers this service has."""
-    ChangeScorer: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ChangeScorerRequest, _reward_pb2.ScorerState]
+    ChangeScorer: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ChangeScorerRequest, _reward_pb2.ChangeScorerResponse]
     """Changes who pays or who is tried, between two groups. Answered once the change is on disk: a service that is killed
     has the state before or after it. Idempotent by change_id. INVALID_ARGUMENT for a scorer that cannot be loaded;
     FAILED_PRECONDITION for a promotion without a candidate, and for a rollback without a scorer before.
     """
-    GetScorerState: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetScorerStateRequest, _reward_pb2.ScorerState]
+    GetScorerState: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetScorerStateRequest, _reward_pb2.GetScorerStateResponse]
     """Who pays, who is tried, and what came of it so far."""
 
 @_typing.type_check_only
@@ -64,12 +64,12 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """
     ListScorers: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]  # type: ignore[assignment]
     """The scorers this service has."""
-    ChangeScorer: _aio.UnaryUnaryMultiCallable[_reward_pb2.ChangeScorerRequest, _reward_pb2.ScorerState]  # type: ignore[assignment]
+    ChangeScorer: _aio.UnaryUnaryMultiCallable[_reward_pb2.ChangeScorerRequest, _reward_pb2.ChangeScorerResponse]  # type: ignore[assignment]
     """Changes who pays or who is tried, between two groups. Answered once the change is on disk: a service that is killed
     has the state before or after it. Idempotent by change_id. INVALID_ARGUMENT for a scorer that cannot be loaded;
     FAILED_PRECONDITION for a promotion without a candidate, and for a rollback without a scorer before.
     """
-    GetScorerState: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetScorerStateRequest, _reward_pb2.ScorerState]  # type: ignore[assignment]
+    GetScorerState: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetScorerStateRequest, _reward_pb2.GetScorerStateResponse]  # type: ignore[assignment]
     """Who pays, who is tried, and what came of it so far."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -100,7 +100,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _reward_pb2.ChangeScorerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_reward_pb2.ScorerState, _abc.Awaitable[_reward_pb2.ScorerState]]:
+    ) -> _typing.Union[_reward_pb2.ChangeScorerResponse, _abc.Awaitable[_reward_pb2.ChangeScorerResponse]]:
         """Changes who pays or who is tried, between two groups. Answered once the change is on disk: a service that is killed
         has the state before or after it. Idempotent by change_id. INVALID_ARGUMENT for a scorer that cannot be loaded;
         FAILED_PRECONDITION for a promotion without a candidate, and for a rollback without a scorer before.
@@ -111,7 +111,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _reward_pb2.GetScorerStateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_reward_pb2.ScorerState, _abc.Awaitable[_reward_pb2.ScorerState]]:
+    ) -> _typing.Union[_reward_pb2.GetScorerStateResponse, _abc.Awaitable[_reward_pb2.GetScorerStateResponse]]:
         """Who pays, who is tried, and what came of it so far."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

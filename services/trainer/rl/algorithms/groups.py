@@ -55,11 +55,11 @@ class GroupRewards:
 
 
 def group_rewards(samples: Iterable[SampleFacts]) -> list[GroupRewards]:
-    """One entry for each group that has a scored sample; failed and unscored samples are in none."""
-    groups: dict[str, list[tuple[SampleFacts, float]]] = {}
+    """One entry for each group, and each role in it, that has a scored sample; failed and unscored ones are in none."""
+    groups: dict[tuple[str, str], list[tuple[SampleFacts, float]]] = {}
     for sample in samples:
         if sample.reward is not None and sample.status != Status.FAILED.value:
-            groups.setdefault(sample.group_id, []).append((sample, sample.reward))
+            groups.setdefault((sample.group_id, sample.role), []).append((sample, sample.reward))
     return [_group(members) for members in groups.values()]
 
 

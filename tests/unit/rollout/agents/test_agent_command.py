@@ -90,14 +90,14 @@ async def test_a_command_knows_little_of_this_process(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SECRET_OF_THE_HOST", "s")
     code = "import os, sys; print(*sorted(os.environ)); print(sys.argv[1:])"
     task = Task([{"role": "system", "content": "be brief"}, {"role": "user", "content": "it's {base_url}"}], "42")
-    command = f"{python(code)} {{prompt}} --url={{base_url}}"
+    command = f"{python(code)} {{prompt}} --url={{base_url}} {{here}}/x.py"
     async with played(command, task, URL) as left:
         names, words = left.output_file.read_text().splitlines()
         folder = left.folder
     assert not folder.exists()
     assert "SECRET_OF_THE_HOST" not in names.split()
     assert {"OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "HEADRACE_TASK", "PATH"} <= {*names.split()}
-    assert words == str(["be brief\n\nit's {base_url}", f"--url={URL}"])
+    assert words == str(["be brief\n\nit's {base_url}", f"--url={URL}", f"{Path.cwd()}/x.py"])
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,44 @@ async def test_a_conversation_apart_is_a_sample_of_the_same_rollout(tmp_path: Pa
         require_as_sampled(sample)
 
 
+ROLES = """
+import openai
+from headrace.hooks import as_role
+
+
+async def run(args, task, base_url):
+    text, returned = "3 + 4 =", {returned}
+    for role in ("proposer", "solver", "proposer"):
+        async with openai.AsyncOpenAI(base_url=as_role(base_url, role), api_key="none") as client:
+            made = await client.completions.create(model="policy", prompt=text)
+            text += made.choices[0].text + " So"
+    return returned
+"""
+
+
+async def test_each_of_several_agents_of_a_task_has_samples_and_a_reward_of_its_own(tmp_path: Path) -> None:
+    code = ROLES.replace("{returned}", '{"proposer": 0.25, "solver": 1.0}')
+    async with producing(tmp_path, code, num_prompts=0) as (made, _):
+        samples = await made.play(1)
+    assert [(sample.sample_id, sample.tags, sample.reward) for sample in samples] == [
+        ("g/1/0/proposer", {"role": "proposer"}, 0.25),
+        ("g/1/0/solver", {"role": "solver"}, 1.0),
+    ]
+    assert {sample.rollout_id for sample in samples} == {"g/1/0"}
+    for sample in samples:
+        require_as_sampled(sample)
+    proposer, solver = samples
+    assert proposer.loss_mask.tolist().count(1) == 2 * solver.loss_mask.tolist().count(1)
+
+
+async def test_a_role_without_a_reward_fails_the_sample(tmp_path: Path) -> None:
+    async with producing(tmp_path, ROLES.replace("{returned}", '{"solver": 1.0}'), num_prompts=0) as (made, _):
+        (sample,) = await made.play(1)
+    assert sample.failure is not None
+    assert (sample.status, sample.failure.reason) == (Status.FAILED, "INVALID_ARGUMENT")
+    assert "proposer" in sample.failure.message
+
+
 async def test_each_failure_is_the_samples_own(tmp_path: Path) -> None:
     code = AGENT.replace(
         "    async with",
@@ -99,6 +137,15 @@ async def test_an_agent_that_reaches_its_last_turn_keeps_what_it_said(tmp_path: 
         (sample,) = await made.play()
     assert (sample.status, int(sample.loss_mask.sum()), sample.reward) == (Status.TRUNCATED, 6, None)
     require_as_sampled(sample)
+
+
+async def test_an_agent_that_raises_at_a_response_that_was_cut_keeps_what_it_said(tmp_path: Path) -> None:
+    code = AGENT.replace(
+        "            messages.append(", "            raise ValueError('incomplete')\n            messages.append(", 1
+    )
+    async with producing(tmp_path, code, num_prompts=0) as (made, _):
+        (sample,) = await made.play()
+    assert (sample.status, int(sample.loss_mask.sum()), sample.reward) == (Status.TRUNCATED, 6, None)
 
 
 async def test_a_reward_of_parts_is_the_part_that_is_trained_on(tmp_path: Path) -> None:

@@ -236,3 +236,11 @@ async def test_a_bad_request_is_refused_with_its_reason(served: Served, body: by
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert re.search(said, error["message"] + str(error["param"]))
     assert (await served.ask(recorded=False)).status_code == 200
+
+
+async def test_a_stream_that_breaks_off_says_so_in_an_event_and_leaves_no_record(served: Served) -> None:
+    served.script.says, served.script.fails_after = "many words", 3
+    lines = (await served.ask(stream=True)).text.strip().split("\n\n")
+    assert len(lines) > 1
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert served.opened.record.branches() == []

@@ -47,6 +47,15 @@ def test_rloo_leaves_each_answer_out_of_its_own_baseline(groups: list[list[float
         np.testing.assert_allclose([found[f"{i}/{j}"] for j in range(len(g))], expected, rtol=1e-7, atol=1e-9)
 
 
+@given(st.lists(rewards, min_size=2, max_size=6), st.lists(rewards, min_size=2, max_size=6))
+def test_a_role_counts_against_the_same_role_alone(first: list[float], second: list[float]) -> None:
+    players = [("first", reward) for reward in first] + [("second", reward) for reward in second]
+    samples = [facts(f"{role}/{i}", "g", reward, role=role) for i, (role, reward) in enumerate(players)]
+    for estimate in (rloo_rewards, lambda found: grpo_rewards(found, divide_by_std=True)):
+        alone = estimate(samples[: len(first)]) | estimate(samples[len(first) :])
+        assert estimate(samples) == alone
+
+
 @given(rewards, st.integers(1, 9))
 def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
     samples = group("g", [reward] * size)
