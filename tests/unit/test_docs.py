@@ -43,7 +43,7 @@ _OTHERS_FLAGS = {
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
     *("--torch-backend", "--python", "--use-slime-router", "--rm"),
-    *("--project", "--backend-store-uri"),
+    *("--project", "--backend-store-uri", "--tasks"),
     *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
     *("--env", "--volume", "--user", "--from-file", "--follow", "--selector", "--num-gpus"),
 }
