@@ -39,6 +39,7 @@ FILES = {
     "mlflow": ("mlflow.txt",),
     "inspect": ("inspect.txt",),
     "mcp": ("mcp.txt",),
+    "json-schema": CPU,
     "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
@@ -87,7 +88,12 @@ def test_the_citation_says_what_the_package_says() -> None:
 def test_uv_is_told_which_extras_have_an_environment_of_their_own() -> None:
     pairs = {frozenset(each["extra"] for each in pair) for pair in CLIENT["tool"]["uv"]["conflicts"]}
     cuda = {extra for extra in EXTRAS if extra.endswith("-cuda")}
-    assert pairs == {frozenset((one, other)) for one in cuda for other in EXTRAS if one != other and "-" in other}
+    assert pairs == {
+        frozenset((one, other))
+        for one in cuda
+        for other in EXTRAS
+        if one != other and other.endswith(("-cpu", "-cuda"))
+    }
 
 
 def test_sglang_for_uv_is_what_its_wheel_says_and_without_cuda_what_cpu_txt_has() -> None:
