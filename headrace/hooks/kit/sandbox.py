@@ -54,6 +54,7 @@ _MAX_CHARACTERS = 4_000
 _MOST_CODE_BYTES = 1 << 20
 _FILE_BYTES = 32 << 20
 _DISK_BYTES = 256 << 20
+_TOO_MANY_BYTES = f"{_DISK_BYTES >> 20} MiB of files"
 _PROCESSES = 64
 _OPEN_FILES = 256
 _READ_BYTES = 64 << 10
@@ -354,7 +355,10 @@ class WorkFolder:
         """Runs a command, with the limits of `run_python`."""
         work = _Work((*_BY_SHELL, *command), self._user)  # a command that is not there ends with 127, as in a shell
         async with _running(self._way, self._folder.name, limits, with_errors=with_errors, work=work) as program:
-            return await _result_of(program, limits, stdin)
+            result = await _result_of(program, limits, stdin)
+        if await asyncio.to_thread(_bytes_in, self._folder.name) > _DISK_BYTES:  # written before the watch looked
+            return SandboxResult(f"error: it took more than {_TOO_MANY_BYTES}", -signal.SIGKILL, result.started)
+        return result
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -712,7 +716,7 @@ def _exceeded(pid: int, limits: Limits, command: _Command) -> str:
     if bytes_of_tree(tree, limits.memory_bytes) + _cost_of_files(tree) > limits.memory_bytes:
         return f"{limits.memory_bytes >> 20} MiB of memory in all its processes"
     if command.folder is not None and _bytes_in(command.folder) > _DISK_BYTES:
-        return f"{_DISK_BYTES >> 20} MiB of files"
+        return _TOO_MANY_BYTES
     return ""
 
 
