@@ -6,7 +6,7 @@ It stands in for a real one, so that the whole path of an image can be tried wit
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-WORDS = (*SPECIAL, "<unknown>", "Which", "color", "is", "it", "?", "red", "green", "blue")
+WORDS = (*SPECIAL, "<unknown>", "Which", " color", " is", " it", "?", " red", " green", " blue")
 TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -27,9 +27,10 @@ TEMPLATE = (
 
 def tokenizer():
     vocabulary = {word: number for number, word in enumerate(WORDS)}
-    vocabulary |= {f"word{number}": number for number in range(len(WORDS), 64)}
+    vocabulary |= {f" word{number}": number for number in range(len(WORDS), 64)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))  # noqa: S106  # a token of a text
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\?"), "isolated")
+    words.decoder = decoders.Fuse()  # a text is its tokens one behind the other: engines split it again
     marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<unknown>"}
     made = PreTrainedTokenizerFast(tokenizer_object=words, **marks)
     made.add_special_tokens({"additional_special_tokens": list(SPECIAL[2:])})

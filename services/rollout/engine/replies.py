@@ -232,7 +232,8 @@ def _response(reply: _Generated, meta: _Meta, expected: ExpectedReply) -> Engine
         # An image of another size there has other embeddings than those that would be trained.
         raise InvalidArgument(
             f"the engine made {meta.prompt_tokens} tokens of the prompt and its images, the checkpoint's image "
-            f"processor made {expected.num_prompt_tokens} here: give both the same version of transformers",
+            f"processor made {expected.num_prompt_tokens} here: give both the same version of transformers, and a "
+            "tokenizer whose text of a prompt is cut into the same tokens again",
             reason="OTHER_IMAGE_TOKENS",
         )
     tokens = _token_ids(reply.output_ids, expected)
