@@ -31,7 +31,7 @@ from headrace.preflight import (
 )
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.prompts import parse_row, rows_of, value_at
-from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
+from headrace.score import SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult
 from services.reward.registry import BOXED, COMPOSED, CUSTOM, Registry
 from services.reward.scorers.answers import example
 from services.reward.scoring import BatchScorer, RewardMetrics
@@ -256,7 +256,8 @@ def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: Che
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, ScoreError)]
     for row, error in failed[:1]:
         sentence = f"{row.where}: the label as its own answer cannot be scored: {error.message}"
-        goes_on = scored or options.job.reward.skip_label_check
+        # Samples wait for a server that is away, and a judge may be an engine of this very run.
+        goes_on = scored or options.job.reward.skip_label_check or error.reason == SCORER_UNAVAILABLE
         whose = report.warnings if goes_on else report.refusals
         if not goes_on:
             sentence += " (--skip-label-check starts all the same)"
