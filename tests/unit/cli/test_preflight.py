@@ -138,6 +138,14 @@ def test_a_reward_that_always_fails_is_refused(load_with, tmp_path: Path, text: 
     assert any(re.search(message, refusal) for refusal in report.refusals), report
 
 
+def test_a_scorer_whose_server_is_away_is_a_warning_because_samples_wait_for_it(load_with, tmp_path: Path) -> None:
+    text = "def f(args, sample): raise ConnectionError('http://127.0.0.1:1 cannot be reached')\n"
+    (tmp_path / "mine.py").write_text(text)
+    report = found(load_with, tmp_path, SUMS, "--label-key", "label", "--custom-rm-path", f"{tmp_path}/mine.py:f")
+    assert report.refusals == []
+    assert any("127.0.0.1:1" in warning for warning in report.warnings), report
+
+
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_row_behind_the_first_twenty_thousand_is_read(load_with, tmp_path: Path, form: str) -> None:
     path = prompts_file(tmp_path, [{"prompt": "x", "label": "1"}] * 20_100 + [{"question": "x", "label": "1"}])
