@@ -91,13 +91,15 @@ class ScoreItem:
         """Raises InvalidArgument for metadata that is no JSON object, and for what no sample could have."""
         if packed.status not in _STATUSES:
             raise InvalidArgument(f"status is {shown(packed.status)}, must be one of {', '.join(_STATUSES)}")
-        require_json_object(packed.metadata_json, "metadata_json")
+        has_metadata = packed.metadata_json not in ("", "{}")
+        if has_metadata:
+            require_json_object(packed.metadata_json, "metadata_json")
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,
             response=packed.response,
             label=packed.label if packed.HasField("label") else None,
-            metadata=from_json(packed.metadata_json),
+            metadata=from_json(packed.metadata_json) if has_metadata else {},
             group_id=packed.group_id,
             status=packed.status,
             response_tokens=packed.response_tokens,
