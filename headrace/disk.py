@@ -6,12 +6,12 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, FailedPrecondition
 
 _ASK_AGAIN_SECONDS = 0.02
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -86,6 +86,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_new(folder: Path, texts: Mapping[str, str]) -> list[str]:
+    """Writes files by their names, and returns those. Raises FailedPrecondition for a folder that has one of them."""
+    if there := [name for name in texts if (folder / name).exists()]:
+        raise FailedPrecondition(f"{folder.absolute()} has {', '.join(there)} already: name an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        with atomic_write(folder / name) as draft:
+            draft.write_text(text)
+    return sorted(texts)
 
 
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from rich.console import Console
 from headrace.cli.arg_types import PATH
 from headrace.cli.commands.jobs import train_words
 from headrace.cli.view.lessons import lessons
-from headrace.disk import atomic_write
-from headrace.errors import FailedPrecondition
+from headrace.disk import write_new
 from headrace.models.starter import starter_model
 from headrace.run_folder import RunFolder, newest_run
 from headrace.templates import rows
@@ -100,13 +99,7 @@ def write_template(folder: Path, template: str, model: str) -> list[str]:
     }
     texts["train.jsonl"] = _lines(train)
     texts |= {"eval.jsonl": _lines(held_out)} if held_out else {}
-    if there := [name for name in texts if (folder / name).exists()]:
-        raise FailedPrecondition(f"{folder.absolute()} has {', '.join(there)} already: name an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        with atomic_write(folder / name) as draft:
-            draft.write_text(text)
-    return sorted(texts)
+    return write_new(folder, texts)
 
 
 def prepared_model() -> Path:

@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from headrace.cli.arg_types import PATH
-from headrace.disk import atomic_write
-from headrace.errors import FailedPrecondition
+from headrace.disk import write_new
 
 ADDRESS = "127.0.0.1:7010"
 
@@ -35,18 +34,9 @@ def serve(scorer: str, address: str, words: Sequence[str]) -> int:
 @click.argument("folder", type=PATH)
 def new(folder: Path) -> int:
     """Writes a reward service into FOLDER, to be changed: the function, its tests, a Containerfile."""
-    texts = {
-        file.name: file.read_text()
-        for file in files("headrace.templates").joinpath("reward").iterdir()
-        if file.is_file()
-    }
-    if there := sorted(name for name in texts if (folder / name).exists()):
-        raise FailedPrecondition(f"{folder.absolute()} has {', '.join(there)} already: name an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        with atomic_write(folder / name) as draft:
-            draft.write_text(text)
-    print(f"{folder}: {', '.join(sorted(texts))}")
+    template = files("headrace.templates").joinpath("reward")
+    written = write_new(folder, {file.name: file.read_text() for file in template.iterdir() if file.is_file()})
+    print(f"{folder}: {', '.join(written)}")
     print(f"next: cd {folder} && python -m pytest")
     print(f"      headrace reward serve reward.py:reward --address {ADDRESS}")
     return 0
