@@ -63,6 +63,21 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+_DELTA_NET = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+}
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 80,
+}
 EXPERTS_OF_ENGINES = {"moe_intermediate_size": 64}
 """SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
 LATENTS_OF_ENGINES = EXPERTS_OF_ENGINES | {
@@ -101,6 +116,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 80,
         },
     ),
+    "qwen3_next": ("qwen3_next", _DELTA_NET | _SHARED_EXPERT),
     "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
