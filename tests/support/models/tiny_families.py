@@ -65,7 +65,7 @@ _LATENT_ATTENTION = {
 }
 _DELTA_NET = {
     "head_dim": 32,
-    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
@@ -173,9 +173,9 @@ def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
 def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.1 + float("norm" in name))
+                parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
