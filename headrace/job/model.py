@@ -188,7 +188,6 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
 
 def _linear_attention(linear: LinearAttention, num_layers: int) -> dict[str, Any]:
     return {
-        "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(layer in linear.layers) for layer in range(num_layers)],
         "linear_conv_kernel_dim": linear.conv_kernel_dim,
         "linear_key_head_dim": linear.key_head_dim,
@@ -251,6 +250,8 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
         "multi_latent_attention": a.latent_attention is not None,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
+        # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
+        "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
         "spec": given.spec if family == a.family else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
