@@ -110,14 +110,14 @@ def _chunked(tokens: Tensor, scan: Scan) -> Tensor:
 class GatedNorm(nn.Module):
     """A norm of each head, not zero-centred, times SiLU of a gate. Each tensor rank has other heads."""
 
-    def __init__(self, size: int, epsilon: float) -> None:
+    def __init__(self, size: int, epsilon: float, group: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self._epsilon = epsilon
+        self._epsilon, self._group = epsilon, group
 
     def forward(self, tokens: Tensor, gate: Tensor) -> Tensor:
         """[T, heads, d], in the gate's type."""
-        weight = copy_to_tensor_model_parallel_region(self.weight)
+        weight = copy_to_tensor_model_parallel_region(self.weight, self._group)
         normed = nn.functional.rms_norm(tokens, weight.shape, weight.to(tokens.dtype), self._epsilon)
         return (normed * silu(gate.to(tokens.dtype))).to(gate.dtype)
 
@@ -147,7 +147,7 @@ class GatedDeltaNet(MegatronModule):
         channels, width = self._parts[0], linear.conv_kernel_dim
         self.conv1d = nn.Conv1d(channels, channels, width, groups=channels, bias=False)
         self.dt_bias, self.A_log = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(heads))
-        self.out_norm = GatedNorm(linear.value_head_dim, config.layernorm_epsilon)
+        self.out_norm = GatedNorm(linear.value_head_dim, config.layernorm_epsilon, pg_collection.tp)
         self.linear_proj = build_module(
             submodules.linear_proj,
             value * ranks,
