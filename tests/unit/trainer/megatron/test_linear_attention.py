@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_the_rule_is_the_recurrence_over_a_segment_and_its_prefix() -> None:
     query, key = (torch.randn(SIZE, 2, 8, dtype=torch.float64) * 0.3 for _ in "qk")
     value, (decay, beta) = torch.randn(SIZE, 2, 5, dtype=torch.float64), torch.rand(2, SIZE, 2, dtype=torch.float64)
     inputs = [each.requires_grad_() for each in (query, key, value, -decay, beta)]
-    found = gated_delta_rule(*inputs, scan=Scan.of(ROW, query.device))
+    found = partial(gated_delta_rule, scan=Scan.of(ROW, query.device))(*inputs)
     expected = recurrence(*inputs)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(expected)
