@@ -376,6 +376,7 @@ class Composition:
 
     parts: tuple[ScoredPart, ...]
     combine: Combine
+    clip: tuple[float, float] | None = None
 
     @property
     def rules(self) -> Sequence[Part]:

@@ -438,7 +438,7 @@ def _composed_result(scorer: Scorer, composition: Composition, given: Mapping[st
     if errors:
         return next((error for error in errors if not error.retryable), errors[0])
     values = _values(given)
-    value = combined(composition.rules, values, composition.combine)
+    value = combined(composition.rules, values, composition.combine, composition.clip)
     if value is None:
         return ScoreError(SCORER_ABSTAINED, "no part of the reward that counts has scored it")
     return Score(value, scorer.name, scorer.version, values)

@@ -245,7 +245,7 @@ async def registry_of(reward: RewardSection, hook: RewardHook | None, evaluation
     if not reward.reward_parts:
         return registry
     try:
-        return registry.with_default(await composed(registry, reward, reward.reward_parts, reward.reward_combine))
+        return registry.with_default(await composed(registry, reward, reward))
     except InvalidArgument as error:
         raise ConfigError(f"reward_parts: {error.message}", field="reward_parts") from error
 
