@@ -223,9 +223,9 @@ def test_parts_are_read_from_a_flag_and_a_clip_has_an_order(load_with) -> None:
         load_with("--reward-parts", json.dumps({"scorer": "math", "clip": [1, 0]}))
     bounded = load_with("--reward-parts", json.dumps(part), "--reward-clip", "-1", "0.5")
     assert bounded.reward.reward_clip == (-1.0, 0.5)
-    with pytest.raises(ConfigError, match="reward_clip"):
+    with pytest.raises(ConfigError, match="reward-clip"):
         load_with("--reward-parts", json.dumps(part), "--reward-clip", "1", "0")
-    with pytest.raises(ConfigError, match="reward_parts"):
+    with pytest.raises(ConfigError, match="reward.parts"):
         load_with("--rm-type", "math", "--reward-clip", "0", "1")
     with pytest.raises(ConfigError, match="rm_type"):
         load_with("--reward-parts", json.dumps(part), "--rm-type", "math")
