@@ -235,6 +235,7 @@ def code_digest(module: str) -> str:
 _BY_NAME = {each.name: each for each in BUILTINS}
 
 
+@cache
 def _function(name: str) -> Callable[..., Any]:
     """Imports it."""
     builtin = _BY_NAME[name]
