@@ -145,12 +145,17 @@ images: $(if $(RUN),$(STAMPS)/dev)
 	@test -z "$(RUN)" || HEADRACE_IMAGES=all HEADRACE_CONTAINER_ENGINE="$(ENGINE)" \
 	    HEADRACE_RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest -s tests/images
 
-# On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (docs/placement.md, "GPUs"): the most telling first.
+# On a machine with GPUs, by a Python that has the trainer's set and requirements/dev.txt (docs/placement.md, "GPUs"). The
+# most telling part comes first, and none takes 8 minutes: `make gpu PART=speed`. WHEELS is a folder of tools.gpu_wheels.
 GPU_PYTHON ?= /opt/trainer/bin/python
+PART ?= placement parity speed memory lora publication families
 gpu:
-	@$(GPU_PYTHON) -m pytest -s tests/gpu/test_placement.py tests/gpu/test_one_device.py tests/gpu/test_publication.py \
-		tests/gpu/test_device_hash.py
-	@$(GPU_PYTHON) -m pytest -rP --numprocesses 4 tests/gpu/test_families.py  # most of a family's time is its rank's start
+	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(WHEELS)/site $(WHEELS)/*.whl)
+	@for part in $(PART); do \
+	    echo "── $$part"; \
+	    $(if $(WHEELS),PYTHONPATH=$(WHEELS)/site) $(GPU_PYTHON) -m pytest tests/gpu/test_$$part.py \
+	        $$([ $$part != families ] || echo "--numprocesses 4") || failed="$$failed $$part"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 mutants: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.mutants.run
