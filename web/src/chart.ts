@@ -11,6 +11,11 @@ export interface Curve {
   hasPoints?: boolean;
 }
 
+/** The colour of one of several curves or parts. */
+function strokeOf(index: number): Record<string, string> {
+  return { "--stroke": `var(--part-${index})` };
+}
+
 /** The step under the pointer. Every drawing of a page shows it. */
 export class Crosshair {
   private readonly listeners = new Set<(step: number | null) => void>();
@@ -140,11 +145,11 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
   const label = `${title}, steps ${main.step[0]} to ${main.step.at(-1)}: from ${number(ends[0])} to ${number(ends[1])}`;
   const root = drawing(label, axis, frame, main.step, (area, x, y) =>
     curves.forEach((curve, index) => {
-      if (curve.low && curve.high) area.append(svg(`path.band.line-${index}`, { d: band(curve, x, y) }));
-      area.append(svg(`path.line.line-${index}`, { d: path(curve, x, y) }));
+      if (curve.low && curve.high) area.append(svg("path.band", { style: strokeOf(index), d: band(curve, x, y) }));
+      area.append(svg("path.line", { style: strokeOf(index), d: path(curve, x, y) }));
       if (!curve.hasPoints && curve.values.length > MOST_POINTS) return;
       curve.values.forEach((value, at) => {
-        if (value !== null) area.append(svg(`circle.point.line-${index}`, { cx: x(curve.step[at]!), cy: y(value), r: 2.5 }));
+        if (value !== null) area.append(svg("circle.point", { style: strokeOf(index), cx: x(curve.step[at]!), cy: y(value), r: 2.5 }));
       });
     }),
   );
@@ -153,7 +158,7 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
     const shown = curves.map((curve, index) => {
       const at = step === null ? curve.values.length - 1 : nearest(curve.step, step);
       const value = step !== null && curve.step[at] !== step && !curve.hasPoints ? null : curve.values[at];
-      return h(`span.value.line-${index}`, { class: curves.length > 1 && "keyed" }, index > 0 && `${curve.name} `, h("b", number(value)));
+      return h("span", { class: curves.length > 1 && "keyed", style: strokeOf(index) }, index > 0 && `${curve.name} `, h("b", number(value)));
     });
     values.replaceChildren(step === null ? "" : h("span.at", `step ${step}`), ...shown);
   };
@@ -204,7 +209,7 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
         const [left, start, end] = [middle - thick / 2, y(from), y(from + value)].map((each) => each.toFixed(1));
         if (value > 0) text += `M${left} ${start}V${end}h${thick.toFixed(1)}V${start}Z`;
       });
-      area.append(svg(`path.part-${part}`, { d: text }));
+      area.append(svg("path.part", { style: strokeOf(part), d: text }));
     });
   });
   const legend = h("div.legend");
@@ -212,7 +217,7 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
     const values = parts.map((part) => (step === null ? spread(part.values).mean : part.values[nearest(steps, step)]));
     legend.replaceChildren(
       h("span.at", step === null ? "mean of all steps" : `step ${step}`),
-      ...parts.map(({ name }, index) => h("span", h(`i.key.part-${index}`), `${name} `, h("b", values[index] == null ? "–" : unit(values[index])))),
+      ...parts.map(({ name }, index) => h("span", h("i.key.part", { style: strokeOf(index) }), `${name} `, h("b", values[index] == null ? "–" : unit(values[index])))),
     );
   };
   frame.crosshair.listen(tell);

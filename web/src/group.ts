@@ -1,9 +1,8 @@
 // A group: the samples of one prompt side by side.
-import { divide } from "./compare";
 import type { Group, Sample } from "./data";
 import { append, choice, factList, folded, h, label, select, shownInParts } from "./dom";
-import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, spread } from "./format";
-import { changed, groupsOf, linkOf, nameOf, type Place, placeOf, reasonOf, rewardsOf, sideOf } from "./groups";
+import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, rewardsOf, spread } from "./format";
+import { changed, groupsOf, linkOf, nameOf, type Place, placeOf, reasonOf, sideOf } from "./groups";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
 const CARDS_AT_ONCE = 24;
@@ -18,7 +17,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
   const groups = await groupsOf(place, context.overview);
   const at = groups.findIndex((each) => each.key === key);
   if (at < 0) throw new Error(`${nameOf(place)} has no group ${key}. It has ${count(groups.length, "group")}.`);
-  const { group, set } = groups[at]!;
+  const { group } = groups[at]!;
   const order: Order = query.get("order") === "reward" ? "reward" : "index";
   const samples = order === "index" ? group.samples : group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const reference = referenceOf(group, query.get("with"));
@@ -28,7 +27,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     {
       title: `Group ${key}`,
       above: [[linkOf(place), nameOf(place)]],
-      beside: set !== null && badge(set),
+      beside: group.set !== null && badge(group.set),
       noun: "group",
       ...neighbours(groups, at, (each) => linkOf(place, "group", each.key)),
     },
@@ -41,7 +40,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
         choice<Order>("Order", [["index", "number"], ["reward", "reward"]], order, (value) => change("order", value)),
         select("Mark what differs from", [["none", "nothing"], ...references], String(reference?.index ?? "none"), (value) => change("with", value)),
       ),
-    cards(samples, reference, place, rewardDomain(groups.map((each) => each.group))),
+    cards(samples, reference, place, rewardDomain(groups.flatMap(({ group }) => rewardsOf(group)))),
   );
   return { ...view, ...sideOf(place) };
 }
@@ -90,6 +89,19 @@ export function promptBox(group: Group): HTMLElement {
   );
 }
 
+const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
+
+/** What a text begins with as another one does, what is its own, and what both end with. Cut between words. */
+function divided(text: string, other: string): [start: string, own: string, end: string] {
+  const [a, b] = [other.match(WORDS) ?? [], text.match(WORDS) ?? []];
+  const most = Math.min(a.length, b.length);
+  let [start, end] = [0, 0];
+  while (start < most && a[start] === b[start]) start += 1;
+  while (end < most - start && a.at(-1 - end) === b.at(-1 - end)) end += 1;
+  const last = b.length - end;
+  return [b.slice(0, start).join(""), b.slice(start, last).join(""), b.slice(last).join("")];
+}
+
 /** Text of a model. Very long ones are shown in parts. */
 export function longText(text: string, reference: string | null = null): HTMLElement {
   const box = h("div.text");
@@ -98,8 +110,8 @@ export function longText(text: string, reference: string | null = null): HTMLEle
     box.replaceChildren();
     if (reference === null || !text) append(box, [text ? shown : label("(empty)")]);
     else {
-      const { start, middle, end } = divide(shown, reference.slice(0, length));
-      append(box, [h("span.shared", start), middle && h("ins", middle), h("span.shared", end)]);
+      const [start, own, end] = divided(shown, reference.slice(0, length));
+      append(box, [h("span.shared", start), own && h("ins", own), h("span.shared", end)]);
     }
     if (text.length > length)
       box.append(h("button.more", { click: () => show(text.length) }, `Show all ${number(text.length)} characters`));

@@ -1,8 +1,8 @@
 // Lists of groups: those of a step, of an evaluation, and those that were not trained.
-import type { EvaluationData, Group, Overview, StepData } from "./data";
+import type { Group, Groups, Overview } from "./data";
 import { fileOf } from "./data";
 import { choice, h, select, VirtualList } from "./dom";
-import { badge, count, type Domain, fact, link, number, rewardDomain, rewardStrip, spread, tellingLine } from "./format";
+import { badge, count, type Domain, fact, link, number, rewardDomain, rewardsOf, rewardStrip, spread, tellingLine } from "./format";
 import { load, loaded } from "./load";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
@@ -11,7 +11,6 @@ export type Place = { kind: "step" | "evaluation"; step: number } | { kind: "unt
 export interface PlacedGroup {
   group: Group;
   key: string; // of its link: its number, or its id where numbers move
-  set: string | null; // of an evaluation
 }
 
 export function placeOf(words: string[]): Place {
@@ -39,21 +38,14 @@ function fileFor(place: Place): string {
 export async function groupsOf(place: Place, overview: Overview): Promise<PlacedGroup[]> {
   if (place.kind === "untrained" && !overview.untrained.failed && !overview.untrained.filtered) return [];
   if (place.kind !== "untrained") requireStep(place.kind, place.step, overview);
-  return inFile(place, await load(fileFor(place)));
+  await load(fileFor(place));
+  return loadedGroups(place);
 }
 
 /** The groups of a file that is in memory. */
 export function loadedGroups(place: Place): PlacedGroup[] {
-  const value = loaded<unknown>(fileFor(place));
-  return value ? inFile(place, value) : [];
-}
-
-function inFile(place: Place, value: unknown): PlacedGroup[] {
-  if (place.kind === "evaluation")
-    return (value as EvaluationData).sets
-      .flatMap(({ name, groups }) => groups.map((group) => ({ group, set: name })))
-      .map((each, index) => ({ ...each, key: String(index) }));
-  return (value as StepData).groups.map((group, index) => ({ group, set: null, key: place.kind === "step" ? String(index) : group.id }));
+  const groups = loaded<Groups>(fileFor(place))?.groups ?? [];
+  return groups.map((group, index) => ({ group, key: place.kind === "untrained" ? group.id : String(index) }));
 }
 
 function requireStep(kind: "step" | "evaluation", step: number, overview: Overview): void {
@@ -91,10 +83,6 @@ function inOrder(groups: PlacedGroup[], order: Order): PlacedGroup[] {
   return groups.toSorted((a, b) => key.get(a)! - key.get(b)!);
 }
 
-export function rewardsOf(group: Group): (number | null)[] {
-  return group.samples.map((sample) => sample.reward);
-}
-
 export async function placeView({ words, query }: Route, context: Context): Promise<View> {
   const place = placeOf(words);
   const { overview } = context;
@@ -108,8 +96,8 @@ export async function placeView({ words, query }: Route, context: Context): Prom
   const order = orders.find(([key]) => key === query.get("order"))?.[0] ?? "order";
   const reason = query.get("reason") ?? "";
   const groups = inOrder(reason ? all.filter((each) => reasonOf(each.group)?.reason === reason) : all, order);
-  const domain = rewardDomain(all.map((each) => each.group));
-  const hasSets = new Set(all.map((each) => each.set)).size > 1;
+  const domain = rewardDomain(all.flatMap(({ group }) => rewardsOf(group)));
+  const hasSets = new Set(all.map(({ group }) => group.set)).size > 1;
   const list = new VirtualList<PlacedGroup>(context.content, (each) => groupRow(each, place, domain, hasSets), `Groups of ${nameOf(place)}`, "groups");
   const change = (name: string, value: string): void => context.go(changed(linkOf(place), query, name, value), true);
   const counts = [...reasons].map(([reason, samples]): [string, string] => [reason, `${reason} (${number(samples)})`]);
@@ -131,7 +119,7 @@ export async function placeView({ words, query }: Route, context: Context): Prom
     list.show(groups);
     for (const place of around.places) void load(fileFor(place)).catch(() => null); // its own page says what is wrong
   };
-  return { ...view, shown, left: list.close, ...sideOf(place) };
+  return { ...view, shown, ...sideOf(place) };
 }
 
 /** The list that stands beside everything of a step or an evaluation. */
@@ -167,17 +155,15 @@ function summary(place: Place, groups: PlacedGroup[], overview: Overview): HTMLE
     const at = overview.metrics.step.indexOf(place.step);
     facts.push(...STEP_FACTS.map((name): [string, number | null | undefined] => [name, overview.metrics.columns[name]?.[at]]));
   }
-  for (const set of new Set(groups.map((each) => each.set))) {
-    const ofSet = groups.filter((each) => each.set === set).flatMap(({ group }) => rewardsOf(group));
-    if (set !== null) facts.push([set, spread(ofSet).mean]);
-  }
+  for (const [set, ofSet] of Map.groupBy(groups, ({ group }) => group.set))
+    if (set !== null) facts.push([set, spread(ofSet.flatMap(({ group }) => rewardsOf(group))).mean]);
   const known = facts.filter(([, value]) => value !== null && value !== undefined);
   const counts = `${count(groups.length, "group")}, ${count(rewards.length, "sample")}`;
   return h("p.summary", h("span", counts), known.map(([name, value]) => fact(name, number(value))));
 }
 
 /** One line: the prompt, and the rewards of its samples. */
-export function groupRow({ group, key, set }: PlacedGroup, place: Place, domain: Domain, showSet = false): HTMLElement {
+export function groupRow({ group, key }: PlacedGroup, place: Place, domain: Domain, showSet = false): HTMLElement {
   const { mean, deviation } = spread(rewardsOf(group));
   const failed = group.samples.filter((sample) => sample.failure).length;
   const dropped = group.samples.find((sample) => sample.dropped !== null)?.dropped;
@@ -187,7 +173,7 @@ export function groupRow({ group, key, set }: PlacedGroup, place: Place, domain:
     h("span.number", place.kind === "untrained" ? (group.version ?? "–") : key),
     h(
       "span.prompt",
-      showSet && set !== null && badge(set),
+      showSet && group.set !== null && badge(group.set),
       failed > 0 && badge(failed === group.samples.length ? "failed" : `${failed} failed`, "bad"),
       dropped != null && badge(dropped ? `dropped: ${dropped}` : "dropped", "warn"),
       h("bdi", tellingLine(group.prompt)),

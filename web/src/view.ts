@@ -21,7 +21,6 @@ export interface View {
   refresh?: (overview: Overview) => void;
   /** Called once the element is in the page. */
   shown?: () => void;
-  left?: () => void;
 }
 
 export interface Context {
