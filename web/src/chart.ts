@@ -16,21 +16,8 @@ function strokeOf(index: number): Record<string, string> {
   return { "--stroke": `var(--part-${index})` };
 }
 
-/** The step under the pointer. Every drawing of a page shows it. */
-export class Crosshair {
-  private readonly listeners = new Set<(step: number | null) => void>();
-
-  listen(listener: (step: number | null) => void): void {
-    this.listeners.add(listener);
-  }
-
-  move(step: number | null): void {
-    for (const listener of this.listeners) listener(step);
-  }
-}
-
 export interface Frame {
-  crosshair: Crosshair;
+  crosshair: ((step: number | null) => void)[]; // called with the step under the pointer, for every drawing of a page
   steps: [first: number, last: number];
   marks: readonly [number, string][];
   open: (step: number) => void;
@@ -112,12 +99,13 @@ function drawing(
     if (isVisible) redraw();
   }).observe(root);
   let at: number | null = null;
-  const choose = (index: number): void => frame.crosshair.move(steps[Math.max(0, Math.min(steps.length - 1, index))] ?? null);
+  const move = (step: number | null): void => frame.crosshair.forEach((tell) => tell(step));
+  const choose = (index: number): void => move(steps[Math.max(0, Math.min(steps.length - 1, index))] ?? null);
   root.addEventListener("pointermove", (event) => {
     const share = (event.offsetX - LEFT) / Math.max(1, width - LEFT - RIGHT);
     if (steps.length) choose(nearest(steps, first + share * (last - first)));
   });
-  for (const end of ["pointerleave", "blur"]) root.addEventListener(end, () => frame.crosshair.move(null));
+  for (const end of ["pointerleave", "blur"]) root.addEventListener(end, () => move(null));
   root.addEventListener("click", () => at !== null && frame.open(at));
   root.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
@@ -126,7 +114,7 @@ function drawing(
     event.preventDefault();
     choose(at === null ? (by > 0 ? 0 : steps.length - 1) : nearest(steps, at) + by);
   });
-  frame.crosshair.listen((step) => {
+  frame.crosshair.push((step) => {
     at = step;
     cross.setAttribute("visibility", step === null ? "hidden" : "visible");
     if (step !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, String(x(step)));
@@ -162,7 +150,7 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
     });
     values.replaceChildren(step === null ? "" : h("span.at", `step ${step}`), ...shown);
   };
-  frame.crosshair.listen(tell);
+  frame.crosshair.push(tell);
   tell(null);
   const button = remove && h("button.plain", { "aria-label": `Remove ${title}`, click: remove }, "×");
   return h("figure.curve", h("figcaption", h("span.name", title), values, button), root);
@@ -220,7 +208,7 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
       ...parts.map(({ name }, index) => h("span", h("i.key.part", { style: strokeOf(index) }), `${name} `, h("b", values[index] == null ? "–" : unit(values[index])))),
     );
   };
-  frame.crosshair.listen(tell);
+  frame.crosshair.push(tell);
   tell(null);
   return h("figure.stack", h("figcaption", h("span.name", title)), root, legend);
 }

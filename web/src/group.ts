@@ -71,7 +71,7 @@ function groupFacts(group: Group, place: Place, key: string): HTMLElement {
     fact("spread", number(deviation)),
     versions.length > 0 && (low < high ? fact("policy versions", `${low} to ${high}`) : fact("policy version", String(low))),
     fact("id", group.id),
-    place.kind === "step" && h("a", { href: link("prompt-of", place.step, key) }, "This prompt over all steps"),
+    place.kind === "step" && h("a", { href: link("prompt-of", String(place.step), key) }, "This prompt over all steps"),
   );
 }
 

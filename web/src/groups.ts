@@ -6,38 +6,47 @@ import { badge, count, type Domain, fact, link, number, rewardDomain, rewardsOf,
 import { load, loaded } from "./load";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
-export type Place = { kind: "step" | "evaluation"; step: number } | { kind: "untrained" };
+export interface Place {
+  kind: "step" | "evaluation" | "untrained";
+  step: number | null; // of untrained groups: none
+}
 
 export interface PlacedGroup {
   group: Group;
   key: string; // of its link: its number, or its id where numbers move
 }
 
-export function placeOf(words: string[]): Place {
-  const [kind, step] = words;
-  if (kind === "untrained") return { kind };
-  if ((kind === "step" || kind === "evaluation") && /^\d{1,15}$/.test(step ?? "")) return { kind, step: Number(step) };
-  throw new Error(`There is no page for this link. Choose one above.`);
+export function placeOf([kind, step = ""]: string[]): Place {
+  if (kind === "untrained") return { kind, step: null };
+  if ((kind === "step" || kind === "evaluation") && /^\d{1,15}$/.test(step)) return { kind, step: Number(step) };
+  throw new Error("There is no page for this link. Choose one above.");
 }
 
 /** The link of a place, or of something in it. */
-export function linkOf(place: Place, ...words: string[]): string {
-  return link(place.kind, ...(place.kind === "untrained" ? [] : [place.step]), ...words);
+export function linkOf({ kind, step }: Place, ...words: string[]): string {
+  return link(kind, ...(step === null ? [] : [step]), ...words);
 }
 
-export function nameOf(place: Place): string {
-  if (place.kind === "untrained") return "Untrained";
-  return place.kind === "step" ? `Step ${place.step}` : `Evaluation after step ${place.step}`;
+export function nameOf({ kind, step }: Place): string {
+  return { step: `Step ${step}`, evaluation: `Evaluation after step ${step}`, untrained: "Untrained" }[kind];
 }
 
-function fileFor(place: Place): string {
-  if (place.kind === "untrained") return "untrained";
-  return fileOf(place.kind === "step" ? "step" : "eval", place.step);
+function fileFor({ kind, step }: Place): string {
+  return step === null ? "untrained" : fileOf(kind === "step" ? "step" : "eval", step);
+}
+
+/** The steps that have such a place. */
+function stepsWith({ kind }: Place, { steps, evals }: Overview): number[] {
+  return { step: steps.step, evaluation: evals, untrained: [] }[kind];
 }
 
 export async function groupsOf(place: Place, overview: Overview): Promise<PlacedGroup[]> {
-  if (place.kind === "untrained" && !overview.untrained.failed && !overview.untrained.filtered) return [];
-  if (place.kind !== "untrained") requireStep(place.kind, place.step, overview);
+  const steps = stepsWith(place, overview);
+  if (place.step === null && !overview.untrained.failed && !overview.untrained.filtered) return [];
+  if (place.step !== null && !steps.includes(place.step)) {
+    const range = steps.length ? `It has ${steps[0]} to ${steps.at(-1)}.` : "It has none.";
+    throw new Error(`This page has no samples of ${place.kind} ${place.step}. ${range}`);
+  }
   await load(fileFor(place));
   return loadedGroups(place);
 }
@@ -45,14 +54,7 @@ export async function groupsOf(place: Place, overview: Overview): Promise<Placed
 /** The groups of a file that is in memory. */
 export function loadedGroups(place: Place): PlacedGroup[] {
   const groups = loaded<Groups>(fileFor(place))?.groups ?? [];
-  return groups.map((group, index) => ({ group, key: place.kind === "untrained" ? group.id : String(index) }));
-}
-
-function requireStep(kind: "step" | "evaluation", step: number, overview: Overview): void {
-  const there = kind === "step" ? overview.steps.step : overview.evals;
-  if (there.includes(step)) return;
-  const range = there.length ? `It has ${there[0]} to ${there.at(-1)}.` : "It has none.";
-  throw new Error(`This page has no samples of ${kind} ${step}. ${range}`);
+  return groups.map((group, index) => ({ group, key: place.step === null ? group.id : String(index) }));
 }
 
 /** Why a group was not trained; null for one that was. */
@@ -103,9 +105,11 @@ export async function placeView({ words, query }: Route, context: Context): Prom
   const counts = [...reasons].map(([reason, samples]): [string, string] => [reason, `${reason} (${number(samples)})`]);
   const none = place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups.";
   const heads = [place.kind === "untrained" ? "version" : "group", "prompt", "rewards", "mean", "spread"];
-  const around = stepsAround(place, overview);
+  const steps = stepsWith(place, overview);
+  const at = steps.indexOf(place.step ?? -1);
+  const next = steps[at + 1];
   const view = page(
-    { title: nameOf(place), ...around.links, ...(place.kind === "untrained" ? {} : { noun: place.kind }) },
+    { title: nameOf(place), noun: place.step === null ? undefined : place.kind, ...neighbours(steps, at, (step) => link(place.kind, step)) },
     summary(place, all, overview),
     h(
       "div.bar.tools",
@@ -117,14 +121,14 @@ export async function placeView({ words, query }: Route, context: Context): Prom
   );
   const shown = (): void => {
     list.show(groups);
-    for (const place of around.places) void load(fileFor(place)).catch(() => null); // its own page says what is wrong
+    if (next !== undefined) void load(fileFor({ ...place, step: next })).catch(() => null); // its own page says what is wrong
   };
   return { ...view, shown, ...sideOf(place) };
 }
 
 /** The list that stands beside everything of a step or an evaluation. */
-export function sideOf(place: Place): Pick<View, "side"> {
-  return place.kind === "untrained" ? {} : { side: { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step } };
+export function sideOf({ kind, step }: Place): Pick<View, "side"> {
+  return step === null ? {} : { side: { kind: kind === "step" ? "steps" : "evaluations", chosen: step } };
 }
 
 /** The link with another choice in it. */
@@ -132,15 +136,6 @@ export function changed(href: string, query: URLSearchParams, name: string, valu
   const next = new URLSearchParams(query);
   next.set(name, value);
   return `${href}?${next}`;
-}
-
-/** Links to the steps before and after, and the next one's place: it is loaded before it is asked for. */
-function stepsAround(place: Place, overview: Overview): { links: Pick<View, "previous" | "next">; places: Place[] } {
-  if (place.kind === "untrained") return { links: {}, places: [] };
-  const steps = place.kind === "step" ? overview.steps.step : overview.evals;
-  const at = steps.indexOf(place.step);
-  const near = [steps[at + 1], steps[at - 1]].filter((step) => step !== undefined);
-  return { links: neighbours(steps, at, (step) => link(place.kind, step)), places: near.map((step) => ({ kind: place.kind, step })) };
 }
 
 const STEP_FACTS = ["entropy", "grad_norm", "response_length/mean", "staleness/mean"];
@@ -152,7 +147,7 @@ function summary(place: Place, groups: PlacedGroup[], overview: Overview): HTMLE
   if (place.kind === "untrained") facts.push(["failed", overview.untrained.failed], ["filtered", overview.untrained.filtered]);
   facts.push(["mean reward", mean], ["spread", deviation]);
   if (place.kind === "step") {
-    const at = overview.metrics.step.indexOf(place.step);
+    const at = overview.metrics.step.indexOf(place.step ?? -1);
     facts.push(...STEP_FACTS.map((name): [string, number | null | undefined] => [name, overview.metrics.columns[name]?.[at]]));
   }
   for (const [set, ofSet] of Map.groupBy(groups, ({ group }) => group.set))

@@ -20,7 +20,7 @@ const THEME = "headrace-theme";
 
 const top = document.getElementById("top")!;
 const content = document.getElementById("content")!;
-const status = document.getElementById("status")!;
+const status = document.getElementById("status")!; // for screen readers, and shown in a corner
 const side = new Side(document.getElementById("side")!);
 
 let context: Context;
@@ -61,7 +61,7 @@ function lastOf(kind: "steps" | "evaluations"): View {
 async function open(): Promise<void> {
   if (location.hash && !location.hash.startsWith("#/")) return;
   const mine = ++turn;
-  const slow = setTimeout(() => say("Loading …"), SLOW_MILLISECONDS);
+  const slow = setTimeout(() => (status.textContent = "Loading …"), SLOW_MILLISECONDS);
   let next: View;
   try {
     next = await viewOf(routeOf(location.hash));
@@ -71,7 +71,7 @@ async function open(): Promise<void> {
     clearTimeout(slow);
   }
   if (mine !== turn) return;
-  say("");
+  status.textContent = "";
   const isSame = view?.title === next.title;
   const focused = isSame ? focusedControl() : null;
   const scroll = content.scrollTop;
@@ -92,10 +92,6 @@ function focusedControl(): string | null {
   const element = document.activeElement;
   if (element instanceof HTMLInputElement && element.type === "radio") return `input[name="${element.name}"]:checked`;
   return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
-}
-
-function say(text: string): void {
-  status.textContent = text;
 }
 
 function go(href: string, replace = false): void {
@@ -207,7 +203,7 @@ async function poll(): Promise<void> {
     if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
     if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
   } catch {
-    say("The run's server does not answer. The page keeps what it has.");
+    status.textContent = "The run's server does not answer. The page keeps what it has.";
   }
 }
 
@@ -216,7 +212,7 @@ async function start(): Promise<void> {
   try {
     const overview = await load<Overview>("overview");
     if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
-    context = { overview, content, go, say };
+    context = { overview, content, go };
   } catch (error) {
     content.replaceChildren(page({ title: "headrace view" }, h("p.verdict.bad", (error as Error).message)).element);
     return;

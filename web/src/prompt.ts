@@ -1,5 +1,5 @@
 // Prompts over the steps: which ones rise, and what was written to one of them step by step.
-import { Crosshair, curveFigure } from "./chart";
+import { curveFigure, type Frame } from "./chart";
 import type { Numbers, Prompts } from "./data";
 import { append, choice, h, label, shownInParts, VirtualList } from "./dom";
 import { badge, count, firstLine, link, number, rewardChip, rewardDomain, rewardsOf, rewardStrip, sparkline, spread, tellingLine } from "./format";
@@ -73,11 +73,11 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
   const [text, at] = [prompts.texts[index], prompts.at[index]];
   if (text === undefined || !at) throw new Error(`There is no prompt ${words[1]}. There are ${prompts.texts.length}.`);
   const steps = at.map(([step]) => step);
-  const frame = {
-    crosshair: new Crosshair(),
-    steps: [steps[0] ?? 0, steps.at(-1) ?? 0] as [number, number],
+  const frame: Frame = {
+    crosshair: [],
+    steps: [steps[0] ?? 0, steps.at(-1) ?? 0],
     marks: [],
-    open: (step: number) => context.go(link("step", step, "group", at.find(([each]) => each === step)?.[1] ?? 0)),
+    open: (step) => context.go(link("step", step, "group", at.find(([each]) => each === step)?.[1] ?? 0)),
   };
   const curve = { name: "mean reward", step: steps, values: meansOf(prompts, index), hasPoints: true };
   const list = h("div.visits");

@@ -1,5 +1,5 @@
 // The run: curves, timeline, facts, and what is left out.
-import { Crosshair, type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
+import { type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
 import type { Numbers, Overview } from "./data";
 import { factList, h, section, select } from "./dom";
 import { clock, count, link, seconds } from "./format";
@@ -19,7 +19,7 @@ export function runView({ query }: Route, context: Context): View {
 function contents(overview: Overview, query: URLSearchParams, context: Context): HTMLElement[] {
   const { step } = overview.metrics;
   const frame: Frame = {
-    crosshair: new Crosshair(),
+    crosshair: [],
     steps: [step[0] ?? 0, step.at(-1) ?? 0],
     marks: overview.marks,
     open: (at) => context.go(link("step", at)),

@@ -97,7 +97,7 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
 
 function placesOf({ untrained, steps, evals }: Overview): Place[] {
   return [
-    ...(untrained.failed + untrained.filtered > 0 ? [{ kind: "untrained" } as const] : []),
+    ...(untrained.failed + untrained.filtered > 0 ? [{ kind: "untrained", step: null } as const] : []),
     ...steps.step.map((step) => ({ kind: "step", step }) as const),
     ...evals.map((step) => ({ kind: "evaluation", step }) as const),
   ];

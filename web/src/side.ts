@@ -1,7 +1,7 @@
 // The list beside a step or an evaluation: all of them, with their mean reward.
 import type { Overview } from "./data";
 import { h, label, VirtualList } from "./dom";
-import { diverging, type Domain, link, number, rewardDomain, sparkline, spread } from "./format";
+import { type Domain, link, number, rewardDomain, sparkline, spread } from "./format";
 import type { View } from "./view";
 
 type Kind = "steps" | "evaluations";
@@ -55,12 +55,11 @@ export class Side {
 
   private row({ step, mean }: Entry, kind: Kind): HTMLElement {
     const share = mean === null ? 0 : (mean - this.domain[0]) / (this.domain[1] - this.domain[0]);
-    const style = { width: `${Math.max(2, 100 * share)}%`, "background-color": diverging(mean ?? 0, this.domain, 0.85) };
     return h(
       "a.row.steps",
       { href: link(kind === "steps" ? "step" : "evaluation", step), "aria-current": step === this.chosen && "page" },
       h("span.number", step),
-      h("span.track", mean !== null && h("i", { style })),
+      h("span.track", mean !== null && h("i", { style: { width: `${Math.max(2, 100 * share)}%` } })),
       h("span.mean", number(mean)),
     );
   }

@@ -58,23 +58,21 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
   return { ...view, keys, ...sideOf(place) };
 }
 
-interface Loaded {
+interface Tokens extends TokensData {
   columns: SampleTokens;
-  texts: string[] | null;
-  ids: number[];
 }
 
-async function tokensOf(sample: Sample, place: Place): Promise<Loaded | null> {
-  if (!sample.has_tokens || place.kind !== "step") return null;
-  const data = await load<TokensData>(fileOf("tokens", place.step));
+async function tokensOf(sample: Sample, { kind, step }: Place): Promise<Tokens | null> {
+  if (!sample.has_tokens || kind !== "step" || step === null) return null;
+  const data = await load<TokensData>(fileOf("tokens", step));
   const columns = data.samples[sample.id];
-  return columns ? { columns, texts: data.texts, ids: data.ids } : null;
+  return columns ? { ...data, columns } : null;
 }
 
-function missing(place: Place, { overview }: Context): HTMLElement {
-  if (place.kind !== "step") return section("Tokens", h("p.empty", "Only trained samples have tokens here."));
+function missing({ kind, step: at }: Place, { overview }: Context): HTMLElement {
+  if (kind !== "step" || at === null) return section("Tokens", h("p.empty", "Only trained samples have tokens here."));
   const whole = overview.steps.step.filter((step, index) => step % 8 === 1 && overview.steps.tokens[index]);
-  const near = [whole.findLast((step) => step < place.step), whole.find((step) => step > place.step)].filter((step) => step !== undefined);
+  const near = [whole.findLast((step) => step < at), whole.find((step) => step > at)].filter((step) => step !== undefined);
   return section(
     "Tokens",
     h("p.empty", "Tokens are kept of all samples of every eighth step (1, 9, 17, …), and of the eight best and worst samples of the others."),
@@ -108,7 +106,7 @@ function scaleOf(colour: Colour, values: Numbers): (value: number) => string {
   return (value) => diverging(value, [-most, most], TINT);
 }
 
-function tokenSection(sample: Sample, advantages: Numbers, tokens: Loaded, first: Colour, textError: string | null): HTMLElement {
+function tokenSection(sample: Sample, advantages: Numbers, tokens: Tokens, first: Colour, textError: string | null): HTMLElement {
   const { columns, texts, ids } = tokens;
   const values = valuesOf(sample, columns);
   const list = new TokenList(tokens);
@@ -148,7 +146,7 @@ class TokenList {
   private colours: string[] = [];
   private current = -1;
 
-  constructor(private readonly tokens: Loaded) {
+  constructor(private readonly tokens: Tokens) {
     this.element.classList.toggle("numbers-only", tokens.texts === null);
     const near = new IntersectionObserver((seen) => this.fill(seen), { root: this.element, rootMargin: "300px" });
     const size = tokens.columns.t.length;
