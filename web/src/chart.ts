@@ -56,7 +56,7 @@ interface Axis {
   top: number;
 }
 
-/** A drawing as wide as its place: drawn when it becomes visible, and again when its width changes. */
+/** A drawing as wide as its place. */
 function drawing(
   label: string,
   axis: Axis,
@@ -86,17 +86,10 @@ function drawing(
     draw(root, x, y, width);
     root.append(cross);
   };
-  let isVisible = false;
-  new IntersectionObserver(([entry], watch) => {
-    if (!entry?.isIntersecting) return;
-    isVisible = true;
-    watch.disconnect();
-    redraw();
-  }).observe(root);
   new ResizeObserver(() => {
-    if (root.clientWidth === width || !root.clientWidth) return;
+    if (root.clientWidth === width) return;
     width = root.clientWidth;
-    if (isVisible) redraw();
+    redraw();
   }).observe(root);
   let at: number | null = null;
   const move = (step: number | null): void => frame.crosshair.forEach((tell) => tell(step));

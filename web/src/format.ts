@@ -98,22 +98,13 @@ const STRIP = 150; // pixels
 /** A group's rewards as a row of cells. */
 export function rewardStrip(samples: readonly Sample[], domain: Domain): SVGElement {
   const cell = Math.max(1, Math.min(12, STRIP / samples.length));
-  const gap = cell > 4 ? 2 : 0;
-  const strip = svg("svg", { class: "strip", width: cell * samples.length, height: 12, role: "img", "aria-label": rewardsInWords(samples) });
-  samples.forEach((sample, index) => {
-    const box = { x: index * cell + 0.5, y: 0.5, width: Math.max(0.5, cell - gap - (gap ? 1 : 0)), height: 11, rx: gap ? 2 : 0 };
-    strip.append(
-      sample.reward === null
-        ? svg("rect", { ...box, class: "none" })
-        : svg("rect", { ...box, style: { fill: diverging(sample.reward, domain) } }),
-    );
+  const gap = cell > 4 ? 3 : 0;
+  const cells = samples.map(({ reward }, index) => {
+    const box = { x: index * cell + 0.5, y: 0.5, width: Math.max(0.5, cell - gap), height: 11, rx: gap && 2 };
+    return reward === null ? svg("rect.none", box) : svg("rect", box, { style: { fill: diverging(reward, domain) } });
   });
-  return strip;
-}
-
-function rewardsInWords(samples: readonly Sample[]): string {
-  const shown = samples.slice(0, 32).map((sample) => number(sample.reward));
-  return `Rewards: ${shown.join(", ")}${samples.length > 32 ? ", …" : ""}`;
+  const words = samples.slice(0, 32).map((sample) => number(sample.reward)).join(", ");
+  return svg("svg.strip", { width: cell * samples.length, height: 12, role: "img", "aria-label": `Rewards: ${words}` }, cells);
 }
 
 export function rewardChip(reward: number | null, domain: Domain): HTMLElement {
@@ -139,9 +130,9 @@ export function sparkline(values: readonly (number | null)[], width: number, hei
   }
   const drawn =
     points.length === 1
-      ? svg("circle", { cx: points[0]!.split(",")[0]!, cy: points[0]!.split(",")[1]!, r: 2, class: "point" })
+      ? svg("circle.point", { cx: points[0]!.split(",")[0]!, cy: points[0]!.split(",")[1]!, r: 2 })
       : svg("polyline", { points: points.join(" ") });
-  return svg("svg", { class: "sparkline", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, drawn);
+  return svg("svg.sparkline", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, drawn);
 }
 
 export function link(...words: (string | number)[]): string {

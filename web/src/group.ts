@@ -9,8 +9,6 @@ const CARDS_AT_ONCE = 24;
 const CHARACTERS_AT_ONCE = 4_000;
 const TURNS_OPEN_AT_ONCE = 6;
 
-type Order = "index" | "reward";
-
 export async function groupView({ words, query }: Route, context: Context): Promise<View> {
   const place = placeOf(words);
   const key = words.at(-1)!;
@@ -18,8 +16,8 @@ export async function groupView({ words, query }: Route, context: Context): Prom
   const at = groups.findIndex((each) => each.key === key);
   if (at < 0) throw new Error(`${nameOf(place)} has no group ${key}. It has ${count(groups.length, "group")}.`);
   const { group } = groups[at]!;
-  const order: Order = query.get("order") === "reward" ? "reward" : "index";
-  const samples = order === "index" ? group.samples : group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const order = query.get("order") ?? "index";
+  const samples = order === "reward" ? group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)) : group.samples;
   const reference = referenceOf(group, query.get("with"));
   const references = group.samples.map(({ index, reward }): [string, string] => [String(index), `#${index} (${number(reward)})`]);
   const change = (name: string, value: string): void => context.go(changed(linkOf(place, "group", key), query, name, value), true);
@@ -37,7 +35,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     group.samples.length > 1 &&
       h(
         "div.bar.tools",
-        choice<Order>("Order", [["index", "number"], ["reward", "reward"]], order, (value) => change("order", value)),
+        choice("Order", [["index", "number"], ["reward", "reward"]], order, (value) => change("order", value)),
         select("Mark what differs from", [["none", "nothing"], ...references], String(reference?.index ?? "none"), (value) => change("with", value)),
       ),
     cards(samples, reference, place, rewardDomain(groups.flatMap(({ group }) => rewardsOf(group)))),

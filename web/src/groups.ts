@@ -67,10 +67,10 @@ export function reasonOf(group: Group): { kind: "failed" | "filtered"; reason: s
 }
 
 type Order = "order" | "low" | "high" | "spread";
-const FIRST_ORDER = { step: "as trained", evaluation: "as asked", untrained: "newest" };
 
-function ordersOf(place: Place): [Order, string][] {
-  return [["order", FIRST_ORDER[place.kind]], ["low", "lowest"], ["high", "highest"], ["spread", "most mixed"]];
+function ordersOf({ kind }: Place): [Order, string][] {
+  const first = { step: "as trained", evaluation: "as asked", untrained: "newest" }[kind];
+  return [["order", first], ["low", "lowest"], ["high", "highest"], ["spread", "most mixed"]];
 }
 
 function inOrder(groups: PlacedGroup[], order: Order): PlacedGroup[] {

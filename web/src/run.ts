@@ -73,10 +73,9 @@ function timeline({ metrics: { step, columns } }: Overview, frame: Frame): HTMLE
   const whole: Numbers = columns["time/step_seconds"] ?? [];
   const rest = whole.map((value, index) => value && Math.max(0, value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0)));
   if (rest.some((value, index) => (value ?? 0) > 0.01 * (whole[index] ?? 0))) parts.push({ name: "other", step, values: rest });
-  return h(
-    "section",
-    { "aria-label": "Timeline" },
-    parts.length > 0 && h("h2", "Timeline"),
+  return section(
+    "Timeline",
+    parts.length === 0 && h("p.empty", "The metrics have no times."),
     h(
       "div.curves",
       parts.length > 0 && stackedFigure("seconds of a step", seconds, parts, frame),

@@ -80,8 +80,6 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     value: wanted,
     placeholder: "prompt, id, label or text",
     "aria-label": "Search",
-    autocomplete: "off",
-    spellcheck: "false",
     input: () => {
       wanted = input.value;
       history.replaceState(null, "", `#/search?q=${encodeURIComponent(wanted)}`);

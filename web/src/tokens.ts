@@ -147,8 +147,10 @@ class TokenList {
   private current = -1;
 
   constructor(private readonly tokens: Tokens) {
-    this.element.classList.toggle("numbers-only", tokens.texts === null);
-    const near = new IntersectionObserver((seen) => this.fill(seen), { root: this.element, rootMargin: "300px" });
+    const fillNear = (seen: IntersectionObserverEntry[]): void => {
+      for (const { target, isIntersecting } of seen) if (isIntersecting) this.fill(this.blocks.get(target)!);
+    };
+    const near = new IntersectionObserver(fillNear, { root: this.element, rootMargin: "300px" });
     const size = tokens.columns.t.length;
     for (let first = 0, index = 1; index <= size; index++) {
       const isFull = (index - first > TOKENS_A_BLOCK && this.text(index - 1).endsWith("\n")) || index - first > MOST_TOKENS_A_BLOCK;
@@ -180,11 +182,7 @@ class TokenList {
     return this.tokens.texts ? this.text(index).replace(/\n/g, "↵\n").replace(/\t/g, "→\t") : `${this.text(index)} `;
   }
 
-  private fill(seen: IntersectionObserverEntry[]): void {
-    for (const { target, isIntersecting } of seen) if (isIntersecting) this.fillBlock(this.blocks.get(target)!);
-  }
-
-  private fillBlock(block: Block): void {
+  private fill(block: Block): void {
     if (block.spans.length) return;
     for (let index = block.first; this.blockOf[index] === block; index++) {
       const span = document.createElement("span");
@@ -202,7 +200,7 @@ class TokenList {
 
   private span(index: number): HTMLElement | undefined {
     const block = this.blockOf[index];
-    if (block) this.fillBlock(block);
+    if (block) this.fill(block);
     return block?.spans[index - block.first];
   }
 
