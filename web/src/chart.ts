@@ -50,21 +50,14 @@ function ticks(low: number, high: number, most: number): number[] {
   return found;
 }
 
-interface Axis {
-  height: number; // in pixels
-  bottom: number; // the value there
-  top: number;
-}
-
-/** A drawing as wide as its place. */
+/** A drawing as wide as its place. `bottom` and `top` are the values there. */
 function drawing(
   label: string,
-  axis: Axis,
+  { height, bottom, top }: { height: number; bottom: number; top: number },
   frame: Frame,
   steps: readonly number[],
   draw: (area: SVGElement, x: (step: number) => number, y: (value: number) => number, width: number) => void,
 ): SVGSVGElement {
-  const { height, bottom, top } = axis;
   const root = svg("svg.drawing", { height, role: "img", "aria-label": label, tabindex: 0 });
   const cross = svg("line.cross", { y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   let width = 0;

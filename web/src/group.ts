@@ -1,8 +1,9 @@
 // A group: the samples of one prompt side by side.
-import type { Group, Sample } from "./data";
+import { fileOf, type Group, type Sample } from "./data";
 import { append, choice, factList, folded, h, label, select, shownInParts } from "./dom";
 import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, rewardsOf, spread } from "./format";
 import { changed, groupsOf, linkOf, nameOf, type Place, placeOf, reasonOf, sideOf } from "./groups";
+import { load } from "./load";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
 const CARDS_AT_ONCE = 24;
@@ -40,7 +41,11 @@ export async function groupView({ words, query }: Route, context: Context): Prom
       ),
     cards(samples, reference, place, rewardDomain(groups.flatMap(({ group }) => rewardsOf(group)))),
   );
-  return { ...view, ...sideOf(place) };
+  const shown = (): void => {
+    if (place.step === null || !group.samples.some((sample) => sample.has_tokens)) return;
+    void load(fileOf("tokens", place.step)).catch(() => null); // probably asked for next
+  };
+  return { ...view, shown, ...sideOf(place) };
 }
 
 /** Says why a group was not trained, with the numbers that led to it. */

@@ -115,7 +115,7 @@ function tokenSection(sample: Sample, advantages: Numbers, tokens: Tokens, first
   const paint = (colour: Colour): void => {
     lastColour = colour;
     const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...advantages] : values[colour]);
-    list.paint(values[colour].map((value) => (value === null ? "" : scale(value))));
+    list.paint((index) => (values[colour][index] == null ? "" : scale(values[colour][index])));
     legend.replaceChildren(...legendOf(colour, values[colour], scale));
   };
   list.chosen = (index) => detail.replaceChildren(...detailOf(index, list.text(index), ids[columns.t[index]!]!, columns, values));
@@ -143,7 +143,7 @@ class TokenList {
   chosen: (index: number) => void = () => undefined;
   private readonly blocks = new Map<Element, Block>();
   private readonly blockOf: Block[] = []; // of each token
-  private colours: string[] = [];
+  private colourAt: (index: number) => string = () => "";
   private current = -1;
 
   constructor(private readonly tokens: Tokens) {
@@ -172,9 +172,9 @@ class TokenList {
     return texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
   }
 
-  /** Colours of the response's tokens. */
-  paint(colours: string[]): void {
-    this.colours = colours;
+  /** `colourAt` is given the number of a token of the response. */
+  paint(colourAt: (index: number) => string): void {
+    this.colourAt = colourAt;
     for (const block of this.blocks.values()) this.paintBlock(block);
   }
 
@@ -195,7 +195,7 @@ class TokenList {
   }
 
   private paintBlock({ first, spans }: Block): void {
-    spans.forEach((span, at) => (span.style.backgroundColor = this.colours[first + at - this.tokens.columns.n] ?? ""));
+    spans.forEach((span, at) => (span.style.backgroundColor = this.colourAt(first + at - this.tokens.columns.n)));
   }
 
   private span(index: number): HTMLElement | undefined {
