@@ -70,7 +70,7 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,  # a state of few tokens may answer next to nothing, whose noise its norm makes large
 }
 _TOWER = {
     "depth": 1,
