@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 def test_a_presets_tensors_are_those_of_transformers_and_of_the_published_folder(name: str, tmp_path: Path) -> None:
     """Of four layers, one of each kind among them: the number of parameters tells that the others are there too."""
     config = deepcopy(dict(PRESETS[name].config))
-    (config["text_config"] if "text_config" in config else config)["num_hidden_layers"] = 4
+    config.get("text_config", config)["num_hidden_layers"] = 4
     published = dict(_published(config))
     _write(tmp_path, published)
     source, a = HfFolder(tmp_path), architecture(config)
@@ -62,7 +62,7 @@ def _published(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         if stack is None or "text_config" in config:
             yield name, tuple(tensor.shape)
         else:
-            yield from _apart(*stack.groups(), tuple(tensor.shape))
+            yield from _apart(stack[1], stack[2], tuple(tensor.shape))
     yield "mtp.fc.weight", (8, 16)
 
 
