@@ -253,7 +253,7 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
         # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
         "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
-        "spec": given.spec if family == a.family else a.family,
+        "spec": given.spec if family in (a.family, a.family.removesuffix("_text").removesuffix("_moe")) else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
 
 

@@ -51,6 +51,7 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
         ("qwen3_moe", ("all-linear",), "down_proj, gate_proj, up_proj: layers of experts have no adapters here"),
         ("glm4_moe", ("q_proj", "up_proj"), "up_proj: layers of experts"),
         ("deepseek_v3", ("q_proj",), "lora_rank with latent attention"),
+        ("qwen3_5", ("q_proj",), "lora_rank with linear attention"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
