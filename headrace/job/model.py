@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -279,23 +279,15 @@ _WEIGHT = ".weight"
 def lora_targets(architecture: Architecture, wanted: Sequence[str]) -> frozenset[str]:
     """The last words of the names of the layers that get an adapter, as `q_proj`.
 
-    Raises ConfigError for a family whose layers cannot be adapted, and for a name that no layer has or experts have.
+    Raises ConfigError for a name that no layer has.
     """
-    _require_family(architecture)
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    linear = [row for row in rows if _is_linear(row)]
-    of_experts = _names(row for row in linear if _is_of_experts(row))
-    found = _names(linear) - of_experts
-    chosen = found | of_experts if ALL_LINEAR in wanted else frozenset(wanted)
-    if unknown := sorted(chosen - found - of_experts):
+    found = frozenset(last_word(tensor.name) for row in rows if _is_linear(row) for tensor in row.hf)
+    chosen = found if ALL_LINEAR in wanted else frozenset(wanted)
+    if unknown := sorted(chosen - found):
         raise ConfigError(
             f"lora_target_modules {unknown[0]} is not a linear layer of this model: choose from "
             f"{', '.join(sorted(found))}, or {ALL_LINEAR}"
-        )
-    if refused := sorted(chosen & of_experts):
-        raise ConfigError(
-            f"lora_target_modules {', '.join(refused)}: layers of experts have no adapters here: choose from "
-            f"{', '.join(sorted(found))}"
         )
     return chosen
 
@@ -310,25 +302,5 @@ def last_word(tensor: str) -> str:
     return layer_name(tensor).rpartition(".")[2]
 
 
-def _names(rows: Iterable[Row]) -> frozenset[str]:
-    return frozenset(last_word(tensor.name) for row in rows for tensor in row.hf)
-
-
 def _is_linear(row: Row) -> bool:
     return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron
-
-
-def _is_of_experts(row: Row) -> bool:
-    return row.expert is not None or ".shared_experts." in row.megatron
-
-
-def _require_family(architecture: Architecture) -> None:
-    for has_it, what in (
-        (architecture.latent_attention, "latent attention"),
-        (architecture.vision, "a vision tower"),
-    ):
-        if has_it is not None:
-            raise ConfigError(
-                f"lora_rank with {what} ({architecture.family}): such models have no adapters here: leave --lora-rank "
-                "out"
-            )

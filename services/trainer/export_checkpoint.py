@@ -57,7 +57,7 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path, into: str = HUGG
     model = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing)
     converter, lora = model.converter, job.lora.model_copy(update={"lora_load": None})
     weights = weights_of(model.stages)
-    adapters = attach(model.stages, model.config, architecture, layout, lora, 0) if lora.lora_rank else None
+    adapters = attach(model, architecture, layout, lora, 0) if lora.lora_rank else None
     require_same_model(reader, model_facts(architecture, adapters))
     ModelState(POLICY, [*converter.shards(), *(adapters.shards if adapters else [])], None).restore_weights(reader)
     if into == PEFT:

@@ -15,6 +15,7 @@ from services.trainer.check import check as check_trainer
 from tests.support.models.tiny_families import tiny_config
 
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 
 
 def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
@@ -33,6 +34,9 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
         ("llama", ("q_proj", "up_proj"), {"q_proj", "up_proj"}),
         ("glm4", ("all-linear",), DENSE - {"gate_proj", "up_proj"} | {"gate_up_proj"}),
         ("qwen3_moe", ("q_proj", "o_proj"), {"q_proj", "o_proj"}),
+        ("qwen3_moe", ("all-linear",), DENSE),
+        ("deepseek_v3", ("all-linear",), {*LATENT, "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("moonlight", ("q_proj", "kv_b_proj"), {"q_proj", "kv_b_proj"}),
     ],
 )
 def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
@@ -48,9 +52,8 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
             "lora_target_modules lm_head is not a linear layer of this model: choose from down_proj",
         ),
         ("qwen3", ("q_norm",), "q_norm is not a linear layer"),
-        ("qwen3_moe", ("all-linear",), "down_proj, gate_proj, up_proj: layers of experts have no adapters here"),
-        ("glm4_moe", ("q_proj", "up_proj"), "up_proj: layers of experts"),
-        ("deepseek_v3", ("q_proj",), "lora_rank with latent attention"),
+        ("qwen3_moe", ("gate",), "gate is not a linear layer"),
+        ("deepseek_v3", ("q_proj",), "q_proj is not a linear layer"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
