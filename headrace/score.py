@@ -13,9 +13,11 @@ from headrace.errors import Internal, InvalidArgument
 from headrace.limits import from_json, require_json_object, shown, to_json
 from headrace.prompts import LABEL_IS_JSON
 from headrace.trajectory import (
+    LEFT_OUT,
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     TOKENS,
+    TURNS,
     Sample,
     Status,
     check_reward,
@@ -28,7 +30,7 @@ SCORER_UNAVAILABLE = "SCORER_UNAVAILABLE"
 """The reason of a ScoreError whose scorer waits for a server: another try may help, and its sample can wait."""
 SCORER_ABSTAINED = "SCORER_ABSTAINED"
 CUSTOM_RM_PATH = "custom_rm_path"
-_SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
+_SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH, TURNS)
 """Of a sample's hook_fields: what a reward service reads."""
 _STATUSES = ("", *(status.value for status in Status))
 SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
@@ -51,12 +53,16 @@ class ScoreItem:
     index: int | None = None
     """The sample's place in its group, for users' functions; None: its place in the call."""
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
-    """`label_is_json`, and `custom_rm_path`: the function that scores the item instead of the service's own."""
+    """`label_is_json`; `custom_rm_path`: the function that scores the item instead of the service's own; `turns`: a
+    conversation's messages."""
 
     @classmethod
     def of(cls, sample: Sample, *, has_columns: bool = True) -> ScoreItem:
-        """What a reward service sees of a sample; `has_columns` False leaves its tokens out."""
+        """What a reward service sees of a sample; `has_columns` False leaves its tokens and its conversation out."""
         columns = scored_columns(sample) if has_columns else {}
+        hook_fields = {key: sample.hook_fields[key] for key in _SCORED_FIELDS if key in sample.hook_fields}
+        if TURNS in hook_fields and not has_columns:
+            hook_fields[TURNS] = list(LEFT_OUT)
         return cls(
             item_id=sample.sample_id,
             prompt=sample.prompt,
@@ -68,7 +74,7 @@ class ScoreItem:
             response_tokens=sample.response_length,
             columns=columns,
             index=sample.index,
-            hook_fields={key: sample.hook_fields[key] for key in _SCORED_FIELDS if key in sample.hook_fields},
+            hook_fields=hook_fields,
         )
 
     def pack(self) -> pb.ScoreItem:

@@ -9,11 +9,20 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import ARCHITECTURAL, MegatronArgs
 from headrace.job.schema.training import ALL_LINEAR
-from headrace.models.architecture import Architecture, Experts, LatentAttention, Llama3Rope, YarnRope, is_same_setting
+from headrace.models.architecture import (
+    Architecture,
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    Llama3Rope,
+    YarnRope,
+    is_same_setting,
+)
 from headrace.models.family import Row
 from headrace.models.registry import table
 
 _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+_HEADS_OF_LINEAR_ATTENTION = ("num_key_heads", "num_value_heads")
 
 
 def check_layout(architecture: Architecture, args: MegatronArgs) -> None:
@@ -25,8 +34,10 @@ def check_layout(architecture: Architecture, args: MegatronArgs) -> None:
 
 def _tensor(architecture: Architecture, args: MegatronArgs) -> None:
     ranks = args.tensor_model_parallel_size
-    for name in _CUT_BY_TENSOR_RANKS:
-        size = getattr(architecture, name)
+    sizes = {name: getattr(architecture, name) for name in _CUT_BY_TENSOR_RANKS}
+    if linear := architecture.linear_attention:
+        sizes |= {f"linear_{name}": getattr(linear, name) for name in _HEADS_OF_LINEAR_ATTENTION}
+    for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(
                 f"tensor_model_parallel_size {ranks} does not divide {name} {size}: choose a divisor of it"
@@ -160,6 +171,8 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         # Latent attention always has its norms.
         "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
         "rotary_interleaved": a.rotary_interleaved,
+        "attention_output_gate": a.attention_output_gate,
+        "layernorm_zero_centered_gamma": a.layernorm_zero_centered_gamma,
         "no_rope_freq": [int(layer in a.unrotated_layers) for layer in range(a.num_layers)]
         if a.unrotated_layers
         else None,
@@ -168,7 +181,20 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         fields |= _expert_fields(a.experts, a.num_layers)
     if a.latent_attention:
         fields |= _latent_attention(a, a.latent_attention)
+    if a.linear_attention:
+        fields |= _linear_attention(a.linear_attention, a.num_layers)
     return fields
+
+
+def _linear_attention(linear: LinearAttention, num_layers: int) -> dict[str, Any]:
+    return {
+        "linear_attention_freq": [int(layer in linear.layers) for layer in range(num_layers)],
+        "linear_conv_kernel_dim": linear.conv_kernel_dim,
+        "linear_key_head_dim": linear.key_head_dim,
+        "linear_value_head_dim": linear.value_head_dim,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
+    }
 
 
 def _expert_fields(experts: Experts, num_layers: int) -> dict[str, Any]:
@@ -224,6 +250,8 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
         "multi_latent_attention": a.latent_attention is not None,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
+        # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
+        "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
         "spec": given.spec if family == a.family else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
@@ -243,6 +271,8 @@ def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
 def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
     if name == "no_rope_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
+    if name == "linear_attention_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
     return is_same_setting(wanted, said)

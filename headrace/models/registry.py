@@ -24,6 +24,7 @@ from headrace.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from headrace.models.family import Family, Preset, Table
@@ -40,7 +41,6 @@ _DEEPSTACK = (
 _WINDOWS = "it attends within windows, and headrace trains full attention only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "qwen3_next": (_LINEAR, ("qwen3_moe", "qwen2_moe")),
     "qwen3_5": (_LINEAR, ("qwen3",)),
     "qwen3_5_text": (_LINEAR, ("qwen3",)),
     "qwen3_5_moe": (_LINEAR, ("qwen3_moe",)),
@@ -92,6 +92,7 @@ FAMILIES: Sequence[Family] = (
     qwen2_5_vl.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_next.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
@@ -129,7 +130,7 @@ def table(a: Architecture) -> Table:
 PRESETS: Mapping[str, Preset] = {preset.name: preset for family in FAMILIES for preset in family.presets}
 
 # Versions of a model differ in these; what its weights are does not depend on them.
-_FREE = frozenset({"max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling", "num_mtp_layers"})
+_FREE = frozenset({"max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling", "kept"})
 
 
 def find(name: str) -> Preset:

@@ -501,7 +501,7 @@ def _is_padded(row: Row) -> bool:
 
 
 def _extra(tensors: Mapping[str, StoredTensor], known: set[str], architecture: Architecture) -> list[str]:
-    beside = (*_BESIDE, "mtp.") if architecture.num_mtp_layers else _BESIDE
+    beside = (*_BESIDE, "mtp.") if architecture.kept else _BESIDE
     return sorted(key for key in tensors.keys() - known if not key.startswith(beside) and "_extra_state" not in key)
 
 

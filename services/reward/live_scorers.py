@@ -313,8 +313,8 @@ def _named(name: str) -> str:
 async def require_settings(reward: RewardSection, name: str) -> None:
     """Raises ConfigError for a scorer of headrace's that lacks its server, or a sandbox."""
     match name.removeprefix(BOXED):
-        case "remote_rm" if reward.rm_url is None:
-            raise ConfigError("rm_type remote_rm asks a server: set --rm-url to it", field="rm_url")
+        case "remote_rm" | "nemo_gym" as asking if reward.rm_url is None:
+            raise ConfigError(f"rm_type {asking} asks a server: set --rm-url to it", field="rm_url")
         case "judge" if reward.judge_url is None:
             raise ConfigError("rm_type judge asks a model: set --judge-url and --judge-model", field="judge_url")
         case "code" if reward.custom_rm_path is None:
@@ -421,11 +421,13 @@ def settings_of(reward: RewardSection) -> dict[str, str]:
         "judge_scale": reward.judge_scale,
         "judge_json": reward.judge_json,
     }
+    server = {"rm_url": reward.rm_url} | key if reward.rm_url else {}
     found = {
-        "judge": judge if reward.judge_url else {},
-        "remote_rm": {"rm_url": reward.rm_url} | key if reward.rm_url else {},
-        CUSTOM: key | model,
         **{each.name: key for each in BUILTINS if each.part},
+        "judge": judge if reward.judge_url else {},
+        "remote_rm": server,
+        "nemo_gym": server,
+        CUSTOM: key | model,
     }
     return {name: digest_of(settings) for name, settings in found.items() if settings}
 

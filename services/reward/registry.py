@@ -167,6 +167,13 @@ BUILTINS: Sequence[Builtin] = (
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
     Builtin(
+        *("nemo_gym", "The reward of the NeMo Gym resource server at --rm-url, from 0 to 1 in most."),
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+        part="reward",
+    ),
+    Builtin(
         "overlong",
         "DAPO's penalty for the last metadata.buffer_tokens before metadata.max_tokens, from 0 to -1.",
         takes_args=True,

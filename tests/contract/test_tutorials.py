@@ -138,7 +138,8 @@ def served(file: str) -> Iterator[None]:
     """Runs a page's server until the block ends."""
     server = subprocess.Popen([sys.executable, "-u", file], stdout=subprocess.PIPE)
     try:
-        assert server.stdout and server.stdout.readline()  # it says so when it listens
+        assert server.stdout is not None
+        assert server.stdout.readline()  # it says so when it listens
         yield
     finally:
         server.terminate()

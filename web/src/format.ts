@@ -12,7 +12,7 @@ export function number(value: number | null | undefined, digits = 3): string {
 
 /** A name with its number, for a line of them. */
 export function fact(name: string, value: string): HTMLElement {
-  return h("span", {}, `${name} `, h("b", {}, value));
+  return h("span", `${name} `, h("b", value));
 }
 
 export function count(value: number, noun: string): string {
@@ -116,7 +116,7 @@ function rewardsInWords(samples: readonly Sample[]): string {
 
 export function rewardChip(reward: number | null, domain: Domain): HTMLElement {
   const style = reward === null ? {} : { "background-color": diverging(reward, domain, 0.42) };
-  return h("span", { class: "chip", title: "reward", style }, number(reward));
+  return h("span.chip", { title: "reward", style }, number(reward));
 }
 
 export function badge(text: string, kind = ""): HTMLElement {

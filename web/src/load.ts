@@ -32,10 +32,6 @@ export function loaded<T>(name: string): T | undefined {
   return cache.get(name) as T | undefined;
 }
 
-export function loadedNames(): string[] {
-  return [...cache.keys()];
-}
-
 export function forget(name: string): void {
   cache.delete(name);
 }

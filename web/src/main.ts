@@ -1,6 +1,6 @@
 // The frame of the page: links to views, keys, theme, and news of a live run.
 import type { Overview } from "./data";
-import { h, label } from "./dom";
+import { factList, h, label } from "./dom";
 import { clock, link, number } from "./format";
 import { groupView } from "./group";
 import { placeView } from "./groups";
@@ -11,7 +11,7 @@ import { runView } from "./run";
 import { searchView } from "./search";
 import { Side } from "./side";
 import { sampleView } from "./tokens";
-import type { Context, Route, View } from "./view";
+import { type Context, page, type Route, type View } from "./view";
 
 const VERSION = 1; // of the data
 const POLL_MILLISECONDS = 5_000;
@@ -58,17 +58,10 @@ function viewOf(route: Route): View | Promise<View> {
 /** The newest step or evaluation; on a phone the list of all. */
 function lastOf(kind: "steps" | "evaluations"): View {
   const { steps, evals } = context.overview;
-  const last = kind === "steps" ? steps.step.at(-1) : evals.at(-1);
-  const title = kind === "steps" ? "Steps" : "Evaluations";
-  if (last !== undefined && !isPhone()) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
-  const text = kind === "steps" ? "No samples are recorded yet." : "The run has no evaluations with samples.";
-  const element = h("div", { class: "page" }, h("h1", {}, title), last === undefined && h("p", { class: "empty" }, text));
-  if (last === undefined) return { title, element };
-  return { title, element, side: { kind, chosen: null } };
-}
-
-function isPhone(): boolean {
-  return matchMedia("(max-width: 719px)").matches;
+  const [title, last] = kind === "steps" ? ["Steps", steps.step.at(-1)] : ["Evaluations", evals.at(-1)];
+  if (last === undefined) return page({ title }, h("p.empty", "The run has recorded no samples of these yet."));
+  if (!matchMedia("(max-width: 719px)").matches) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
+  return { ...page({ title }), side: { kind, chosen: null } };
 }
 
 async function open(): Promise<void> {
@@ -80,7 +73,7 @@ async function open(): Promise<void> {
   try {
     next = await viewOf(route);
   } catch (error) {
-    next = failure(error as Error);
+    next = page({ title: "Not found" }, h("p.verdict.warn", (error as Error).message));
   } finally {
     clearTimeout(slow);
   }
@@ -94,7 +87,7 @@ async function open(): Promise<void> {
   document.title = `${next.title} · ${context.overview.run}`;
   content.replaceChildren(next.element);
   document.body.classList.toggle("list-only", next.side?.chosen === null);
-  drawTop(route.words[0] ?? "run");
+  drawTop();
   side.show(next.side, context.overview);
   next.shown?.();
   content.scrollTop = isSame ? scroll : 0;
@@ -107,10 +100,6 @@ function focusedControl(): string | null {
   const element = document.activeElement;
   if (element instanceof HTMLInputElement && element.type === "radio") return `input[name="${element.name}"]:checked`;
   return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
-}
-
-function failure(error: Error): View {
-  return { title: "Not found", element: h("div", { class: "page" }, h("h1", {}, "Not found"), h("p", { class: "verdict warn" }, error.message)) };
 }
 
 function say(text: string): void {
@@ -135,37 +124,28 @@ const TABS: [string, string, string[]][] = [
   ["search", "Search", ["search"]],
 ];
 
-function drawTop(kind: string): void {
-  const { run, live, made, state } = context.overview;
-  const steps = state.num_rollout === null ? `step ${number(state.step)}` : `step ${number(state.step)} of ${number(state.num_rollout)}`;
-  const untrained = context.overview.untrained.failed + context.overview.untrained.filtered;
-  const phase = live ? "live" : (state.phase ?? "written");
+function drawTop(): void {
+  const { run, live, made, state, untrained } = context.overview;
+  const kind = routeOf(location.hash).words[0] ?? "run";
+  const left = untrained.failed + untrained.filtered;
+  const phase = h("span.phase", { class: live && "live", title: `data of ${clock(made)}` }, live ? "live" : (state.phase ?? "written"));
+  const tab = ([to, name, kinds]: (typeof TABS)[number]): HTMLElement =>
+    h(
+      "a",
+      { href: `#/${to}`, "aria-current": kinds.includes(kind) && "page" },
+      name,
+      to === "untrained" && left > 0 && h("span.count", number(left)),
+    );
+  const theme = h("button.plain", { "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾");
   top.replaceChildren(
     h(
-      "div",
-      { class: "run-name" },
-      h("a", { href: "#/run" }, h("bdi", {}, run)),
-      h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase),
-      label(steps),
+      "div.run-name",
+      h("a", { href: "#/run" }, h("bdi", run)),
+      phase,
+      label(`step ${number(state.step)}`, state.num_rollout !== null && ` of ${number(state.num_rollout)}`),
     ),
-    h(
-      "nav",
-      { "aria-label": "Views" },
-      TABS.map(([to, name, kinds]) =>
-        h(
-          "a",
-          { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null },
-          name,
-          to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained)),
-        ),
-      ),
-    ),
-    h(
-      "div",
-      { class: "switches" },
-      h("button", { class: "plain", "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾"),
-      h("button", { class: "plain", "aria-label": "Keys", title: "Keys (?)", click: help }, "?"),
-    ),
+    h("nav", { "aria-label": "Views" }, TABS.map(tab)),
+    h("div.switches", theme, h("button.plain", { "aria-label": "Keys", title: "Keys (?)", click: help }, "?")),
   );
   top.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
 }
@@ -176,32 +156,30 @@ function isDark(): boolean {
   return document.documentElement.dataset["theme"] === "dark";
 }
 
-function showTheme(theme: string): void {
-  document.documentElement.dataset["theme"] = theme;
+function showTheme(dark: boolean): void {
+  document.documentElement.dataset["theme"] = dark ? "dark" : "light";
 }
 
 function switchTheme(): void {
-  const theme = isDark() ? "light" : "dark";
-  showTheme(theme);
-  try {
-    localStorage.setItem(THEME, theme);
-  } catch {
-    // a page that was opened as a file may have no storage: the choice lasts until it is closed
-  }
-  drawTop(routeOf(location.hash).words[0] ?? "run");
+  showTheme(!isDark());
+  stored(() => localStorage.setItem(THEME, isDark() ? "dark" : "light"));
+  drawTop();
 }
 
 /** The theme that was chosen here earlier, or the system's. */
 function firstTheme(): void {
-  let stored: string | null = null;
+  const chosen = stored(() => localStorage.getItem(THEME));
+  showTheme(chosen ? chosen === "dark" : systemIsDark.matches);
+  if (!chosen) systemIsDark.addEventListener("change", () => showTheme(systemIsDark.matches));
+}
+
+/** A page that was opened as a file may have no storage: a choice then lasts until it is closed. */
+function stored<T>(act: () => T): T | null {
   try {
-    stored = localStorage.getItem(THEME);
+    return act();
   } catch {
-    // as above
+    return null;
   }
-  const theme = (): string => (systemIsDark.matches ? "dark" : "light");
-  showTheme(stored === "dark" || stored === "light" ? stored : theme());
-  if (stored === null) systemIsDark.addEventListener("change", () => showTheme(theme()));
 }
 
 const KEYS: [string, string, (() => void)?][] = [
@@ -225,9 +203,9 @@ function help(): void {
   const dialog = h(
     "dialog",
     { "aria-label": "Keys", close: () => dialog.remove() },
-    h("h2", {}, "Keys"),
-    h("dl", { class: "facts keys" }, KEYS.map(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)])),
-    h("button", { class: "button", click: () => dialog.close() }, "Close"),
+    h("h2", "Keys"),
+    factList(KEYS.map(([key, text]) => [h("kbd", key), text]), "facts keys"),
+    h("button.button", { click: () => dialog.close() }, "Close"),
   );
   document.body.append(dialog);
   dialog.showModal();
@@ -257,7 +235,7 @@ async function poll(): Promise<void> {
     const isLonger = overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length;
     if (isLonger) forget("prompts");
     if (overview.untrained.failed + overview.untrained.filtered !== old.untrained.failed + old.untrained.filtered) forget("untrained");
-    drawTop(routeOf(location.hash).words[0] ?? "run");
+    drawTop();
     if (isLonger) side.refresh(overview);
     if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
     if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
@@ -273,7 +251,7 @@ async function start(): Promise<void> {
     if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
     context = { overview, content, go, say };
   } catch (error) {
-    content.replaceChildren(h("div", { class: "page" }, h("h1", {}, "headrace view"), h("p", { class: "verdict bad" }, (error as Error).message)));
+    content.replaceChildren(page({ title: "headrace view" }, h("p.verdict.bad", (error as Error).message)).element);
     return;
   }
   document.querySelector<HTMLElement>(".skip")!.addEventListener("click", (event) => {

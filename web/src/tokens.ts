@@ -1,11 +1,11 @@
 // A sample: its tokens, coloured by what one wants to know, beside its response and its facts.
-import { fileOf, type Group, type Sample, type SampleTokens, type TokensData } from "./data";
+import { fileOf, type Numbers, type Sample, type SampleTokens, type TokensData } from "./data";
 import { choice, h, label, svg } from "./dom";
 import { diverging, type Domain, fact, link, number, percent, rewardChip, rewardDomain, sequential, spread } from "./format";
-import { badges, factsOf, numbersOf, promptBox, responseBox } from "./group";
-import { groupsOf, nameOf, pagerOf, type Place, placeOf, sideOf, wordsOf } from "./groups";
+import { badges, factsOf, failureOf, numbersOf, promptBox, responseBox } from "./group";
+import { groupsOf, linkOf, nameOf, type Place, placeOf, sideOf } from "./groups";
 import { load } from "./load";
-import type { Context, Route, View } from "./view";
+import { type Context, neighbours, page, type Route, type View } from "./view";
 
 type Colour = "mask" | "version" | "engine" | "advantage" | "gap";
 const COLOURS: [Colour, string][] = [
@@ -24,7 +24,7 @@ const EXPLAINED: Record<Colour, string> = {
 };
 const TINT = 0.48; // opacity behind text, which stays readable in both themes
 const TINT_OF_ONE = 0.58; // of a scale with one colour
-const TOKENS_A_BLOCK = 200; // a block that is not visible is not laid out
+const TOKENS_A_BLOCK = 200;
 const MOST_TOKENS_A_BLOCK = 600;
 let lastColour: Colour = "advantage";
 
@@ -32,60 +32,37 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
   const place = placeOf(words);
   const id = words.at(-1)!;
   const groups = await groupsOf(place, context.overview);
-  const at = groups.findIndex(({ group }) => group.samples.some((sample) => sample.id === id));
-  if (at < 0) throw new Error(`${nameOf(place)} has no sample ${id}.`);
-  const { group, key } = groups[at]!;
-  const number = group.samples.findIndex((sample) => sample.id === id);
-  const sample = group.samples[number]!;
-  const to = (other: Sample | undefined): string | undefined => other && link(...wordsOf(place), "sample", other.id);
-  const [previous, next] = [to(group.samples[number - 1]), to(group.samples[number + 1])];
-  const parent = link(...wordsOf(place), "group", key);
+  const placed = groups.find(({ group }) => group.samples.some((sample) => sample.id === id));
+  if (!placed) throw new Error(`${nameOf(place)} has no sample ${id}.`);
+  const { group, key } = placed;
+  const at = group.samples.findIndex((sample) => sample.id === id);
+  const sample = group.samples[at]!;
   const colour = COLOURS.find(([each]) => each === query.get("colour"))?.[0] ?? lastColour;
   const tokens = await tokensOf(sample, place);
-  const textError = context.overview.tokenizer.error;
-  const view: View = {
-    title: `Sample ${id}`,
-    element: h(
-      "div",
-      { class: "page" },
-      h(
-        "p",
-        { class: "crumbs" },
-        h("a", { href: link(...wordsOf(place)) }, nameOf(place)),
-        " / ",
-        h("a", { href: parent }, place.kind === "untrained" ? group.id : `Group ${key}`),
-      ),
-      h(
-        "div",
-        { class: "bar" },
-        h("h1", {}, `Sample #${sample.index}`),
-        rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))),
-        badges(sample),
-        pagerOf(previous, next, "sample"),
-      ),
-      sample.failure && h("p", { class: "verdict bad" }, h("b", {}, `${sample.failure[0]}. `), h("bdi", {}, sample.failure[1])),
-      h("p", { class: "summary" }, numbersOf(sample).map(([name, value]) => fact(name, value))),
+  const advantages = group.samples.map((each) => each.advantage);
+  const view = page(
+    {
+      title: `Sample #${sample.index}`,
+      above: [[linkOf(place), nameOf(place)], [linkOf(place, "group", key), `Group ${key}`]],
+      beside: [rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))), badges(sample)],
+      noun: "sample",
+      ...neighbours(group.samples, at, (each) => linkOf(place, "sample", each.id)),
+    },
+    failureOf(sample),
+    h("p.summary", numbersOf(sample).map(([name, value]) => fact(name, value))),
+    h(
+      "div.sample",
       h(
         "div",
-        { class: "sample" },
-        h("div", {}, tokens ? tokenSection(sample, group, tokens, colour, textError) : missing(place, context), textSection(sample, group)),
-        h("section", { class: "side-facts", "aria-label": "Facts" }, h("h2", {}, "Facts"), factsOf(sample)),
+        tokens ? tokenSection(sample, advantages, tokens, colour, context.overview.tokenizer.error) : missing(place, context),
+        h("section", { "aria-label": "Response" }, h("h2", "Response"), responseBox(sample), h("h2", "Prompt and label"), promptBox(group)),
       ),
+      h("section.side-facts", { "aria-label": "Facts" }, h("h2", "Facts"), factsOf(sample)),
     ),
-    previous,
-    next,
-    parent,
-    ...sideOf(place),
-  };
-  if (tokens)
-    view.keys = Object.fromEntries(
-      COLOURS.map((_, index) => [String(index + 1), () => view.element.querySelectorAll<HTMLInputElement>(".token-tools input")[index]?.click()]),
-    );
-  return view;
-}
-
-function textSection(sample: Sample, group: Group): HTMLElement {
-  return h("section", { "aria-label": "Response" }, h("h2", {}, "Response"), responseBox(sample), h("h2", {}, "Prompt and label"), promptBox(group));
+  );
+  const pick = (index: number): void => view.element.querySelectorAll<HTMLInputElement>(".token-tools input")[index]?.click();
+  const keys = tokens ? Object.fromEntries(COLOURS.map((_, index) => [index + 1, () => pick(index)])) : {};
+  return { ...view, keys, ...sideOf(place) };
 }
 
 interface Loaded {
@@ -109,13 +86,13 @@ function missing(place: Place, context: Context): HTMLElement {
         ? "Only trained samples have tokens here."
         : "A run keeps the tokens of all samples of every eighth step (1, 9, 17, …). Of other steps it keeps those of the eight best and the eight worst samples. " +
           "This sample is not among them.";
-  const element = h("section", { "aria-label": "Tokens" }, h("h2", {}, "Tokens"), h("p", { class: "empty" }, why));
+  const element = h("section", { "aria-label": "Tokens" }, h("h2", "Tokens"), h("p.empty", why));
   if (place.kind === "step") {
     const { step, tokens } = context.overview.steps;
     const whole = step.filter((each, index) => each % 8 === 1 && tokens[index]);
     const near = [whole.findLast((each) => each < place.step), whole.find((each) => each > place.step)].filter((each) => each !== undefined);
     const links = near.map((each, index) => [index > 0 && ", ", h("a", { href: link("step", each) }, `step ${each}`)]);
-    if (near.length) element.append(h("p", {}, "With all tokens: ", links));
+    if (near.length) element.append(h("p", "With all tokens: ", links));
   }
   return element;
 }
@@ -151,79 +128,129 @@ function scaleOf(colour: Colour, values: (number | null)[]): Scale {
   return { domain: [-most, most], colour: (value) => diverging(value, [-most, most], TINT) };
 }
 
-function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loaded, first: Colour, textError: string | null): HTMLElement {
+function tokenSection(sample: Sample, advantages: Numbers, tokens: Loaded, first: Colour, textError: string | null): HTMLElement {
+  const { columns, texts, ids } = tokens;
   const values = valuesOf(sample, columns);
-  const spans: HTMLElement[] = [];
-  const text = (index: number): string => texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
-  const words = "Tokens. Arrow keys move from one to the next.";
-  const box = h("div", { class: `tokens ${texts ? "" : "numbers-only"}`, tabindex: 0, role: "group", "aria-label": words });
-  box.append(...blocks(columns, text, spans, texts === null));
-  const legend = h("div", { class: "token-legend" });
+  const list = new TokenList(tokens);
+  const legend = h("div.token-legend");
+  const detail = h("div.token-detail");
   const paint = (colour: Colour): void => {
     lastColour = colour;
-    const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...group.samples.map((each) => each.advantage)] : values[colour]);
-    for (let index = columns.n; index < spans.length; index++) {
-      const value = values[colour][index - columns.n] ?? null;
-      spans[index]!.style.backgroundColor = value === null ? "" : scale.colour(value);
-    }
+    const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...advantages] : values[colour]);
+    list.paint(values[colour].map((value) => (value === null ? "" : scale.colour(value))));
     legend.replaceChildren(...legendOf(colour, values[colour], scale));
   };
-  const detail = h("div", { class: "token-detail" });
-  let current = -1;
-  const choose = (index: number): void => {
-    spans[current]?.classList.remove("current");
-    current = index;
-    spans[current]?.classList.add("current");
-    if (index < 0) detail.replaceChildren(label("Point at a token, or move with the arrow keys."));
-    else detail.replaceChildren(...detailOf(index, text(index), ids[columns.t[index]!]!, columns, values));
-  };
-  const numbers = new Map(spans.map((span, index) => [span, index]));
-  box.addEventListener("pointerover", (event) => {
-    const index = numbers.get(event.target as HTMLElement);
-    if (index !== undefined) choose(index);
-  });
-  box.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
-    if (by === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    choose(Math.max(0, Math.min(spans.length - 1, current < 0 ? columns.n : current + by)));
-    spans[current]?.scrollIntoView({ block: "nearest" });
-  });
+  list.chosen = (index) => detail.replaceChildren(...detailOf(index, list.text(index), ids[columns.t[index]!]!, columns, values));
   paint(first);
-  choose(-1);
+  detail.append(label("Point at a token, or move with the arrow keys."));
   return h(
     "section",
     { "aria-label": "Tokens" },
-    h("h2", {}, "Tokens"),
-    texts === null && textError !== null && h("p", { class: "verdict warn" }, textError),
-    h("div", { class: "bar token-tools" }, choice<Colour>("Colour", COLOURS, first, paint)),
+    h("h2", "Tokens"),
+    texts === null && textError !== null && h("p.verdict.warn", textError),
+    h("div.bar.token-tools", choice<Colour>("Colour", COLOURS, first, paint)),
     legend,
-    box,
+    list.element,
     detail,
   );
 }
 
-/** Tokens in blocks that end at a line's end. */
-function blocks(columns: SampleTokens, text: (index: number) => string, spans: HTMLElement[], isNumbers: boolean): HTMLElement[] {
-  const found: HTMLElement[] = [];
-  let block = h("div", { class: "block" });
-  let size = 0;
-  for (let index = 0; index < columns.t.length; index++) {
-    const shown = text(index);
-    const span = document.createElement("span");
-    span.textContent = isNumbers ? shown : shown.replace(/\n/g, "↵\n").replace(/\t/g, "→\t");
-    if (index < columns.n) span.className = "of-prompt";
-    spans.push(span);
-    block.append(span);
-    size += 1;
-    if ((size > TOKENS_A_BLOCK && shown.endsWith("\n")) || size > MOST_TOKENS_A_BLOCK) {
-      found.push(block);
-      block = h("div", { class: "block" });
-      size = 0;
+interface Block {
+  element: HTMLElement;
+  first: number; // token
+  spans: HTMLElement[]; // none until the block is near the window
+}
+
+/** Tokens in blocks that end at a line's end. A block is plain text, and has an element for each token once it is near. */
+class TokenList {
+  readonly element = h("div.tokens", { tabindex: 0, role: "group", "aria-label": "Tokens. Arrow keys move from one to the next." });
+  chosen: (index: number) => void = () => undefined;
+  private readonly blocks = new Map<Element, Block>();
+  private readonly blockOf: Block[] = []; // of each token
+  private colours: string[] = [];
+  private current = -1;
+
+  constructor(private readonly tokens: Loaded) {
+    this.element.classList.toggle("numbers-only", tokens.texts === null);
+    const near = new IntersectionObserver((seen) => this.fill(seen), { root: this.element, rootMargin: "300px" });
+    const size = tokens.columns.t.length;
+    for (let first = 0, index = 1; index <= size; index++) {
+      const isFull = (index - first > TOKENS_A_BLOCK && this.text(index - 1).endsWith("\n")) || index - first > MOST_TOKENS_A_BLOCK;
+      if (!isFull && index < size) continue;
+      const texts = Array.from({ length: index - first }, (_, at) => this.shown(first + at));
+      const block: Block = { element: h("div.block", texts.join("")), first, spans: [] };
+      this.blockOf.push(...texts.map(() => block));
+      this.blocks.set(block.element, block);
+      this.element.append(block.element);
+      near.observe(block.element);
+      first = index;
     }
+    this.element.addEventListener("pointerover", (event) => this.point(event.target as HTMLElement));
+    this.element.addEventListener("keydown", (event) => this.move(event));
   }
-  return [...found, block];
+
+  text(index: number): string {
+    const { columns, texts, ids } = this.tokens;
+    return texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
+  }
+
+  /** Colours of the response's tokens. */
+  paint(colours: string[]): void {
+    this.colours = colours;
+    for (const block of this.blocks.values()) this.paintBlock(block);
+  }
+
+  private shown(index: number): string {
+    return this.tokens.texts ? this.text(index).replace(/\n/g, "↵\n").replace(/\t/g, "→\t") : `${this.text(index)} `;
+  }
+
+  private fill(seen: IntersectionObserverEntry[]): void {
+    for (const { target, isIntersecting } of seen) if (isIntersecting) this.fillBlock(this.blocks.get(target)!);
+  }
+
+  private fillBlock(block: Block): void {
+    if (block.spans.length) return;
+    for (let index = block.first; this.blockOf[index] === block; index++) {
+      const span = document.createElement("span");
+      span.textContent = this.shown(index);
+      if (index < this.tokens.columns.n) span.className = "of-prompt";
+      block.spans.push(span);
+    }
+    block.element.replaceChildren(...block.spans);
+    this.paintBlock(block);
+  }
+
+  private paintBlock({ first, spans }: Block): void {
+    spans.forEach((span, at) => (span.style.backgroundColor = this.colours[first + at - this.tokens.columns.n] ?? ""));
+  }
+
+  private span(index: number): HTMLElement | undefined {
+    const block = this.blockOf[index];
+    if (block) this.fillBlock(block);
+    return block?.spans[index - block.first];
+  }
+
+  private choose(index: number): void {
+    this.span(this.current)?.classList.remove("current");
+    this.current = index;
+    this.span(index)?.classList.add("current");
+    this.chosen(index);
+  }
+
+  private point(target: HTMLElement): void {
+    const block = target.parentElement && this.blocks.get(target.parentElement);
+    if (block) this.choose(block.first + block.spans.indexOf(target));
+  }
+
+  private move(event: KeyboardEvent): void {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const to = this.current < 0 ? this.tokens.columns.n : this.current + by;
+    this.choose(Math.max(0, Math.min(this.blockOf.length - 1, to)));
+    this.span(this.current)?.scrollIntoView({ block: "nearest" });
+  }
 }
 
 function detailOf(index: number, text: string, id: number, columns: SampleTokens, values: Record<Colour, (number | null)[]>): HTMLElement[] {
@@ -244,23 +271,23 @@ function detailOf(index: number, text: string, id: number, columns: SampleTokens
       ["advantage", number(values.advantage[at], 4)],
     );
   }
-  return facts.map(([name, value]) => h("span", {}, label(`${name} `), h("bdi", {}, value)));
+  return facts.map(([name, value]) => h("span", label(`${name} `), h("bdi", value)));
 }
 
 const BINS = 32;
 
 function legendOf(colour: Colour, values: (number | null)[], { domain, colour: paint }: Scale): HTMLElement[] {
   const { count, low, high, mean } = spread(values);
-  const note = h("p", { class: "label" }, EXPLAINED[colour]);
-  if (!count) return [note, h("p", { class: "label" }, "This sample has no such numbers.")];
+  const note = h("p.label", EXPLAINED[colour]);
+  if (!count) return [note, h("p.label", "This sample has no such numbers.")];
   if (colour === "mask" || colour === "version") {
     const counts = new Map<number, number>();
     for (const value of values) if (value !== null) counts.set(value, (counts.get(value) ?? 0) + 1);
     const name = (value: number): string => (colour === "version" ? `version ${value}` : value ? "trained" : "not trained");
     const keys = [...counts].sort(([a], [b]) => a - b).map(([value, tokens]) =>
-      h("span", {}, h("i", { class: "key", style: { "background-color": paint(value) } }), `${name(value)} `, h("b", {}, number(tokens))),
+      h("span", h("i.key", { style: { "background-color": paint(value) } }), `${name(value)} `, h("b", number(tokens))),
     );
-    return [h("div", { class: "legend" }, keys), note];
+    return [h("div.legend", keys), note];
   }
   const facts: [string, number | null][] = [["lowest", low], ["mean", mean], ["highest", high]];
   const bins = new Array<number>(BINS).fill(0);
@@ -277,7 +304,7 @@ function legendOf(colour: Colour, values: (number | null)[], { domain, colour: p
     );
   });
   return [
-    h("div", { class: "scale" }, bars, h("div", { class: "ends" }, [start, middle, end].map((each) => h("span", {}, each)))),
-    h("div", {}, h("p", { class: "summary" }, facts.map(([name, value]) => fact(name, number(value, 4)))), note),
+    h("div.scale", bars, h("div.ends", [start, middle, end].map((each) => h("span", each)))),
+    h("div", h("p.summary", facts.map(([name, value]) => fact(name, number(value, 4)))), note),
   ];
 }

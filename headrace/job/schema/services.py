@@ -173,7 +173,8 @@ class RewardSection(Section):
     """Where bubblewrap does not work, run the policy's programs (rm_type code, run_python) as processes with limits,
     which can read what their user can. Without it they are refused there. As root, each is a user of its own."""
     rm_url: Url | None = None
-    """URL that scorer remote_rm sends prompt, response, label and metadata, for a reward."""
+    """URL that scorer remote_rm sends prompt, response, label and metadata, for a reward; of scorer nemo_gym, the
+    resource server."""
     judge_url: Url | None = None
     """Base URL, with /v1, of the OpenAI-compatible server that scorer judge asks; its key is in HEADRACE_JUDGE_KEY."""
     judge_model: str | None = None

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 import torch.distributed as dist
 
-from headrace.disk import NoLocks, lock
+from headrace.disk import NoLocks, durable_write, lock
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
 from headrace.job.schema.run import CheckpointSection
 from headrace.limits import object_of_line
@@ -40,7 +40,7 @@ from headrace.run_folder import step_of
 from services.trainer.checkpoint.manifest import Manifest, RankFile, ShardChunk, versions
 from services.trainer.checkpoint.resharding import RANDOM, CheckpointReader, all_true
 from services.trainer.collective_io import CollectiveIO
-from services.trainer.durable import make_folder, put_in_place, remove, write_file
+from services.trainer.durable import make_folder, put_in_place, remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.state import TrainState
 
@@ -355,7 +355,8 @@ class FolderOwner:
             )
         mine = {"run": self._run, "epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}
         if owner != mine:
-            write_file(self._folder / ".owner.json", json.dumps(mine))
+            with durable_write(self._folder / ".owner.json") as draft:
+                draft.write_text(json.dumps(mine))
 
     def _owner(self) -> dict[str, Any]:
         """{} when nobody has taken the folder yet, or the file says nothing that can be read."""

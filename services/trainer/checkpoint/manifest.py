@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from headrace.disk import durable_write, sync
 from headrace.errors import DataLoss, FailedPrecondition
 from services.trainer.collective_io import write_tensors
-from services.trainer.durable import sync, write_file
 
 FORMAT = 2
 """1 did not say what the whole tensors are, so a larger model's checkpoint could be taken for a smaller one's."""
@@ -153,7 +153,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Returns when the manifest is on the disk; the files that it names were put there before."""
         body = asdict(self)
-        write_file(folder / _NAME, json.dumps({"format": FORMAT, "crc32": _crc32_of(body), "manifest": body}))
+        with durable_write(folder / _NAME) as draft:
+            draft.write_text(json.dumps({"format": FORMAT, "crc32": _crc32_of(body), "manifest": body}))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

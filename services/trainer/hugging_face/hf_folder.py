@@ -113,8 +113,6 @@ class HfFolder:
 
 _TIED_HEAD = "lm_head.weight"
 _SHOWN = 5
-VISION_TOWER = "visual."
-"""The names of its tensors begin with it."""
 
 
 def check_names(source: HfFolder, architecture: Architecture) -> None:
@@ -136,8 +134,4 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
 
 def passthrough_names(names: Iterable[str], architecture: Architecture) -> list[str]:
     """Returns the names of what is not trained: layers that predict further tokens, and a vision tower."""
-    layers = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    if architecture.vision is not None:
-        prefixes = (*prefixes, VISION_TOWER)
-    return sorted(name for name in names if prefixes and name.startswith(prefixes))
+    return sorted(name for name in names if name.startswith(tuple(architecture.kept)))

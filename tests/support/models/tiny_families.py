@@ -63,6 +63,21 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+_DELTA_NET = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+}
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 80,
+}
 EXPERTS_OF_ENGINES = {"moe_intermediate_size": 64}
 """SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
 LATENTS_OF_ENGINES = EXPERTS_OF_ENGINES | {
@@ -101,6 +116,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 80,
         },
     ),
+    "qwen3_next": ("qwen3_next", _DELTA_NET | _SHARED_EXPERT),
     "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
@@ -157,9 +173,9 @@ def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
 def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.1 + float("norm" in name))
+                parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)

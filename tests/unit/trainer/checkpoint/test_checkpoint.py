@@ -247,7 +247,8 @@ class Power:
                 raise PowerCut
             real(path, *more, **named)
             self.done.append(
-                f"{name} {Path(what).name}" + (f" {Path(more[0]).name}" if more and name == "rename" else "")
+                f"{name} {Path(what).name}"
+                + (f" {Path(more[0]).name}" if more and name in ("rename", "replace") else "")
             )
             if len(self.done) - 1 == self.cut_after:
                 raise PowerCut
@@ -270,8 +271,9 @@ def test_every_file_and_every_new_folders_name_is_on_the_disk_before_a_checkpoin
     before = power.done[:visible]
     assert before.index("mkdir new") < before.index(f"fsync {tmp_path.name}") < before.index("mkdir .draft-1")
     assert before.index("mkdir folder") < before.index("fsync new") < before.index("mkdir .draft-1")
-    named = before.index("rename .manifest.json.draft manifest.json")
-    assert before.index("fsync rank-00000.safetensors") < before.index("fsync .manifest.json.draft") < named
+    draft = f".manifest.{os.getpid()}.json"
+    named = before.index(f"replace {draft} manifest.json")
+    assert before.index("fsync rank-00000.safetensors") < before.index(f"fsync {draft}") < named
     assert "fsync .draft-1" in before[named:]
     assert power.done[visible + 1] == "fsync folder"
 

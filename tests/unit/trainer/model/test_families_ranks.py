@@ -28,7 +28,7 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tied": True},
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
@@ -48,6 +48,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3@tp2-pp2": (4, TP2 | PP2),
     "qwen3@sp2": (2, SP2),
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
+    "qwen3_next@sp2": (2, SP2),
     "deepseek_v3@pp2": (2, PP2),
 }
 if ALL:
@@ -59,6 +60,8 @@ if ALL:
         "smollm3@pp2": (2, PP2),
         "qwen3_moe@sp2": (2, SP2),
         "qwen3_moe@vpp2": (2, VPP2),
+        "qwen3_next@pp2": (2, PP2),
+        "qwen3_next@ep2": (2, EP2 | SHARDED),
         "glm4@tp2": (2, TP2),
         "moonlight@ep2": (2, EP2),
         "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
