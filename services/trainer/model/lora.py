@@ -45,7 +45,17 @@ from headrace.errors import ConfigError
 from headrace.job.model import last_word, layer_name, lora_targets
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
-from headrace.models.family import FusedGateUp, GateUp, HfTensor, QueryKeyValue, Replicated, Row, Sharding, Split
+from headrace.models.family import (
+    FusedGateUp,
+    GateUp,
+    HfTensor,
+    QueryKeyValue,
+    Replicated,
+    Row,
+    Sections,
+    Sharding,
+    Split,
+)
 from headrace.models.registry import table
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
@@ -167,10 +177,13 @@ class Adapter(nn.Module):
 def arranged(sharding: Sharding, parts: Sequence[Tensor]) -> Tensor:
     """Outputs of Hugging Face layers in the order in which Megatron's layer has them; the last dimension is theirs."""
     match sharding:
-        case QueryKeyValue(_, _, head_size):
+        case QueryKeyValue(_, heads_per_group, head_size, has_gates):
             groups = parts[1].shape[-1] // head_size
-            return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)
-        case GateUp():
+            query, *others = (part.unflatten(-1, (groups, -1)) for part in parts)
+            if has_gates:
+                query = query.unflatten(-1, (heads_per_group, 2, head_size)).transpose(-3, -2).flatten(-3)
+            return torch.cat([query, *others], dim=-1).flatten(-2)
+        case GateUp() | Sections():
             return torch.cat(list(parts), dim=-1)
         case _:
             return parts[0]
@@ -189,13 +202,19 @@ def is_row_parallel(sharding: Sharding) -> bool:
     return isinstance(sharding, Split) and sharding.dim == 1
 
 
-def pair_shardings(sharding: Sharding) -> tuple[Sharding, Sharding]:
-    """Returns how tensor ranks divide A and B of a layer."""
-    if isinstance(sharding, Replicated):
-        return Replicated(), Replicated()
-    if is_row_parallel(sharding):
-        return Split(1), Replicated()
-    return Replicated(), sharding if isinstance(sharding, FusedGateUp) else Split(0)
+def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
+    """Returns how tensor ranks divide A and B of one of a layer's parts."""
+    match sharding:
+        case Replicated():
+            return Replicated(), Replicated()
+        case Split(1):
+            return Split(1), Replicated()
+        case FusedGateUp():
+            return Replicated(), sharding
+        case Sections(sizes, times):
+            return Replicated(), Sections((sizes[part],), times)
+        case _:
+            return Replicated(), Split(0)
 
 
 def exchange_of(sharding: Sharding, *, sequence_parallel: bool) -> Exchange:
@@ -246,7 +265,7 @@ _PREFIX = "base_model.model."
 _LARGEST_CONFIG = 1 << 20
 _SHOWN = 3
 _OTHER_FORMS = (
-    *("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
     *("fan_in_fan_out", "layer_replication", "target_parameters", "lora_bias", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "velora_config"),
 )
@@ -266,6 +285,10 @@ class PeftFolder:
         self._require(config, "bias", "none", "")
         self._require(config, "r", lora.lora_rank, ": pass --lora-rank")
         self._require(config, "lora_alpha", lora.lora_alpha, ": pass --lora-alpha")
+        here = bool(config.get("use_rslora"))
+        self._require(
+            {"use_rslora": here}, "use_rslora", lora.lora_use_rslora, ": pass --lora-use-rslora, or leave it out"
+        )
         for name in _OTHER_FORMS:
             if config.get(name):
                 raise ConfigError(f"lora_load {folder}: {name} is set in {CONFIG}: headrace has plain LoRA alone")
@@ -356,6 +379,7 @@ def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.lora_use_rslora,
         "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -434,7 +458,10 @@ class _Builder:
     def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
         """The adapter of one weight, and its parameters' places."""
         row, sharding = held.row, held.sharding
-        parts = [self._part(t, held) if last_word(t.name) in self.targets else None for t in row.hf]
+        parts = [
+            self._part(t, held, number) if last_word(t.name) in self.targets else None
+            for number, t in enumerate(row.hf)
+        ]
         communicates, divided = self._communicates(row), None
         if is_row_parallel(sharding):
             divided = -1
@@ -448,17 +475,18 @@ class _Builder:
             SlicedDropout(self.lora.lora_dropout, divided, held.rank, held.size),
             exchange_of(sharding, sequence_parallel=self.config.sequence_parallel) if communicates else _unchanged,
         )
-        pairs = zip(row.hf, parts, strict=True)
-        return adapter, [shard for t, part in pairs if part for shard in self._shards(t, part, held)]
+        return adapter, [
+            shard for number, part in enumerate(parts) if part for shard in self._shards(part, held, number)
+        ]
 
     def _communicates(self, row: Row) -> bool:
         """False for a layer around which others gather its input and sum its output."""
         overlaps = self.config.moe_shared_expert_overlap and ".shared_experts." in row.megatron
         return row.expert is None and not overlaps
 
-    def _part(self, weight: HfTensor, held: Held) -> LowRank:
+    def _part(self, weight: HfTensor, held: Held, number: int) -> LowRank:
         pair = self.start(weight)
-        of_a, of_b = pair_shardings(held.sharding)
+        of_a, of_b = pair_shardings(held.sharding, number)
         a, b = (
             cut(how, [whole], held.rank, held.size).clone().to(device=self.device, dtype=held.weight.dtype)
             for how, whole in ((of_a, pair.a), (of_b, pair.b))
@@ -471,9 +499,9 @@ class _Builder:
             mark_like_expert(parameter, held.weight)
         return part
 
-    def _shards(self, weight: HfTensor, part: LowRank, held: Held) -> Iterator[ModelShard]:
-        layer = layer_name(weight.name)
-        of_a, of_b = pair_shardings(held.sharding)
+    def _shards(self, part: LowRank, held: Held, number: int) -> Iterator[ModelShard]:
+        layer = layer_name(held.row.hf[number].name)
+        of_a, of_b = pair_shardings(held.sharding, number)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
             yield held.shard(f"{layer}.{name}.weight", parameter, how)
 
@@ -481,7 +509,7 @@ class _Builder:
 def scale_of(lora: LoraSection) -> float:
     """What adapters are multiplied by."""
     assert lora.lora_rank is not None
-    return lora.lora_alpha / lora.lora_rank
+    return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
 
 
 def _start(lora: LoraSection, targets: frozenset[str], architecture: Architecture, seed: int) -> Start:
@@ -493,7 +521,8 @@ def _start(lora: LoraSection, targets: frozenset[str], architecture: Architectur
 
 
 def _facts(lora: LoraSection, targets: frozenset[str]) -> dict[str, Any]:
-    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": sorted(targets)}
+    rank_stabilized = {"use_rslora": True} if lora.lora_use_rslora else {}
+    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": sorted(targets)} | rank_stabilized
 
 
 def _is_target(held: Held, targets: frozenset[str]) -> bool:

@@ -16,7 +16,7 @@ from headrace.errors import AlreadyExists, ConfigError
 from headrace.job.schema.training import LoraSection
 from headrace.models.family import HfTensor
 from headrace.models.registry import read_architecture, table
-from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, write_peft
+from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, scale_of, write_peft
 from tests.support.models.tiny_families import make_tiny
 
 LORA = LoraSection(lora_rank=4, lora_alpha=16.0, lora_target_modules=("q_proj", "down_proj"))
@@ -42,26 +42,31 @@ def _targets(model: Path) -> list[HfTensor]:
     return [t for t in table(read_architecture(model)).tensors() if ".".join(t.name.split(".")[-2:]) in names]
 
 
-def _written(model: Path, folder: Path) -> Path:
+def _written(model: Path, folder: Path, lora: LoraSection = LORA) -> Path:
     matrices = {}
     for tensor in _targets(model):
         layer = tensor.name.removesuffix(".weight")
         pair = InitialPairs(4, "gaussian", seed=3)(tensor)
         matrices |= {f"{layer}.lora_A.weight": pair.a, f"{layer}.lora_B.weight": torch.randn(pair.b.shape)}
-    write_peft(folder, model, LORA, LORA.lora_target_modules, matrices)
+    write_peft(folder, model, lora, lora.lora_target_modules, matrices)
     return folder
 
 
-def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path, tmp_path: Path) -> None:
-    folder = _written(model, tmp_path / "adapters")
+@pytest.mark.parametrize(("lora_use_rslora", "scale"), [(False, 4.0), (True, 8.0)])
+def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(
+    model: Path, tmp_path: Path, lora_use_rslora: bool, scale: float
+) -> None:
+    lora = LORA.model_copy(update={"lora_use_rslora": lora_use_rslora})
+    folder = _written(model, tmp_path / "adapters", lora)
     network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
-    source = PeftFolder(folder, LORA, _targets(model))
+    source = PeftFolder(folder, lora, _targets(model))
+    assert scale_of(lora) == scale
     for tensor in _targets(model):
         layer = network.get_submodule(f"base_model.model.{tensor.name.removesuffix('.weight')}")
         pair = source(tensor)
         assert torch.equal(pair.a, layer.lora_A.default.weight)
         assert torch.equal(pair.b, layer.lora_B.default.weight)
-        assert layer.scaling == {"default": 4.0}
+        assert layer.scaling == {"default": scale}
     with pytest.raises(AlreadyExists, match="name another folder"):
         _written(model, folder)
 
@@ -73,6 +78,7 @@ def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path
         ({"peft_type": "LOHA"}, "peft_type is LOHA there"),
         ({"bias": "all"}, "bias is all there and none here"),
         ({"use_dora": True}, "use_dora is set"),
+        ({"use_rslora": True}, "use_rslora is True there and False here: pass --lora-use-rslora"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
     ],
