@@ -18,7 +18,7 @@ from headrace.models.architecture import (
     YarnRope,
     is_same_setting,
 )
-from headrace.models.family import Row
+from headrace.models.family import HfTensor, Row
 from headrace.models.registry import table
 
 _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
@@ -306,20 +306,22 @@ def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
 _WEIGHT = ".weight"
 
 
-def lora_targets(architecture: Architecture, wanted: Sequence[str]) -> frozenset[str]:
-    """The last words of the names of the layers that get an adapter, as `q_proj`.
+def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
+    """The weights of the layers that get an adapter, in the table's order.
 
     Raises ConfigError for a name that no layer has.
     """
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    found = frozenset(last_word(tensor.name) for row in rows if _is_linear(row) for tensor in row.hf)
-    chosen = found if ALL_LINEAR in wanted else frozenset(wanted)
-    if unknown := sorted(chosen - found):
+    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf]
+    if ALL_LINEAR in wanted:
+        return linear
+    known = {last_word(tensor.name) for tensor in linear}
+    if unknown := sorted(set(wanted) - known):
         raise ConfigError(
             f"lora_target_modules {unknown[0]} is not a linear layer of this model: choose from "
-            f"{', '.join(sorted(found))}, or {ALL_LINEAR}"
+            f"{', '.join(sorted(known))}, or {ALL_LINEAR}"
         )
-    return chosen
+    return [tensor for tensor in linear if last_word(tensor.name) in wanted]
 
 
 def layer_name(tensor: str) -> str:

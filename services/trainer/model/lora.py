@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.model import last_word, layer_name, lora_targets
+from headrace.job.model import adapted_layers, last_word, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
 from headrace.models.family import (
@@ -56,7 +56,6 @@ from headrace.models.family import (
     Sharding,
     Split,
 )
-from headrace.models.registry import table
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
 from services.trainer.hugging_face.convert import Converter, Held
@@ -262,6 +261,9 @@ class InitialPairs:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LAYERS, _BESIDE_A_TOWER = "model.layers.", "model.language_model.layers."
+_TOWER = r".*visual\..*"
+"""peft's pattern of modules without adapters"""
 _LARGEST_CONFIG = 1 << 20
 _SHOWN = 3
 _OTHER_FORMS = (
@@ -277,8 +279,9 @@ _INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 class PeftFolder:
     """Adapters of the job's rank and layers. Raises ConfigError for any others."""
 
-    def __init__(self, folder: Path, lora: LoraSection, targets: Iterable[HfTensor]) -> None:
+    def __init__(self, folder: Path, architecture: Architecture, lora: LoraSection) -> None:
         self._folder = folder
+        self._architecture = architecture
         self._rank = lora.lora_rank
         config = self._config()
         self._require(config, "peft_type", "LORA", "")
@@ -299,15 +302,16 @@ class PeftFolder:
                 "peft's save_pretrained)",
                 field="lora_load",
             )
-        self._require_names({name for tensor in targets for name in peft_names(tensor.name)})
+        self._file = self._opened()
+        layers = adapted_layers(architecture, lora.lora_target_modules)
+        self._require_names({name for tensor in layers for name in peft_names(tensor.name, architecture)})
 
     def __call__(self, weight: HfTensor) -> Pair:
         """The matrices of the layer that has this weight."""
         assert self._rank is not None
-        shapes = pair_shapes(weight, self._rank)
-        with self._opened() as file:
-            a, b = (file.get_tensor(name) for name in peft_names(weight.name))
-        for name, tensor, shape in zip(peft_names(weight.name), (a, b), shapes, strict=True):
+        shapes, names = pair_shapes(weight, self._rank), peft_names(weight.name, self._architecture)
+        a, b = (self._file.get_tensor(name) for name in names)
+        for name, tensor, shape in zip(names, (a, b), shapes, strict=True):
             if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ConfigError(
                     f"lora_load {self._folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, and must be "
@@ -336,8 +340,7 @@ class PeftFolder:
             )
 
     def _require_names(self, expected: set[str]) -> None:
-        with self._opened() as file:
-            found = set(file.keys())
+        found = set(self._file.keys())
         lacking, extra = sorted(expected - found), sorted(found - expected)
         if lacking or extra:
             raise ConfigError(
@@ -355,23 +358,37 @@ class PeftFolder:
             ) from error
 
 
-def peft_names(weight: str) -> tuple[str, str]:
+def peft_names(weight: str, architecture: Architecture) -> tuple[str, str]:
     """Returns the names that A and B have in peft's file."""
-    layer = _PREFIX + layer_name(weight)
+    layer = _peft_name(layer_name(weight), architecture)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
+def _peft_name(key: str, architecture: Architecture) -> str:
+    """Has the name of transformers' module, which differs from the checkpoint's for a decoder beside a vision tower."""
+    if architecture.vision is not None and key.startswith(_LAYERS):
+        key = _BESIDE_A_TOWER + key.removeprefix(_LAYERS)
+    return _PREFIX + key
+
+
 def write_peft(
-    folder: Path, base: Path, lora: LoraSection, targets: Iterable[str], matrices: Mapping[str, Tensor]
+    folder: Path, base: Path, architecture: Architecture, lora: LoraSection, matrices: Mapping[str, Tensor]
 ) -> None:
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
-    tensors = {_PREFIX + key: tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
+    tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
+    config = _peft_config(base, lora, target_words(architecture, lora))
+    without = {"exclude_modules": _TOWER} if architecture.vision is not None else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
-        (draft / CONFIG).write_text(json.dumps(_peft_config(base, lora, targets), indent=2))
+        (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
 
 
-def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[str, Any]:
+def target_words(architecture: Architecture, lora: LoraSection) -> list[str]:
+    """What peft calls the layers that have an adapter: q_proj and others."""
+    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, lora.lora_target_modules)})
+
+
+def _peft_config(base: Path, lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -380,7 +397,7 @@ def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
         "use_rslora": lora.lora_use_rslora,
-        "target_modules": sorted(targets),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -430,21 +447,21 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
 
     Raises ConfigError for a lora_load that does not fit.
     """
-    targets = lora_targets(architecture, lora.lora_target_modules)
+    targets = frozenset(tensor.name for tensor in adapted_layers(architecture, lora.lora_target_modules))
     for stage in model.stages:
         stage.requires_grad_(False)
         if stage.pre_process:
             stage.embedding.register_forward_hook(_needs_gradient)
-    builder = _Builder(model.config, layout.device, lora, targets, _start(lora, targets, architecture, seed))
+    builder = _Builder(model.config, layout.device, lora, targets, _start(architecture, lora, seed))
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
     for held in model.converter.held():
-        if _is_target(held, targets):
+        if any(tensor.name in targets for tensor in held.row.hf):
             adapter, own = builder.build(held)
             _put(adapter, _module(model, held), held)
             by_weight[held.name] = adapter
             shards += own
-    return Adapters(by_weight, shards, _facts(lora, targets))
+    return Adapters(by_weight, shards, _facts(lora, target_words(architecture, lora)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,10 +475,7 @@ class _Builder:
     def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
         """The adapter of one weight, and its parameters' places."""
         row, sharding = held.row, held.sharding
-        parts = [
-            self._part(t, held, number) if last_word(t.name) in self.targets else None
-            for number, t in enumerate(row.hf)
-        ]
+        parts = [self._part(t, held, number) if t.name in self.targets else None for number, t in enumerate(row.hf)]
         communicates, divided = self._communicates(row), None
         if is_row_parallel(sharding):
             divided = -1
@@ -512,22 +526,16 @@ def scale_of(lora: LoraSection) -> float:
     return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
 
 
-def _start(lora: LoraSection, targets: frozenset[str], architecture: Architecture, seed: int) -> Start:
+def _start(architecture: Architecture, lora: LoraSection, seed: int) -> Start:
     assert lora.lora_rank is not None
     if lora.lora_load is None:
         return InitialPairs(lora.lora_rank, lora.lora_init, seed)
-    adapted = (t for t in table(architecture).tensors() if t.name.endswith(".weight") and last_word(t.name) in targets)
-    return PeftFolder(lora.lora_load, lora, adapted)
+    return PeftFolder(lora.lora_load, architecture, lora)
 
 
-def _facts(lora: LoraSection, targets: frozenset[str]) -> dict[str, Any]:
+def _facts(lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
     rank_stabilized = {"use_rslora": True} if lora.lora_use_rslora else {}
-    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": sorted(targets)} | rank_stabilized
-
-
-def _is_target(held: Held, targets: frozenset[str]) -> bool:
-    is_weight = held.row.megatron.endswith(".weight")
-    return is_weight and any(last_word(tensor.name) in targets for tensor in held.row.hf)
+    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets} | rank_stabilized
 
 
 def _module(model: RankModel, held: Held) -> Any:

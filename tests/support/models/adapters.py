@@ -15,37 +15,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.job.model import last_word, layer_name, lora_targets
+from headrace.job.model import adapted_layers, layer_name
 from headrace.job.schema.training import LoraSection
-from headrace.models.family import HfTensor
-from headrace.models.registry import read_architecture, table
+from headrace.models.registry import read_architecture
 from services.trainer.model.lora import WEIGHTS, peft_names, write_peft
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
-def adapted(model: Path, lora: LoraSection) -> list[HfTensor]:
-    """The weights of the layers that get an adapter, in the table's order."""
-    architecture = read_architecture(model)
-    targets = lora_targets(architecture, lora.lora_target_modules)
-    return [
-        tensor
-        for layer in range(architecture.num_layers)
-        for row in table(architecture).layer(layer)
-        for tensor in row.hf
-        if tensor.name.endswith(".weight") and last_word(tensor.name) in targets
-    ]
-
-
 def make_adapters(model: Path, folder: Path, lora: LoraSection) -> Path:
     """Random A and B for every layer that the section names."""
     random, rank = torch.Generator().manual_seed(3), lora.lora_rank or 0
-    matrices = {}
-    for tensor in adapted(model, lora):
+    architecture, matrices = read_architecture(model), {}
+    for tensor in adapted_layers(architecture, lora.lora_target_modules):
         size_out, size_in = tensor.shape
         for name, shape in (("lora_A", (rank, size_in)), ("lora_B", (size_out, rank))):
             matrices[f"{layer_name(tensor.name)}.{name}.weight"] = torch.randn(shape, generator=random) * 0.1
-    write_peft(folder, model, lora, lora_targets(read_architecture(model), lora.lora_target_modules), matrices)
+    write_peft(folder, model, architecture, lora, matrices)
     return folder
 
 
@@ -61,9 +47,9 @@ class Merged:
     @classmethod
     def of(cls, network: Any, model: Path, folder: Path, lora: LoraSection, scale: float) -> Merged:
         """Changes the network's weights."""
-        tensors = load_file(folder / WEIGHTS)
-        names = [tensor.name for tensor in adapted(model, lora)]
-        pairs = {name: tuple(tensors[each].double() for each in peft_names(name)) for name in names}
+        tensors, architecture = load_file(folder / WEIGHTS), read_architecture(model)
+        names = [tensor.name for tensor in adapted_layers(architecture, lora.lora_target_modules)]
+        pairs = {name: tuple(tensors[each].double() for each in peft_names(name, architecture)) for name in names}
         merged = cls(network, pairs, scale)  # type: ignore[arg-type]  # two names give two tensors
         with torch.no_grad():
             for name, weight in merged.weights(names):
@@ -91,7 +77,7 @@ class Merged:
 def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The part of a transformers model's tensors that a checkpoint calls so."""
     if (match := _EXPERT.match(name)) is None:
-        return tensors[name]
+        return tensors[name] if name in tensors else tensors[name.replace("model.", "model.language_model.", 1)]
     layer, expert, kind = match.groups()
     if kind == "down":
         return tensors[f"{layer}.down_proj"][int(expert)]

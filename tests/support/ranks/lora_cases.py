@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from headrace.trajectory import Sample
+from tests.support.ranks import vision_cases
 from tests.support.ranks.rank_cases import samples, train_once
 from tests.support.ranks.ranks import RankCase, Sections
 
@@ -37,6 +39,13 @@ class LoraCase(RankCase):
         },
     }
 
+    images: bool = False
+
+    @property
+    def batch(self) -> list[Sample]:
+        """What is trained."""
+        return vision_cases.samples() if self.images else samples(0)
+
     def run(self) -> None:
         import torch.distributed as dist
 
@@ -53,11 +62,11 @@ class LoraCase(RankCase):
             policy, layout = self.policy()
         ((model, adapters),) = attached
         torch.save(dict(model.converter.hf_tensors()), self.out / f"merged-{layout.rank}.pt")
-        found = policy.log_probs(samples(0))
+        found = policy.log_probs(self.batch)
         if layout.is_last_stage and layout.is_reporting_rank and layout.dp_rank == 0:
             (self.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in found]))
         before = {key: parameter.detach().clone() for key, parameter in adapters.weights().items()}
-        train_once(policy, 0, samples(0))
+        train_once(policy, 0, self.batch)
         gradients = {
             shard.key: (shard.sharding, shard.shard, before[shard.key] - shard.parameter.detach())
             for shard in adapters.shards

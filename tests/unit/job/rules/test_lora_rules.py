@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.model import lora_targets
+from headrace.job.model import adapted_layers, last_word
 from headrace.models.registry import architecture
 from headrace.preflight import CheckOptions, Prompts
 from services.trainer.check import check as check_trainer
@@ -40,7 +40,7 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
     ],
 )
 def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
-    assert lora_targets(architecture(tiny_config(family)), wanted) == found
+    assert {last_word(each.name) for each in adapted_layers(architecture(tiny_config(family)), wanted)} == found
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        lora_targets(architecture(tiny_config(family)), wanted)
+        adapted_layers(architecture(tiny_config(family)), wanted)
 
 
 @pytest.mark.parametrize(("gpus", "installed"), [(8, True), (8, False), (0, True)])

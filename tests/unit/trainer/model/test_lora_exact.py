@@ -17,6 +17,8 @@ from tests.long_forms import ALL
 from tests.support.models.adapters import Merged, make_adapters, view_of
 from tests.support.models.float64_reference import log_probs_of
 from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_vision import make_tiny_vision, vision_network
+from tests.support.ranks import vision_cases
 from tests.support.ranks.lora_cases import LoraCase, gradients, merged
 from tests.support.ranks.rank_cases import Case, samples
 from tests.support.ranks.rank_results import assert_same_training, network, weights
@@ -24,6 +26,7 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
+VISION = "qwen2_5_vl"
 LORA = {"lora_rank": 4, "lora_alpha": 6.0}
 RSLORA = LORA | {"lora_use_rslora": True}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -36,6 +39,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@sp2": (2, SP2),
     "deepseek_v3@rslora": (1, {}),
+    f"{VISION}@alone": (1, {}),
 }
 ROUNDING = {"qwen3_next": 5e-5}
 """Rotary angles are float32 in both models, and so is the whole of a gated delta net."""
@@ -60,6 +64,8 @@ if ALL:
         "glm4_moe_lite@alone": (1, {}),
         "moonlight@ep2": (2, EP2),
         "kimi_k2@alone": (1, {}),
+        f"{VISION}@tp2": (2, TP2),
+        f"{VISION}@pp2": (2, PP2),
     }
     RESUMED |= {"resumed@alone": (1, {}), "resumed@ep2-dp2": (4, SHARDED)}
 
@@ -71,11 +77,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run, (ranks, megatron) in RUNS.items():
         model, section = folder / _family(run), _lora(folder, run)
         if not model.exists():
-            make_tiny(model, model.name)
+            make_tiny_vision(model) if model.name == VISION else make_tiny(model, model.name)
         if not section["lora_load"].exists():
             make_adapters(model, section["lora_load"], LoraSection(**section))
         sections = {"lora": section | {"lora_load": str(section["lora_load"])}, "megatron": megatron}
-        cases.append(LoraCase(run, str(folder), str(model), sections, ranks))
+        cases.append(LoraCase(run, str(folder), str(model), sections, ranks, images=model.name == VISION))
     for run, (ranks, megatron) in RESUMED.items():
         sections = {"lora": LORA, "megatron": megatron}
         cases.append(Case(run, str(folder), str(folder / "qwen3_moe"), sections, ranks))
@@ -96,14 +102,21 @@ def _summed(runs: Path, run: str) -> Merged:
     """6 / 4, or with rsLoRA 6 / √4."""
     model, section = runs / _family(run), _lora(runs, run)
     scale = 3.0 if "lora_use_rslora" in section else 1.5
-    return Merged.of(network(model), model, section["lora_load"], LoraSection(**section), scale)
+    return Merged.of(
+        vision_network(model) if model.name == VISION else network(model),
+        model,
+        section["lora_load"],
+        LoraSection(**section),
+        scale,
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_log_probs_and_gradients_are_those_of_the_sum_of_weights_and_adapters(runs: Path, run: str) -> None:
     summed, bound = _summed(runs, run), ROUNDING.get(_family(run), 5e-6)
     losses = []
-    for row, sample in zip(json.loads((runs / run / "log_probs.json").read_text()), samples(0), strict=True):
+    batch = vision_cases.samples() if _family(run) == VISION else samples(0)
+    for row, sample in zip(json.loads((runs / run / "log_probs.json").read_text()), batch, strict=True):
         expected = log_probs_of(summed.network, sample)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected.detach(), rtol=0, atol=bound)
         if sample.failure is None:
