@@ -1,8 +1,8 @@
 """How long the page of a large run takes to answer, measured in the browser: `python -m tests.bench.view [STEPS]`.
 
-Data of 1,000 steps with 64 groups of 8 samples are written, as `headrace view` writes them. Each interaction is repeated
-and timed from its event to the end of the second frame behind it. Beside the time stands what it cost the processor:
-other programs of a busy machine lengthen the first number alone.
+Data of 1,000 steps with 64 groups of 8 samples are written, as `headrace view` writes them. Each interaction is
+repeated and timed from its event to the end of the second frame behind it. Beside the time stands what it cost the
+processor: other programs of a busy machine lengthen the first number alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TIMED = """async () => {
 
 @dataclass(frozen=True)
 class Interaction:
-    """`act` and `ready` are JavaScript, in which {n} is the number of the repetition; `before` brings the page there."""
+    """`act` and `ready` are JavaScript; {n} in it is the number of the repetition. `before` brings the page there."""
 
     name: str
     act: str
