@@ -74,7 +74,13 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
             f"expert_model_parallel_size {ranks} does not divide the {architecture.experts.count} experts: "
             "choose a divisor of it"
         )
-    tensor = args.tensor_model_parallel_size
+    tensor, within = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if ranks == 1 and within not in (None, tensor):
+        raise ConfigError(
+            f"expert_tensor_parallel_size {within} with tensor_model_parallel_size {tensor}: Megatron-core sums the "
+            "gradients of such experts over too few ranks: add --expert-model-parallel-size 2 or more, or leave "
+            "--expert-tensor-parallel-size out"
+        )
     if tensor > 1 and not args.sequence_parallel:
         raise ConfigError(
             f"tensor_model_parallel_size {tensor} with experts: Megatron-core trains them only with "
@@ -322,6 +328,22 @@ def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[Hf
             f"{', '.join(sorted(known))}, or {ALL_LINEAR}"
         )
     return [tensor for tensor in linear if last_word(tensor.name) in wanted]
+
+
+def check_adapters(architecture: Architecture, args: MegatronArgs, wanted: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no layer has, and for experts whose adapters this layout cannot train."""
+    layers, within = adapted_layers(architecture, wanted), args.expert_tensor_parallel_size
+    tensor = args.tensor_model_parallel_size
+    if any(args.given(frozenset({"use_transformer_engine_op_fuser"})).values()):
+        raise ConfigError(
+            "use_transformer_engine_op_fuser with lora_rank: its fused MLP passes by the layers that have adapters: "
+            "leave one of them out"
+        )
+    if within not in (None, 1, tensor) and any(".experts." in layer.name for layer in layers):
+        raise ConfigError(
+            f"expert_tensor_parallel_size {within} with adapters on experts: it must be 1 or "
+            f"tensor_model_parallel_size, {tensor}: change it, or leave the experts out of --lora-target-modules"
+        )
 
 
 def layer_name(tensor: str) -> str:

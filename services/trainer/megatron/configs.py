@@ -57,4 +57,5 @@ def mark_tensor_parallel(parameter: Any, is_shard: bool) -> None:
 
 def mark_like_expert(parameter: Any, weight: Any) -> None:
     """Its gradient is reduced over the same ranks: those that have the same expert, or all data ranks."""
-    parameter.allreduce = weight.allreduce
+    # Transformer Engine's layer with a norm has no such attribute, and no expert has that layer.
+    parameter.allreduce = getattr(weight, "allreduce", True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.model import adapted_layers, last_word
+from headrace.job.megatron.arguments import megatron
+from headrace.job.model import adapted_layers, check_adapters, last_word
 from headrace.models.registry import architecture
-from headrace.preflight import CheckOptions, Prompts
-from services.trainer.check import check as check_trainer
 from tests.support.models.tiny_families import tiny_config
 
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -61,19 +59,24 @@ def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[st
         adapted_layers(architecture(tiny_config(family)), wanted)
 
 
-@pytest.mark.parametrize(("gpus", "installed"), [(8, True), (8, False), (0, True)])
-def test_lora_is_refused_before_a_start_where_layers_are_transformer_engines(
-    load_with,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    installed: bool,
-) -> None:
-    job = load_with("--lora-rank", "16")
-    if installed:
-        (tmp_path / "transformer_engine").mkdir()
-        (tmp_path / "transformer_engine" / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("headrace.devices.num_gpus", lambda: gpus)
-    report = asyncio.run(check_trainer(CheckOptions(job, elsewhere=False, fast=False), Prompts))
-    assert any("Transformer Engine" in refusal for refusal in report.refusals) == bool(gpus and installed)
+TP4, EP2 = {"tensor_model_parallel_size": 4}, {"expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (TP4 | EP2 | {"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size 2 .* must be 1 or .* 4"),
+        ({"use_transformer_engine_op_fuser": True}, "use_transformer_engine_op_fuser"),
+        (TP4 | EP2, None),
+        (TP4 | EP2 | {"expert_tensor_parallel_size": 1}, None),
+    ],
+)
+def test_layouts_that_cannot_train_adapters_of_experts_are_refused(given: dict[str, int], said: str | None) -> None:
+    experts = architecture(tiny_config("qwen3_moe"))
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_adapters(experts, megatron(given), ("all-linear",))
+
+
+def test_adapters_that_engines_do_not_serve_are_refused_by_name(load_with) -> None:
+    with pytest.raises(ConfigError, match="SGLang .* refuses DoRA"):
+        load_with("--lora-rank", "16", "--lora-use-dora")
