@@ -251,6 +251,8 @@ class LoraSection(Section):
     """Rank of the adapters B·A that are trained while the model's weights stay; absent: no LoRA."""
     lora_alpha: Above = 8.0
     """Adapters are multiplied by lora_alpha / lora_rank."""
+    lora_use_rslora: bool = False
+    """Multiply adapters by lora_alpha / √lora_rank instead (https://arxiv.org/abs/2312.03732)."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's input that is dropped in a training pass."""
     lora_target_modules: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], AfterValidator(_targets)] = (
