@@ -38,6 +38,13 @@ class KeptTokens:
     def __add__(self, other: KeptTokens) -> KeptTokens:
         return KeptTokens(torch.cat((self.positions, other.positions)), torch.cat((self.ids, other.ids)))
 
+    def at(self, chosen: Tensor, num_positions: int) -> KeptTokens:
+        """The same for positions `chosen` [N] of these: n stands for position chosen[n], the others are left out."""
+        number = torch.full((num_positions,), -1, dtype=torch.int64, device=chosen.device)
+        number[chosen] = torch.arange(len(chosen), device=chosen.device)
+        found = number[self.positions]
+        return KeptTokens(found[found >= 0], self.ids[found >= 0])
+
     def counts(self, num_positions: int) -> Tensor:
         """How many tokens each position keeps, int64 [N]; 0 stands for the whole vocabulary."""
         return self.positions.bincount(minlength=num_positions)
