@@ -125,6 +125,8 @@ class TrainSection(Section):
     """Mean log-ratio from which use_opsm leaves a response out."""
     use_rollout_logprobs: bool = False
     """The engine's log-probs are the old policy's."""
+    keep_sampling_mask: bool = False
+    """Train on the distribution over the tokens that rollout_top_p and rollout_top_k let each token be sampled from."""
     true_on_policy_mode: bool = False
     """Refuse settings that make the importance ratio differ from 1; stop when trainer and engine disagree."""
     only_train_params_name_list: Patterns = ()
