@@ -56,7 +56,7 @@ def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout)
     return Placed(row, prefix + row.megatron.format(expert=local), owner)
 
 
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
 def fused_name(megatron_name: str) -> str:
@@ -64,7 +64,7 @@ def fused_name(megatron_name: str) -> str:
     for plain, fused in FUSED_NORMS.items():
         if megatron_name.endswith("." + plain):
             return megatron_name.removesuffix(plain) + fused
-    return _EXPERT.sub(r".\2.weight\1", megatron_name)
+    return _EXPERT.sub(r".\2.\3\1", megatron_name)
 
 
 class Converter:
@@ -104,17 +104,26 @@ class Converter:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
+        stacked: dict[str, Tensor] = {}
         for placed in self._placed:
             wholes = self._shared_by_experts(placed) if placed.row.expert is not None else self._merged(placed)
             if self._layout.tp_rank == 0 and self._layout.dp_rank == 0:
-                yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
+                for tensor, whole in zip(placed.row.hf, wholes, strict=True):
+                    if tensor.slot is None:
+                        yield tensor.name, whole
+                        continue
+                    stack = stacked.setdefault(tensor.name, whole.new_empty(tensor.whole.shape))
+                    stack[tensor.slot] = whole
+                    if tensor.slot == tensor.slots - 1:
+                        yield tensor.name, stacked.pop(tensor.name)
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
         """The tensors that `hf_tensors` yields on the first rank of a stage, in that order. Moves nothing."""
         return [
-            TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            TensorSpec(tensor.name, tensor.whole.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
             for placed in self._placed
             for tensor in placed.row.hf
+            if not tensor.slot
         ]
 
     def shards(self) -> list[ModelShard]:
@@ -135,7 +144,7 @@ class Converter:
     def _shard(self, placed: Placed) -> ModelShard:
         layout, shared = self._layout, placed.row.expert is None
         return ModelShard.of(
-            placed.row.hf[0].name,
+            placed.row.hf[0].key,
             self._weights[placed.name],
             self._sharding(placed),
             rank=self._rank(placed),
@@ -158,7 +167,8 @@ class Converter:
         for placed in self._placed:
             weight = self._weights[placed.name]
             if isinstance(weight, nn.Parameter):
-                mark_tensor_parallel(weight, not isinstance(self._sharding(placed), Replicated))
+                is_shared = placed.row.expert is None and isinstance(self._sharding(placed), Replicated)
+                mark_tensor_parallel(weight, not is_shared)
         if self._has_tied_copy:
             mark_tensor_parallel(self._weights[self._tied_copy], True)
 
