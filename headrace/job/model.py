@@ -286,6 +286,8 @@ def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
         return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
     if name == "linear_attention_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
+    if name == "window_attn_skip_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
     return is_same_setting(wanted, said)

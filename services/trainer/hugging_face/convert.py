@@ -21,7 +21,7 @@ from headrace.publication import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.shards import ModelShard, cut, merge, weights_of
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
-from services.trainer.megatron.configs import mark_tensor_parallel
+from services.trainer.megatron.configs import mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
 
@@ -167,8 +167,10 @@ class Converter:
         for placed in self._placed:
             weight = self._weights[placed.name]
             if isinstance(weight, nn.Parameter):
-                is_shared = placed.row.expert is None and isinstance(self._sharding(placed), Replicated)
-                mark_tensor_parallel(weight, not is_shared)
+                is_expert = placed.row.expert is not None
+                mark_tensor_parallel(weight, is_expert or not isinstance(self._sharding(placed), Replicated))
+                if is_expert:  # Megatron marks biases, which would be summed over ranks of other tokens or experts
+                    mark_sequence_parallel(weight, False)
         if self._has_tied_copy:
             mark_tensor_parallel(self._weights[self._tied_copy], True)
 
