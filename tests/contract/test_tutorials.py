@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -51,7 +52,7 @@ def test_the_commands_of_a_page_work_in_its_order(
                     monkeypatch.chdir(folder)
                 case ["mkdir", folder]:
                     Path(folder).mkdir()
-                case ["python", file] if not has_trained:  # later ones read what a run has left
+                case ["python", file] if not has_trained and not is_server(file, page):  # later ones read a run
                     subprocess.run([sys.executable, file], check=True, timeout=60)
                 case ["headrace", *rest]:
                     has_trained |= rest[0] == "train"
@@ -71,6 +72,15 @@ def test_every_function_of_a_page_answers_with_an_engine_that_stands_in(
     files = [block for block in blocks(page) if block.file]
     for block in files:
         Path(block.file or "").write_text(block.text)
+    with ExitStack() as servers:
+        for block in files:
+            if is_server(block.file or "", page):
+                servers.enter_context(served(block.file or ""))
+        hooks_answer(page, files)
+
+
+def hooks_answer(page: str, files: Sequence[Block]) -> None:
+    text = PAGES[page].read_text()
     for block in files:
         if block.language != "python" or not block.file:
             continue
@@ -116,6 +126,24 @@ def test_the_page_about_flat_rewards_names_metrics_that_exist() -> None:
 @pytest.mark.parametrize("page", WITHOUT_A_RUN)
 def test_a_page_without_a_run_runs_whole(page: str, tmp_path: Path) -> None:
     assert run(page, tmp_path) == 0
+
+
+def is_server(file: str, page: str) -> bool:
+    """Whether the page leaves the program running while it goes on."""
+    return f"python {file} &" in PAGES[page].read_text()
+
+
+@contextmanager
+def served(file: str) -> Iterator[None]:
+    """Runs a page's server until the block ends."""
+    server = subprocess.Popen([sys.executable, "-u", file], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline()  # it says so when it listens
+        yield
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def commands(block: Block) -> Iterator[Sequence[str]]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,17 @@ def test_what_cannot_be_exported_is_refused_with_the_way_out(tmp_path: Path, wor
 
 def test_an_endless_taskset_is_exported_up_to_its_limit(tmp_path: Path) -> None:
     assert len(exported(tmp_path, "endless", "--limit", "4")) == 4
+
+
+@pytest.mark.parametrize("taskset", ["guess", "reasoning", "spelling", "with_tool"])
+def test_a_taskset_trains_three_steps_with_a_real_engine(taskset: str, tmp_path: Path) -> None:
+    """The example trains a fifth, additions."""
+    shutil.copy(EXAMPLE / "job.toml", tmp_path)
+    small = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "3"]
+    words = ["env", "train", taskset, "job.toml", "--python", PYTHON, "--micro-batch-size", "6", *small]
+    headrace = [sys.executable, "-m", "headrace.cli.main"]
+    assert subprocess.run([*headrace, *words], cwd=tmp_path).returncode == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert subprocess.run([*headrace, "audit", str(run)]).returncode == 0
+    trained = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum("loss/policy" in row for row in trained) == 3

@@ -11,8 +11,9 @@ import torch
 
 from headrace import devices
 from headrace.devices import ORDER
+from tests.gpu.devices import NO_GPU
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+pytestmark = [pytest.mark.gpu, NO_GPU]
 
 SEEN = "import torch; print([str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())])"
 

@@ -1,6 +1,6 @@
 """A publication's bytes and checksums, over the collective of the devices: NCCL between two GPUs, gloo on a CPU.
 
-The receiver joins as SGLang does, in a process of its own. Figures are printed: `pytest tests/gpu -s`.
+The receiver joins as SGLang does, in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.trainer.control.senders import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.engine_layout import EngineChecksums
+from tests.gpu.devices import NO_GPU, Figure
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,7 +64,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("device", WAYS)
-def test_what_another_process_receives_has_the_senders_checksums(device: str, tmp_path: Path) -> None:
+def test_what_another_process_receives_has_the_senders_checksums(device: str, tmp_path: Path, figure: Figure) -> None:
     weights = Weights(device)
     layout = SimpleNamespace(device=torch.device(device, 0) if device == "cuda" else torch.device(device))
     layout.pp_rank = layout.tp_rank = layout.dp_rank = 0
@@ -98,9 +99,24 @@ def test_what_another_process_receives_has_the_senders_checksums(device: str, tm
     assert sent.error is None
     assert sent.checksums == again.checksums == json.loads((tmp_path / "received.json").read_text())
     num_bytes = sum(tensor.numel() * 2 for tensor in weights.named.values())
-    print(
-        f"{device}: {num_bytes / 1e9:.2f} GB sent and hashed in {seconds:.2f} s, {num_bytes / 1e9 / seconds:.1f} GB/s"
+    figure(
+        f"a publication of {num_bytes / 1e9:.2f} GB between two processes, {device}",
+        f"sent and hashed in {seconds:.2f} s",
+        f"{num_bytes / 1e9 / seconds:.1f} GB/s",
     )
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 127, 100_000])
+def test_the_checksum_of_a_cuda_tensor_is_the_engines(dtype: torch.dtype, rows: int) -> None:
+    kernel = pytest.importorskip("sglang.kernels.ops.memory.gpu_tensor_hash")
+    parts = {f"l.0.mlp.{name}_proj.weight": torch.randn(rows, 576, device="cuda").to(dtype) for name in ("gate", "up")}
+    sums = EngineChecksums()
+    sums.update(parts.items())
+    fused = torch.cat(list(parts.values()))
+    assert sums.result() == {"l.0.mlp.gate_up_proj.weight": f"{kernel.gpu_tensor_hash(fused):016x}"}
 
 
 def receive(folder: Path) -> None:

@@ -51,7 +51,7 @@ async def _watch(folder: RunFolder) -> None:
         asyncio.create_task(show(view, Console())),
     ]
     try:
-        while not has_ended(folder):
+        while not has_ended(folder) and not view.trainer_has_ended:  # the latter for services of `headrace up`
             await asyncio.sleep(_POLL_SECONDS)
     finally:
         view.end()

@@ -85,6 +85,10 @@ class RunView:
         """Marks that nothing more will come."""
         self.ended = True
 
+    @property
+    def trainer_has_ended(self) -> bool:
+        return self._status is not None and self._status.phase in _ENDED
+
     def unread(self) -> list[str]:
         """Lines since the last call, for plain output."""
         lines = list(self._unread)
@@ -119,7 +123,7 @@ class RunView:
 
     def on_silence(self, service: str) -> None:
         """Marks a service as silent, unless the run has ended: then its services stop."""
-        if self._status is None or self._status.phase not in _ENDED:
+        if not self.trainer_has_ended:
             self._silence.unanswered(service)
 
     def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:

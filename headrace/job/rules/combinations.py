@@ -54,7 +54,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("update_weight_transport=disk", "update_weight_disk_path"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
-    ("reward_parts", "reward_combine"),
+    ("reward_parts", "reward_combine reward_clip"),
     ("judge_url", "judge_model judge_prompt judge_scale judge_json"),
     ("custom_generate_function_path or agent_function_path or rollout_function_path", "max_turns"),
     ("agent_function_path", "agent_hosts"),

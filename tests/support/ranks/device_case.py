@@ -33,6 +33,7 @@ class DeviceCase:
     hf_checkpoint: str
     vocab_size: int
     megatron: Mapping[str, Any]
+    lora: Mapping[str, Any]
     num_samples: int
     prompt_length: int
     response_length: int
@@ -49,6 +50,7 @@ class DeviceCase:
                 "rollout": {"num_rollout": max(self.num_steps, 1)},
                 "train": {"num_steps_per_rollout": 1, "use_dynamic_batch_size": True, "max_tokens_per_gpu": tokens},
                 "megatron": {"lr": 1e-4, **self.megatron},
+                "lora": self.lora,
                 "tracking": {"peak_tflops": self.peak_tflops},
             }
         )
