@@ -87,6 +87,12 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
             "--sequence-parallel: add it, or divide the experts alone: "
             f"--expert-model-parallel-size {tensor}"
         )
+    within = args.expert_tensor_parallel_size or tensor
+    if architecture.add_bias_linear and within > 1:
+        raise ConfigError(
+            f"{within} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
+            "--expert-tensor-parallel-size 1"
+        )
 
 
 # Computes how many virtual stages a pipeline rank has.
@@ -154,7 +160,6 @@ def _cuts_otherwise(args: MegatronArgs) -> list[str]:
 _ALWAYS = {
     "position_embedding_type": "rope",
     "no_position_embedding": True,
-    "disable_bias_linear": True,
     "tokenizer_type": "HuggingFaceTokenizer",
     "use_rotary_position_embeddings": True,
 }
@@ -172,7 +177,7 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": a.norm_epsilon,
         "normalization": a.normalization,
         "gated_linear_unit": a.swiglu,
-        "add_bias_linear": False,
+        "add_bias_linear": a.add_bias_linear,
         "add_qkv_bias": a.add_qkv_bias,
         # Latent attention always has its norms.
         "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
@@ -183,6 +188,13 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         if a.unrotated_layers
         else None,
     }
+    if a.attention_sinks:
+        fields["softmax_type"] = "learnable"
+    if a.windows:
+        fields["window_size"] = (a.windows.size - 1, 0)  # so many before it, and none behind it
+        fields["window_attn_skip_freq"] = [int(layer in a.windows.layers) for layer in range(a.num_layers)]
+    if a.swiglu_limit is not None:
+        fields |= {"activation_func_clamp_value": a.swiglu_limit, "glu_linear_offset": 1.0}
     if a.experts:
         fields |= _expert_fields(a.experts, a.num_layers)
     if a.latent_attention:
@@ -254,12 +266,13 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
     return {
         "group_query_attention": a.num_query_groups < a.num_attention_heads,
         "multi_latent_attention": a.latent_attention is not None,
+        "disable_bias_linear": not a.add_bias_linear,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
         "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
-        "spec": given.spec if family == a.family else a.family,
+        "spec": given.spec if family in (a.family, a.family.removesuffix("_text").removesuffix("_moe")) else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
 
 
@@ -278,6 +291,8 @@ def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
     if name == "no_rope_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
     if name == "linear_attention_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
+    if name == "window_attn_skip_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
@@ -315,8 +330,13 @@ _WEIGHT = ".weight"
 def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
     """The weights of the layers that get an adapter, in the table's order.
 
-    Raises ConfigError for a name that no layer has.
+    Raises ConfigError for a name that no layer has, and for a model with linear attention.
     """
+    if architecture.linear_attention:
+        raise ConfigError(
+            f"lora_rank with linear attention ({architecture.family}): such models have no adapters here: leave "
+            "--lora-rank out"
+        )
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
     linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf]
     if ALL_LINEAR in wanted:

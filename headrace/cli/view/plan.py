@@ -19,7 +19,7 @@ from rich.text import Text
 from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import gpu_memory_bytes, num_gpus
 from headrace.job.eval_sets import eval_sets
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import device_plan
@@ -340,6 +340,7 @@ def _memory(job: Job) -> str:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
     beside = "".join(f", {name} {gigabytes(size)}" for name, size in found.beside.items())
     kept = f"; {gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
+    kept += f"; {gigabytes(found.offloaded)} of host memory for each rank's optimizer" if found.offloaded else ""
     engines = f" and {gigabytes(found.engine)} of weights for each of an engine's processes" if job.asks_engines else ""
     return (
         f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}){engines}, "
@@ -372,6 +373,8 @@ class Memory:
     """Weights of each of its processes, before its KV cache."""
     kept: float
     """Host memory of each pipeline stage's sender, for a copy of the served weights."""
+    offloaded: float
+    """Host memory of each rank, for its optimizer and a copy of the gradients."""
 
     @property
     def rank(self) -> float:
@@ -391,11 +394,13 @@ def memory(job: Job) -> Memory | None:
     # Gradients in float32 and Adam's two moments; in bfloat16 a float32 master copy is stored beside them.
     states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
     frozen = parameters / shared * weight
-    full = parameters / shared * (weight + _FLOAT32 + states)
+    offloads = bool(args.given(OPTIMIZER_ON_GPU).get("optimizer_cpu_offload"))
+    on_device = 0.0 if offloads else states
+    full = parameters / shared * (weight + _FLOAT32 + on_device)
     adapters = num_adapter_parameters(job)
     trained, copy = full, frozen
     if adapters is not None:
-        trained = frozen + adapters / shared * (weight + _FLOAT32 + states)
+        trained = frozen + adapters / shared * (weight + _FLOAT32 + on_device)
         copy = adapters / shared * weight
     beside = {
         "critic": full if uses_critic(job) else 0.0,
@@ -406,7 +411,9 @@ def memory(job: Job) -> Memory | None:
     engine = parameters * weight / job.placement.engine_sizes[0]
     keeps = job.publish.update_weight_rollback == "host"
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
-    return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)
+    held = parameters if adapters is None else adapters
+    offloaded = held / shared * (states + _FLOAT32) if offloads else 0.0
+    return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept, offloaded)
 
 
 def too_little_memory(job: Job, scope: Scope) -> list[str]:
@@ -423,7 +430,7 @@ def too_little_memory(job: Job, scope: Scope) -> list[str]:
         return [
             f"{_first(found, largest)} needs about {gigabytes(largest)} {_BEFORE}, and a GPU here has {gigabytes(has)}"
         ]
-    needed, free = ranks * found.rank + engines * found.engine, free_bytes()
+    needed, free = ranks * (found.rank + found.offloaded) + engines * found.engine, free_bytes()
     if needed <= free:
         return []
     counts = ((ranks, "trainer rank", "trainer ranks"), (engines, "engine process", "engine processes"))

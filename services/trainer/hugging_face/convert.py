@@ -21,7 +21,7 @@ from headrace.publication import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.shards import ModelShard, cut, merge, weights_of
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
-from services.trainer.megatron.configs import mark_tensor_parallel
+from services.trainer.megatron.configs import mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
 
@@ -86,7 +86,7 @@ def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout)
     return Placed(row, prefix + row.megatron.format(expert=local), owner)
 
 
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
 def fused_name(megatron_name: str) -> str:
@@ -94,7 +94,7 @@ def fused_name(megatron_name: str) -> str:
     for plain, fused in FUSED_NORMS.items():
         if megatron_name.endswith("." + plain):
             return megatron_name.removesuffix(plain) + fused
-    return _EXPERT.sub(r".\2.weight\1", megatron_name)
+    return _EXPERT.sub(r".\2.\3\1", megatron_name)
 
 
 class Converter:
@@ -134,17 +134,26 @@ class Converter:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
+        stacked: dict[str, Tensor] = {}
         for placed in self._placed:
             wholes = self._shared_by_experts(placed) if placed.row.expert is not None else self._merged(placed)
             if self._layout.tp_rank == 0 and self._layout.dp_rank == 0:
-                yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
+                for tensor, whole in zip(placed.row.hf, wholes, strict=True):
+                    if tensor.slot is None:
+                        yield tensor.name, whole
+                        continue
+                    stack = stacked.setdefault(tensor.name, whole.new_empty(tensor.whole.shape))
+                    stack[tensor.slot] = whole
+                    if tensor.slot == tensor.slots - 1:
+                        yield tensor.name, stacked.pop(tensor.name)
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
         """The tensors that `hf_tensors` yields on the first rank of a stage, in that order. Moves nothing."""
         return [
-            TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            TensorSpec(tensor.name, tensor.whole.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
             for placed in self._placed
             for tensor in placed.row.hf
+            if not tensor.slot
         ]
 
     def shards(self) -> list[ModelShard]:
@@ -180,7 +189,7 @@ class Converter:
         return source
 
     def _shard(self, held: Held) -> ModelShard:
-        return held.shard(held.row.hf[0].name, held.weight, held.sharding)
+        return held.shard(held.row.hf[0].key, held.weight, held.sharding)
 
     def _tied_embedding(self) -> Placed:
         return Placed(table(self._architecture).first[0], self._tied_copy, 0)
@@ -196,7 +205,10 @@ class Converter:
         for placed in self._placed:
             weight = self._weights[placed.name]
             if isinstance(weight, nn.Parameter):
-                mark_tensor_parallel(weight, not isinstance(self._sharding(placed), Replicated))
+                is_expert = placed.row.expert is not None
+                mark_tensor_parallel(weight, is_expert or not isinstance(self._sharding(placed), Replicated))
+                if is_expert:  # Megatron marks biases, which would be summed over ranks of other tokens or experts
+                    mark_sequence_parallel(weight, False)
         if self._has_tied_copy:
             mark_tensor_parallel(self._weights[self._tied_copy], True)
 

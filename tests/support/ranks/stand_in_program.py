@@ -32,9 +32,9 @@ def run_on_stand_ins(case: LoraCase, timeout_seconds: float = 600.0) -> None:
     command = [sys.executable, "-m", __name__, str(file)]
     logs = [file.with_suffix(f".{rank}.log") for rank in range(case.ranks or 1)]
     ranks = []
-    for rank, log in enumerate(logs):
+    for number, log in enumerate(logs):
         with log.open("w") as written:
-            ranks.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=written))
+            ranks.append(subprocess.Popen(command, env=environment | {"RANK": str(number)}, stderr=written))
     try:
         codes = [rank.wait(timeout_seconds) for rank in ranks]
     finally:
