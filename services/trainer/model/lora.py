@@ -374,7 +374,7 @@ def write_peft(
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
     tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
     config = _peft_config(base, lora, target_words(architecture, lora))
-    without = {"exclude_modules": _TOWER} if architecture.vision is not None else {}
+    without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))

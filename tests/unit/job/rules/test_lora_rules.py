@@ -35,6 +35,8 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
         ("qwen3_moe", ("all-linear",), DENSE),
         ("deepseek_v3", ("all-linear",), {*LATENT, "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj"}),
         ("moonlight", ("q_proj", "kv_b_proj"), {"q_proj", "kv_b_proj"}),
+        ("qwen3_next", ("in_proj_qkvz", "out_proj"), {"in_proj_qkvz", "out_proj"}),
+        ("gpt_oss", ("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
