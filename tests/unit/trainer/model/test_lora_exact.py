@@ -36,7 +36,6 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 SHARDED = EP2 | {"use_distributed_optimizer": True}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "qwen3_moe@alone": (1, {}),
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@sp2": (2, SP2),
     "deepseek_v3@rslora": (1, {}),
@@ -50,6 +49,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {"resumed@ep2": (2, SHARDED)}
 if ALL:
     RUNS |= {
         "qwen3@alone": (1, {}),
+        "qwen3_moe@alone": (1, {}),
         "qwen3@tp2": (2, TP2),
         "qwen3@sp2": (2, SP2),
         "glm4@tp2": (2, TP2),
