@@ -330,13 +330,8 @@ _WEIGHT = ".weight"
 def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
     """The weights of the layers that get an adapter, in the table's order.
 
-    Raises ConfigError for a name that no layer has, and for a model with linear attention.
+    Raises ConfigError for a name that no layer has.
     """
-    if architecture.linear_attention:
-        raise ConfigError(
-            f"lora_rank with linear attention ({architecture.family}): such models have no adapters here: leave "
-            "--lora-rank out"
-        )
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
     linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf]
     if ALL_LINEAR in wanted:
@@ -377,4 +372,5 @@ def last_word(tensor: str) -> str:
 
 
 def _is_linear(row: Row) -> bool:
-    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron
+    """False for experts that a checkpoint has in one tensor: peft's form of their adapters is another."""
+    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron and row.hf[0].name.endswith(_WEIGHT)

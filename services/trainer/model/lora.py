@@ -283,15 +283,12 @@ class PeftFolder:
         self._folder = folder
         self._architecture = architecture
         self._rank = lora.lora_rank
-        config = self._config()
+        config = {"use_rslora": False} | self._config()
         self._require(config, "peft_type", "LORA", "")
         self._require(config, "bias", "none", "")
         self._require(config, "r", lora.lora_rank, ": pass --lora-rank")
         self._require(config, "lora_alpha", lora.lora_alpha, ": pass --lora-alpha")
-        here = bool(config.get("use_rslora"))
-        self._require(
-            {"use_rslora": here}, "use_rslora", lora.lora_use_rslora, ": pass --lora-use-rslora, or leave it out"
-        )
+        self._require(config, "use_rslora", lora.lora_use_rslora, ": pass --lora-use-rslora, or leave it out")
         for name in _OTHER_FORMS:
             if config.get(name):
                 raise ConfigError(f"lora_load {folder}: {name} is set in {CONFIG}: headrace has plain LoRA alone")
@@ -320,7 +317,7 @@ class PeftFolder:
                 )
         return Pair(a.float(), b.float())
 
-    def _config(self) -> Mapping[str, Any]:
+    def _config(self) -> dict[str, Any]:
         path = self._folder / CONFIG
         try:
             if path.stat().st_size > _LARGEST_CONFIG:
@@ -377,7 +374,7 @@ def write_peft(
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
     tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
     config = _peft_config(base, lora, target_words(architecture, lora))
-    without = {"exclude_modules": _TOWER} if architecture.vision is not None else {}
+    without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))

@@ -18,7 +18,10 @@ from headrace.job.schema.training import LoraSection
 from headrace.models.family import HfTensor
 from headrace.models.registry import read_architecture
 from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, scale_of, write_peft
+from tests.support.models.adapters import Merged, make_adapters
 from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_vision import make_tiny_vision, vision_network
+from tests.support.ranks.rank_results import network
 
 LORA = LoraSection(lora_rank=4, lora_alpha=16.0, lora_target_modules=("q_proj", "down_proj"))
 WEIGHT = HfTensor("model.layers.0.self_attn.q_proj.weight", (128, 64))
@@ -73,6 +76,28 @@ def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(
         assert layer.scaling == {"default": scale}
     with pytest.raises(AlreadyExists, match="name another folder"):
         _written(model, folder)
+
+
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("qwen3_moe", ("all-linear",)), ("deepseek_v3", LATENT), ("qwen2_5_vl", ("all-linear",))],
+)
+def test_peft_finds_experts_latents_and_a_decoder_beside_a_tower(
+    tmp_path: Path, family: str, words: tuple[str, ...]
+) -> None:
+    """Its logits are those of the model with the adapters added."""
+    is_vision, lora = family == "qwen2_5_vl", LoraSection(lora_rank=4, lora_alpha=6.0, lora_target_modules=words)
+    model = make_tiny_vision(tmp_path / family) if is_vision else make_tiny(tmp_path / family, family)
+    folder, load = make_adapters(model, tmp_path / "adapters", lora), vision_network if is_vision else network
+    tokens = torch.tensor([[5, 17, 256, 40, 8, 99]])
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(load(model), folder).double().eval()(tokens).logits
+        expected = Merged.of(load(model), model, folder, lora, 1.5).network(tokens).logits
+        assert not torch.allclose(expected, load(model)(tokens).logits, atol=1e-2)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

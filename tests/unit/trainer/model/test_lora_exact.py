@@ -36,7 +36,6 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 SHARDED = EP2 | {"use_distributed_optimizer": True}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "qwen3_moe@alone": (1, {}),
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@sp2": (2, SP2),
     "deepseek_v3@rslora": (1, {}),
@@ -44,12 +43,13 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 STAND_INS: dict[str, tuple[int, dict[str, Any]]] = {"qwen3_moe@te": (1, {})}
 """Under Megatron-core's wrappers of Transformer Engine's layers, whose experts are grouped."""
-ROUNDING = {"qwen3_next": 5e-5}
+ROUNDING = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 5e-5)
 """Rotary angles are float32 in both models, and so is the whole of a gated delta net."""
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {"resumed@ep2": (2, SHARDED)}
 if ALL:
     RUNS |= {
         "qwen3@alone": (1, {}),
+        "qwen3_moe@alone": (1, {}),
         "qwen3@tp2": (2, TP2),
         "qwen3@sp2": (2, SP2),
         "glm4@tp2": (2, TP2),
@@ -58,6 +58,9 @@ if ALL:
         "qwen3_moe@ep2-dp2": (4, EP2),
         "qwen3_next@alone": (1, {}),
         "qwen3_next@sp2": (2, SP2),
+        "qwen3_5@sp2": (2, SP2),
+        "qwen3_5_moe@ep2": (2, EP2),
+        "gpt_oss@alone": (1, {}),
         "qwen2_moe@sp2": (2, SP2),
         "glm4_moe@ep2": (2, EP2),
         "deepseek_v3@alone": (1, {}),
