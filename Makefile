@@ -1,6 +1,8 @@
 # quickstart | examples | test | test-fast | lint | format | protos | check-protos | page | docs | check-docs | bench | bench-learning | bench-trl |
 # chaos | soak | clusters | images | gpu | mutants | sbom | audit | clean: each sets up what it needs, once.
 PYTHON ?= python3.11
+# For NeMo Gym, whose tests are skipped where there is none.
+PYTHON312 ?= $(shell python3.12 -c "import sys; print(sys.executable)" 2>/dev/null)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -10,6 +12,7 @@ VERIFIERS := .venv-verifiers
 CODEX  := .venv-codex
 FRAMEWORKS := .venv-frameworks
 INSPECT := .venv-inspect
+NEMO_GYM := .venv-nemo-gym
 SUPPLY := .venv-supply
 DOCS   := .venv-docs
 # The small model of the quickstart, the examples and the benches: prepared once for all that this user runs.
@@ -26,11 +29,12 @@ quickstart: $(STAMPS)/headrace $(STAMPS)/quickstart
 # Every example as its README says, a few steps long (STEPS), and every tutorial; EXAMPLES="countdown search" runs fewer. `make test` plays their
 # functions with an engine that stands in for SGLang.
 STEPS ?= 3
-examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp $(INSPECT)/.stamp $(CODEX)/.stamp $(FRAMEWORKS)/.stamp
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(PROTOS)/.stamp $(VERIFIERS)/.stamp $(INSPECT)/.stamp $(CODEX)/.stamp $(FRAMEWORKS)/.stamp $(if $(PYTHON312),$(NEMO_GYM)/.stamp)
 	@$(BIN)/python -m tools.examples --steps $(STEPS) $(EXAMPLES)
 	@$(BIN)/python -m tests.support.tutorials all
 	@HEADRACE_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python HEADRACE_INSPECT_PYTHON=$(INSPECT)/bin/python \
 		$(BIN)/python -m pytest tests/contract/test_verifiers.py tests/contract/test_inspect_eval.py
+	@HEADRACE_NEMO_GYM_PYTHON=$(if $(PYTHON312),$(NEMO_GYM)/bin/python) $(BIN)/python -m pytest -rs tests/contract/test_nemo_gym.py
 	@HEADRACE_FRAMEWORKS_PYTHON=$(FRAMEWORKS)/bin/python $(BIN)/python -m pytest tests/contract/test_frameworks.py
 	@HEADRACE_CODEX=$(CODEX)/node_modules/.bin/codex unshare --net --map-root-user \
 		sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/contract/test_codex.py'
@@ -164,7 +168,7 @@ audit: $(STAMPS)/dev $(SUPPLY)/.stamp
 	@$(BIN)/python -m tools.audit $(SUPPLY)/bin
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(INSPECT) $(CODEX) $(FRAMEWORKS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(VERIFIERS) $(INSPECT) $(NEMO_GYM) $(CODEX) $(FRAMEWORKS) $(SUPPLY) $(DOCS) site web/node_modules $(NODE)/node_modules $(NODE)/api $(NODE)/dist $(NODE)/LICENSE
 
 # ── what they need ──
 
@@ -253,6 +257,12 @@ $(INSPECT)/.stamp: requirements/inspect-eval.txt
 	@echo "── Inspect in $(INSPECT), with packages of its own"
 	@$(PYTHON) -m venv $(INSPECT)
 	@$(INSPECT)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/inspect-eval.txt
+	@touch $@
+
+$(NEMO_GYM)/.stamp: requirements/nemo-gym.txt
+	@echo "── NeMo Gym in $(NEMO_GYM), with packages of its own (1.4 GB)"
+	@$(PYTHON312) -m venv $(NEMO_GYM)
+	@$(NEMO_GYM)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/nemo-gym.txt
 	@touch $@
 
 $(MODEL)/model.safetensors: | $(STAMPS)/quickstart $(STAMPS)/headrace

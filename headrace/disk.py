@@ -78,7 +78,7 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def atomic_write(path: Path) -> Iterator[Path]:
     """A draft beside `path`, with its suffix, that takes its name when the block ends; deleted when the block fails.
 
-    It is not synced: what must survive a power loss syncs the draft in the block and the folder behind it.
+    It is not synced: see durable_write.
     """
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -86,6 +86,24 @@ def atomic_write(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def durable_write(path: Path) -> Iterator[Path]:
+    """The same for a file that survives a power loss once the block has ended."""
+    with atomic_write(path) as draft:
+        yield draft
+        sync(draft)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """A file's bytes, or the names in a folder, survive a power loss from here on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_new(folder: Path, texts: Mapping[str, str]) -> list[str]:

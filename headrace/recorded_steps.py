@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of, matches
-from headrace.disk import atomic_write
+from headrace.disk import durable_write
 from headrace.errors import DataLoss, NotFound
 
 M = TypeVar("M", bound=Message)
@@ -70,13 +70,11 @@ class RecordedSteps:
         """Durable when it returns. A step that is recorded again takes the place of its file."""
         path = self.path_of(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft, draft.open("wb") as file:
+        with durable_write(path) as draft, draft.open("wb") as file:
             file.write(_FORMAT)
             for message in (recorded.batch, *recorded.samples):
                 data = message.SerializeToString()
                 file.writelines((_LENGTH.pack(len(data)), digest_of(data), data))
-            file.flush()
-            os.fsync(file.fileno())
 
     def read(self, step: int) -> RecordedStep:
         """Raises NotFound for a step that is not there, DataLoss for a file that is not one of a step."""

@@ -13,9 +13,11 @@ from headrace.errors import Internal, InvalidArgument
 from headrace.limits import from_json, require_json_object, shown, to_json
 from headrace.prompts import LABEL_IS_JSON
 from headrace.trajectory import (
+    LEFT_OUT,
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     TOKENS,
+    TURNS,
     Sample,
     Status,
     check_reward,
@@ -28,7 +30,7 @@ SCORER_UNAVAILABLE = "SCORER_UNAVAILABLE"
 """The reason of a ScoreError whose scorer waits for a server: another try may help, and its sample can wait."""
 SCORER_ABSTAINED = "SCORER_ABSTAINED"
 CUSTOM_RM_PATH = "custom_rm_path"
-_SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH)
+_SCORED_FIELDS = (LABEL_IS_JSON, CUSTOM_RM_PATH, TURNS)
 """Of a sample's hook_fields: what a reward service reads."""
 _STATUSES = ("", *(status.value for status in Status))
 SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
@@ -51,12 +53,16 @@ class ScoreItem:
     index: int | None = None
     """The sample's place in its group, for users' functions; None: its place in the call."""
     hook_fields: Mapping[str, Any] = field(default_factory=dict)
-    """`label_is_json`, and `custom_rm_path`: the function that scores the item instead of the service's own."""
+    """`label_is_json`; `custom_rm_path`: the function that scores the item instead of the service's own; `turns`: a
+    conversation's messages."""
 
     @classmethod
     def of(cls, sample: Sample, *, has_columns: bool = True) -> ScoreItem:
-        """What a reward service sees of a sample; `has_columns` False leaves its tokens out."""
+        """What a reward service sees of a sample; `has_columns` False leaves its tokens and its conversation out."""
         columns = scored_columns(sample) if has_columns else {}
+        hook_fields = {key: sample.hook_fields[key] for key in _SCORED_FIELDS if key in sample.hook_fields}
+        if TURNS in hook_fields and not has_columns:
+            hook_fields[TURNS] = list(LEFT_OUT)
         return cls(
             item_id=sample.sample_id,
             prompt=sample.prompt,
@@ -68,7 +74,7 @@ class ScoreItem:
             response_tokens=sample.response_length,
             columns=columns,
             index=sample.index,
-            hook_fields={key: sample.hook_fields[key] for key in _SCORED_FIELDS if key in sample.hook_fields},
+            hook_fields=hook_fields,
         )
 
     def pack(self) -> pb.ScoreItem:
@@ -91,15 +97,12 @@ class ScoreItem:
         """Raises InvalidArgument for metadata that is no JSON object, and for what no sample could have."""
         if packed.status not in _STATUSES:
             raise InvalidArgument(f"status is {shown(packed.status)}, must be one of {', '.join(_STATUSES)}")
-        has_metadata = packed.metadata_json not in ("", "{}")
-        if has_metadata:
-            require_json_object(packed.metadata_json, "metadata_json")
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,
             response=packed.response,
             label=packed.label if packed.HasField("label") else None,
-            metadata=from_json(packed.metadata_json) if has_metadata else {},
+            metadata=require_json_object(packed.metadata_json, "metadata_json"),
             group_id=packed.group_id,
             status=packed.status,
             response_tokens=packed.response_tokens,
@@ -114,9 +117,9 @@ def scored_columns(sample: Sample) -> dict[str, NDArray[Any]]:
 
 
 def _columns(packed: pb.ScoreItem) -> dict[str, NDArray[Any]]:
+    if not packed.columns:
+        return {}
     columns = {column.name: unpack_column(column) for column in packed.columns}
-    if not columns:
-        return columns
     if len(packed.columns) != len(SCORED_COLUMNS) or columns.keys() != set(SCORED_COLUMNS):
         named = [column.name[:80] for column in packed.columns][:8]
         raise InvalidArgument(f"columns are {named}, must be {', '.join(SCORED_COLUMNS)}, or none")
@@ -153,7 +156,8 @@ ScoreResult = Score | ScoreError
 def pack_result(item_id: str, result: ScoreResult) -> pb.ScoreResult:
     match result:
         case Score(value, scorer, version, parts, metadata):
-            score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts)
+            # An empty map costs more than all the rest.
+            score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts or None)
             if metadata is not None:
                 score.metadata_json = to_json(metadata)
             return pb.ScoreResult(item_id=item_id, score=score)

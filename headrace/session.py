@@ -80,6 +80,11 @@ class RecordedAnswer:
     def text(self) -> str:
         return f"{self.content}{self.rest}{self.end}"
 
+    @property
+    def plain(self) -> str:
+        """The text without the token that ended the turn."""
+        return self.spoken or f"{self.content}{self.rest}"
+
 
 @dataclass(eq=False, slots=True)
 class Turn:
@@ -91,7 +96,8 @@ class Turn:
     text: str
     """All text up to the response's end."""
     said: Sequence[Message] = ()
-    """The messages of the request, and the response as the client was given it; none of a plain text."""
+    """The messages of the request, and the response as the client was given it. A text that continues an earlier
+    response is told as messages too; the first response to a text has none."""
     children: list[Turn] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
     """Of all messages up to the response, in each form in which the client has it."""
@@ -112,6 +118,16 @@ class Turn:
         yield self.text
         if self.answer.spoken:
             yield f"{self.text.removesuffix(self.answer.text)}{self.answer.spoken}"
+
+    def said_behind(self, text: str, response: str) -> Sequence[Message]:
+        """What is said once a text goes on behind this turn and is answered: the messages up to here, and two more."""
+        before = self.said or (
+            {"role": "user", "content": self.text.removesuffix(self.answer.text)},
+            {"role": "assistant", "content": self.answer.plain},
+        )
+        begins = max(filter(text.startswith, self.beginnings()), key=len)
+        since = {"role": "user", "content": text.removeprefix(begins)}
+        return (*before, since, {"role": "assistant", "content": response})
 
     def branch(self) -> Branch:
         """Returns the way to this turn, all of whose sampled tokens are trained."""
@@ -249,7 +265,10 @@ class SessionRecord:
 
     def add(self, ask: Ask, answer: RecordedAnswer, message: Message | None) -> Turn:
         """Records a response; `message` is what the client was given of it."""
-        said = (*ask.messages, message) if message is not None else ()
+        if message is not None:
+            said: Sequence[Message] = (*ask.messages, message)
+        else:
+            said = ask.parent.said_behind(ask.text, answer.plain) if ask.parent else ()
         turn = Turn(ask.parent, ask.context, answer, ask.text + answer.text, said)
         if ask.parent:
             ask.parent.children.append(turn)

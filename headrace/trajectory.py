@@ -559,6 +559,8 @@ _MAX_CHARACTERS = 200_000
 _MAX_TURNS = 1_000
 _CUT = " … "
 
+_IS_CUT = "is_cut"
+
 Turn = dict[str, str]
 
 
@@ -566,21 +568,78 @@ def turn_of(message: Mapping[str, Any]) -> Turn:
     """A message with its content as text; calls of tools stand behind it as JSON."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
     said = [_text(content)] if content else []
-    said += [_text(call.get("function", call)) if isinstance(call, Mapping) else str(call) for call in calls]
+    said += [_called(call) if isinstance(call, Mapping) else str(call) for call in calls]
     return {"role": str(message.get("role", "")), "content": "\n".join(said)}
 
 
-def bounded_turns(turns: Iterable[Mapping[str, Any]]) -> list[Turn]:
-    """Turns of at most 200,000 characters together: longer texts lose their middle, and the oldest turns go first."""
-    kept = [turn_of(turn) for turn in turns][-_MAX_TURNS:]
-    room = _MAX_CHARACTERS // max(1, len(kept))
-    if sum(len(turn["content"]) for turn in kept) <= _MAX_CHARACTERS:
-        return kept
-    return [{**turn, "content": _shortened(turn["content"], room)} for turn in kept]
+def _called(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    if not isinstance(function, Mapping):
+        return _text(call)
+    return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {_text(function.get("arguments"))}}}'
+
+
+def bounded_turns(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of at most 200,000 characters together, with their calls of tools.
+
+    Of more, longer texts lose their middle, the oldest go first, and all are marked.
+    """
+    messages = list(turns)
+    shown = [turn_of(message) for message in messages[-_MAX_TURNS:]]
+    room = _MAX_CHARACTERS // max(1, len(shown))
+    is_short = sum(len(turn["content"]) for turn in shown) <= _MAX_CHARACTERS
+    if is_short and len(messages) <= _MAX_TURNS and not _is_cut(messages):
+        return [_kept(message) for message in messages]
+    return [
+        {**turn, "content": turn["content"] if is_short else _shortened(turn["content"], room), _IS_CUT: True}
+        for turn in shown
+    ]
+
+
+LEFT_OUT = ({_IS_CUT: True},)
+"""Turns that stand for a conversation that is too long to be sent."""
+
+
+def _is_cut(turns: Iterable[Mapping[str, Any]]) -> bool:
+    return any(turn.get(_IS_CUT) for turn in turns)
+
+
+def whole_conversation(hook_fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The messages of a sample, with role, content, and calls of tools; none of a response to a plain text.
+
+    Raises InvalidArgument where some were left out.
+    """
+    found = hook_fields.get(TURNS)
+    if not isinstance(found, list) or not all(isinstance(turn, Mapping) for turn in found):
+        return ()
+    if _is_cut(found):
+        raise InvalidArgument(
+            f"the conversation is too long to be scored whole, with more than {_MAX_CHARACTERS} characters: lower "
+            "--max-turns or --rollout-max-response-len"
+        )
+    return [_kept(turn) for turn in found]
+
+
+def _kept(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls") or ()
+    if not all(isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls):
+        return turn_of(message)
+    kept: dict[str, Any] = turn_of({**message, "tool_calls": ()})
+    if calls:
+        kept["tool_calls"] = [
+            {
+                "id": str(call.get("id", "")),
+                "function": {name: _text(call["function"].get(name)) for name in ("name", "arguments")},
+            }
+            for call in calls
+        ]
+    if "tool_call_id" in message:
+        kept["tool_call_id"] = str(message["tool_call_id"])
+    return kept
 
 
 def turns_in(hook_fields: Mapping[str, Any]) -> Sequence[Turn]:
-    """The turns of a sample; none where another producer has written something else there."""
+    """The turns of a sample, as people read them; none where another producer has written something else there."""
     found = hook_fields.get(TURNS)
     if not isinstance(found, list) or not all(isinstance(turn, Mapping) for turn in found):
         return ()

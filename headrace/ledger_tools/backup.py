@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.disk import atomic_write
+from headrace.disk import atomic_write, durable_write
 from headrace.errors import AlreadyExists, DataLoss, NotFound
 
 _MANIFEST = "backup.json"
@@ -99,10 +98,8 @@ def restore_backup(folder: Path, ledger: Path) -> Backup:
     for file in reversed(backup.files):
         target = _inside(ledger, file.name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(target) as draft:
+        with durable_write(target) as draft:
             shutil.copyfile(_inside(folder / _FILES, file.name), draft)
-            with draft.open("rb+") as copied:
-                os.fsync(copied.fileno())
     return backup
 
 

@@ -82,6 +82,21 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Layers that have a gated delta net (https://arxiv.org/abs/2412.06464) in the place of attention."""
+
+    layers: Sequence[int]
+    """Counted from 0."""
+    conv_kernel_dim: int
+    key_head_dim: int
+    value_head_dim: int
+    num_key_heads: int
+    num_value_heads: int
+    is_interleaved: bool
+    """The checkpoint has its projections in two tensors, one key head's rows after the other's; else in four."""
+
+
+@dataclass(frozen=True, slots=True)
 class Vision:
     """The part of a model that turns images into embeddings. It is kept as it is: the decoder alone is trained."""
 
@@ -125,8 +140,14 @@ class Architecture:
     rope_scaling: Llama3Rope | YarnRope | None
     experts: Experts | None
     latent_attention: LatentAttention | None
-    num_mtp_layers: int
-    """Layers behind the last that predict further tokens; not trained, and kept as they are."""
+    linear_attention: LinearAttention | None
+    attention_output_gate: bool
+    """Each head's output is multiplied by a sigmoid gate, which the query projection gives too."""
+    layernorm_zero_centered_gamma: bool
+    """Norms multiply by 1 + weight."""
+    kept: Sequence[str]
+    """The beginnings of names of tensors that are not trained and stay as they are: of layers that predict further
+    tokens, of a vision tower."""
     vision: Vision | None
     """None: a model of text alone."""
 
@@ -160,7 +181,10 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "rope_scaling": llama3_rope(raw),
         "experts": None,
         "latent_attention": None,
-        "num_mtp_layers": 0,
+        "linear_attention": None,
+        "attention_output_gate": False,
+        "layernorm_zero_centered_gamma": False,
+        "kept": (),
         "vision": None,
     }
     return Architecture(**fields | particular)
@@ -178,9 +202,15 @@ def rope_type(raw: Mapping[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def rotary_percent(raw: Mapping[str, Any]) -> float:
-    """GLM turns only a part of each head, a half if nothing is said."""
-    return float(raw.get("partial_rotary_factor") or rope_parameters(raw).get("partial_rotary_factor") or 0.5)
+def rotary_percent(raw: Mapping[str, Any], default: float) -> float:
+    """The part of each head that turns; `default` if nothing is said."""
+    return float(raw.get("partial_rotary_factor") or rope_parameters(raw).get("partial_rotary_factor") or default)
+
+
+def layers_behind(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the layers behind the last, which predict further tokens."""
+    last = raw["num_hidden_layers"]
+    return tuple(f"model.layers.{last + n}." for n in range(raw.get("num_nextn_predict_layers") or 0))
 
 
 def llama3_rope(raw: Mapping[str, Any]) -> Llama3Rope | None:

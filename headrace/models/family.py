@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.models.architecture import Architecture, Experts, LatentAttention
+from headrace.models.architecture import Architecture, Experts, LatentAttention, LinearAttention
 
 # The rows of a table: for each Megatron parameter its Hugging Face tensors, and how tensor parallelism divides it.
 #
@@ -43,9 +43,21 @@ class QueryKeyValue:
     num_query_groups: int
     heads_per_group: int
     head_size: int
+    has_gates: bool = False
+    """In the checkpoint each query head's gate follows it; a group has its gates behind its query heads."""
 
 
-Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Tensors of several sections of rows, each cut; a rank holds its rows of the first section, then of the next."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    """The rows of each tensor's sections."""
+    times: int = 1
+    """So often each tensor repeats its sections, with as many times fewer rows."""
+
+
+Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue | Sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +119,26 @@ def norm(megatron: str, hf: str, size: int) -> Row:
     return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
 
 
-def embedding(a: Architecture) -> list[Row]:
+def embedding(a: Architecture, hf: str = "model") -> list[Row]:
     """The rows before the layers."""
     shape = (a.vocab_size, a.hidden_size)
-    return [one("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, Split(0))]
+    return [one("embedding.word_embeddings.weight", f"{hf}.embed_tokens.weight", shape, Split(0))]
 
 
-def head(a: Architecture) -> list[Row]:
+def head(a: Architecture, hf: str = "model") -> list[Row]:
     """The rows behind the layers."""
-    rows = [norm("decoder.final_layernorm", "model.norm", a.hidden_size)]
+    rows = [norm("decoder.final_layernorm", f"{hf}.norm", a.hidden_size)]
     if a.untie_embeddings_and_output_weights:
         rows.append(one("output_layer.weight", "lm_head.weight", (a.vocab_size, a.hidden_size), Split(0)))
     return rows
 
 
 def attention(a: Architecture, hf: str) -> list[Row]:
-    """Grouped-query attention, with biases and norms where the architecture has them."""
-    qkv = QueryKeyValue(a.num_query_groups, a.num_attention_heads // a.num_query_groups, a.kv_channels)
-    sizes = [heads * a.kv_channels for heads in (a.num_attention_heads, a.num_query_groups, a.num_query_groups)]
+    """Grouped-query attention, with biases, norms and gates where the architecture has them."""
+    gates = a.attention_output_gate
+    qkv = QueryKeyValue(a.num_query_groups, a.num_attention_heads // a.num_query_groups, a.kv_channels, gates)
+    heads = (a.num_attention_heads * (1 + gates), a.num_query_groups, a.num_query_groups)
+    sizes = [number * a.kv_channels for number in heads]
     names = [f"{hf}.self_attn.{part}_proj" for part in "qkv"]
     weights = tuple(HfTensor(f"{n}.weight", (size, a.hidden_size)) for n, size in zip(names, sizes, strict=True))
     rows = [Row("self_attention.linear_qkv.weight", weights, qkv)]
@@ -165,6 +179,29 @@ def latent_attention(a: Architecture, mla: LatentAttention, hf: str) -> list[Row
     ]
 
 
+def linear_attention(a: Architecture, linear: LinearAttention, hf: str) -> list[Row]:
+    """A gated delta net: projections to q, k, v, z, b and a, a convolution over q, k and v, decays, a gated norm."""
+    mega, hf = "self_attention", f"{hf}.linear_attn"
+    heads = linear.num_value_heads
+    key, value = linear.num_key_heads * linear.key_head_dim, heads * linear.value_head_dim
+    sections: dict[str, tuple[int, ...]] = (
+        {"qkvz": (key, key, value, value), "ba": (heads, heads)}
+        if linear.is_interleaved
+        else {"qkv": (key, key, value), "z": (value,), "b": (heads,), "a": (heads,)}
+    )
+    inputs = tuple(HfTensor(f"{hf}.in_proj_{part}.weight", (sum(n), a.hidden_size)) for part, n in sections.items())
+    times = linear.num_key_heads if linear.is_interleaved else 1
+    kernel = (2 * key + value, 1, linear.conv_kernel_dim)
+    return [
+        Row(f"{mega}.linear_qkv.weight", inputs, Sections(tuple(sections.values()), times)),
+        one(f"{mega}.conv1d.weight", f"{hf}.conv1d.weight", kernel, Sections(((key, key, value),))),
+        one(f"{mega}.dt_bias", f"{hf}.dt_bias", (heads,), Split(0)),
+        one(f"{mega}.A_log", f"{hf}.A_log", (heads,), Split(0)),
+        norm(f"{mega}.out_norm", f"{hf}.norm", linear.value_head_dim),
+        one(f"{mega}.linear_proj.weight", f"{hf}.out_proj.weight", (a.hidden_size, value), Split(1)),
+    ]
+
+
 def mlp(a: Architecture, megatron: str, hf: str, width: int, expert: int | None = None) -> list[Row]:
     """A gated MLP of `width`."""
     halves = tuple(HfTensor(f"{hf}.{part}_proj.weight", (width, a.hidden_size)) for part in ("gate", "up"))
@@ -194,20 +231,25 @@ def mixture(a: Architecture, experts: Experts, hf: str) -> list[Row]:
     return rows
 
 
-def decoder(a: Architecture) -> Table:
+def decoder(a: Architecture, name: str = "model") -> Table:
     """Pre-norm layers of attention and MLP, each of the kind that the architecture says."""
 
+    def mixer(number: int, hf: str) -> list[Row]:
+        if a.linear_attention and number in a.linear_attention.layers:
+            return linear_attention(a, a.linear_attention, hf)
+        return latent_attention(a, a.latent_attention, hf) if a.latent_attention else attention(a, hf)
+
     def layer(number: int) -> Sequence[Row]:
-        hf = f"model.layers.{number}"
+        hf = f"{name}.layers.{number}"
         mixed = a.experts is not None and a.experts.in_layer(number)
         return [
             norm("input_layernorm", f"{hf}.input_layernorm", a.hidden_size),
-            *(latent_attention(a, a.latent_attention, hf) if a.latent_attention else attention(a, hf)),
+            *mixer(number, hf),
             norm("pre_mlp_layernorm", f"{hf}.post_attention_layernorm", a.hidden_size),
             *(mixture(a, a.experts, hf) if a.experts and mixed else mlp(a, "mlp", f"{hf}.mlp", a.ffn_hidden_size)),
         ]
 
-    return Table(embedding(a), layer, head(a), a.num_layers)
+    return Table(embedding(a, name), layer, head(a, name), a.num_layers)
 
 
 SHARED_OPTIMIZER: Mapping[str, int] = {"use_distributed_optimizer": True}

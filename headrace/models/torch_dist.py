@@ -461,6 +461,11 @@ class Matched:
 
 def matched(folder: Path, architecture: Architecture) -> Matched:
     """Raises ConfigError that names missing and extra tensors, and those of another shape. Reads no weights."""
+    if architecture.linear_attention:
+        raise ConfigError(
+            f"{folder}: Megatron's checkpoints of {architecture.family} are not read, because its gated delta nets "
+            "have other weights there: name a Hugging Face folder"
+        )
     chosen = iteration_folder(folder)
     require_same_arguments(chosen, architecture)
     tensors = read_tensors(chosen)
@@ -501,7 +506,7 @@ def _is_padded(row: Row) -> bool:
 
 
 def _extra(tensors: Mapping[str, StoredTensor], known: set[str], architecture: Architecture) -> list[str]:
-    beside = (*_BESIDE, "mtp.") if architecture.num_mtp_layers else _BESIDE
+    beside = (*_BESIDE, "mtp.") if architecture.kept else _BESIDE
     return sorted(key for key in tensors.keys() - known if not key.startswith(beside) and "_extra_state" not in key)
 
 

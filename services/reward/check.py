@@ -65,7 +65,7 @@ _TRIED_LABELS = 4
 _SHOWN = 60
 _RENDER_SECONDS = 120.0
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
-_WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm", COMPOSED)
+_WITHOUT_LABEL = ("reasoning_gym", "code", "gpqa", "judge", "random", "remote_rm", "nemo_gym", COMPOSED)
 _COMPARE = ("math", "dapo", "deepscaler", "exact_match", "f1", "gpqa")
 """The scorers to which a label is a right answer. To others it is tests, a pattern, or a hint for a judge."""
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}", "Answer: {}")

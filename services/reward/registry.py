@@ -167,6 +167,13 @@ BUILTINS: Sequence[Builtin] = (
         cpu_seconds=MAX_MATH_CPU_SECONDS,
     ),
     Builtin(
+        *("nemo_gym", "The reward of the NeMo Gym resource server at --rm-url, from 0 to 1 in most."),
+        max_seconds=MAX_REMOTE_SECONDS,
+        waits=True,
+        remote=True,
+        part="reward",
+    ),
+    Builtin(
         "overlong",
         "DAPO's penalty for the last metadata.buffer_tokens before metadata.max_tokens, from 0 to -1.",
         takes_args=True,
@@ -228,6 +235,7 @@ def code_digest(module: str) -> str:
 _BY_NAME = {each.name: each for each in BUILTINS}
 
 
+@cache
 def _function(name: str) -> Callable[..., Any]:
     """Imports it."""
     builtin = _BY_NAME[name]
@@ -369,6 +377,7 @@ class Composition:
 
     parts: tuple[ScoredPart, ...]
     combine: Combine
+    clip: tuple[float, float] | None = None
 
     @property
     def rules(self) -> Sequence[Part]:

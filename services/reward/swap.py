@@ -7,13 +7,12 @@ A scorer is named by a text: a built-in one, a function (file.py:fn), a composit
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.disk import atomic_write
+from headrace.disk import durable_write
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.rpc.log import log
 
@@ -137,12 +136,5 @@ class SwapFile:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.path) as draft, draft.open("wb") as file:
-            file.write(_SWAP.dump_json(swap, indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with durable_write(self.path) as draft:
+            draft.write_bytes(_SWAP.dump_json(swap, indent=2) + b"\n")

@@ -17,7 +17,7 @@ from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, 
 from headrace.limits import MAX_SCORE_REQUEST_BYTES
 from headrace.rpc.log import log
 from headrace.score import Score, ScoreItem, ScoreResult, scored_columns
-from headrace.trajectory import Failure, Sample, Status
+from headrace.trajectory import Failure, Sample, Status, turns_in
 
 _MOST_COLUMN_BYTES = MAX_SCORE_REQUEST_BYTES // 2
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
@@ -142,8 +142,9 @@ class SampleScorer:
 
 
 def _items(samples: Sequence[Sample]) -> list[ScoreItem]:
-    """Sends tokens, masks and log-probs along, unless a group's are more than a request can hold."""
+    """Sends tokens, masks, log-probs and turns along, unless a group's are more than a request can hold."""
     num_bytes = sum(array.nbytes for sample in samples for array in scored_columns(sample).values())
+    num_bytes += sum(len(turn["content"]) for sample in samples for turn in turns_in(sample.hook_fields))
     fits = num_bytes <= _MOST_COLUMN_BYTES
     if not fits:
         log.warning("scored_without_tokens", samples=len(samples), num_bytes=num_bytes, most=_MOST_COLUMN_BYTES)

@@ -13,18 +13,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from headrace.disk import FULL_DISK
+from headrace.disk import FULL_DISK, sync
 from headrace.errors import AlreadyExists, DiskFull
 from headrace.rpc.log import log
-
-
-def sync(path: Path) -> None:
-    """A file's bytes, or the names in a folder, survive a power loss from here on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def make_folder(folder: Path) -> None:
@@ -33,14 +24,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
         sync(each.parent)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Takes the place of an older file at once; durable when it returns."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    sync(draft)
-    put_in_place(draft, path)
 
 
 def sync_files(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """How long the page of a large run takes to answer, measured in the browser: `python -m tests.bench.view [STEPS]`.
 
-A run of 1,000 steps with 64 groups of 8 samples is written, then its page. Each interaction is timed from the event to
-the second frame behind it, 20 times.
+Data of 1,000 steps with 64 groups of 8 samples are written, as `headrace view` writes them. Each interaction is
+repeated and timed from its event to the end of the second frame behind it. Beside the time stands what it cost the
+processor: other programs of a busy machine lengthen the first number alone.
 """
 
 from __future__ import annotations
@@ -9,102 +10,139 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.sample_log import Answer, SampleLog, TokenColumns
-from headrace.view.data import RunData
-from headrace.view.folder import write_page
-from tests.support.browser import Visit, chromium, visit
-from tests.support.ledgers.answers import answered
-from tests.support.models.tiny_model import make_tiny_tokenizer
-from tests.support.viewed_run import viewed_run
+from playwright.sync_api import CDPSession, Page
 
-_GROUPS, _SAMPLES, _TOKENS = 64, 8, 500
-_TIMES = 20
-_SIZE = 1 << 40
-_TIMED = """async ([act, ready]) => {
+from tests.support.browser import chromium, visit
+from tests.support.view_folder import Sizes, write_view_folder
+
+_GROUPS, _SAMPLES = 64, 8
+_LONG = Sizes(steps=1, groups=1, samples=8, tokens=16_000, characters=60_000)
+_QUIET_MILLISECONDS = 300
+_TIMED = """async () => {
+    const frame = () => new Promise(requestAnimationFrame);
     const started = performance.now();
-    eval(act);
-    while (!document.querySelector(ready)) await new Promise(requestAnimationFrame);
-    await new Promise(requestAnimationFrame);
-    await new Promise(requestAnimationFrame);
+    ACT;
+    while (!(READY)) await frame();
+    await frame();
+    await frame();
     return performance.now() - started;
 }"""
 
 
+@dataclass(frozen=True)
+class Interaction:
+    """`act` and `ready` are JavaScript; {n} in it is the number of the repetition. `before` brings the page there."""
+
+    name: str
+    act: str
+    ready: str = "true"
+    before: str = ""
+    times: int = 10
+
+
+def _opened(route: str, title: str) -> tuple[str, str]:
+    return f"location.hash = '#/{route}'", f"document.querySelector('#content h1')?.textContent === '{title}'"
+
+
+def _typed(text: str) -> str:
+    field = "const field = document.querySelector('#query')"
+    return f"{field}; field.value = '{text}'.slice(0, {{n}} + 1); field.dispatchEvent(new Event('input'))"
+
+
+def _scrolled(selector: str, to: str) -> str:
+    return f"document.querySelector('{selector}').scrollTop = {to}"
+
+
+_PRESSED = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))"
+_COLOURED = "document.querySelectorAll('.token-tools input')[{n} % 5].click()"
+_SAMPLE = "location.hash = '#/step/{step}/sample/train%2F{step}-{{n}}%2F1%2F1'"
+_PROMPTS = "location.hash = '#/prompts'"
+
+
+def _of_the_run(steps: int) -> list[Interaction]:
+    apart = max(1, steps // 12)
+    near = steps // 2
+    return [
+        Interaction("open the run", *_opened("run", "Run sums-20261127"), before="location.hash = '#/ledger'"),
+        Interaction(
+            "open a step",
+            f"location.hash = '#/step/' + (1 + {{n}} * {apart})",
+            f"document.querySelector('#content h1')?.textContent === 'Step ' + (1 + {{n}} * {apart})",
+        ),
+        Interaction("first of some steps", *_opened(f"step/{near}", f"Step {near}"), times=1),
+        Interaction(
+            "next step",
+            _PRESSED,
+            f"document.querySelector('#content h1')?.textContent === 'Step ' + ({near} + 1 + {{n}})",
+        ),
+        Interaction("scroll its groups", _scrolled("#content", "300 + {n} % 4 * 700")),
+        Interaction("scroll the list of steps", _scrolled(".scroller", "{n} * 7919 % 29000")),
+        Interaction("open a group", *_opened("step/1/group/{n}", "Group {n}"), before="location.hash = '#/step/1'"),
+        Interaction("open a sample", _SAMPLE.format(step=1), "document.querySelector('#content .tokens')"),
+        Interaction("colour its tokens", _COLOURED),
+        Interaction("load the prompts", _PROMPTS, "document.querySelector('.row.prompts')", times=1),
+        Interaction(
+            "open the prompts", _PROMPTS, "document.querySelector('.row.prompts')", before="location.hash = '#/ledger'"
+        ),
+        Interaction("order the prompts", "document.querySelectorAll('.choice input')[({n} + 1) % 5].click()"),
+        Interaction("scroll the prompts", _scrolled("#content", "{n} * 79190 % 600000")),
+        Interaction("open a prompt", *_opened("prompt/{n}", "Prompt {n}"), before=_PROMPTS),
+        Interaction("open the search", *_opened("search", "Search"), before="location.hash = '#/ledger'"),
+        Interaction("search: type a letter", _typed("what is 12")),
+    ]
+
+
+def _of_a_long_sample() -> list[Interaction]:
+    return [
+        Interaction(
+            "open 16,000 tokens",
+            "location.hash = '#/step/1/sample/train%2F1-0%2F1%2F{n}'",
+            "document.querySelector('#content h1')?.textContent === 'Sample #{n}'",
+            times=8,
+        ),
+        Interaction("colour 16,000 tokens", _COLOURED),
+        Interaction("scroll 16,000 tokens", _scrolled(".tokens", "{n} * 7919 % 20000")),
+        Interaction(
+            "open 8 × 60,000 characters",
+            *_opened("step/1/group/0", "Group 0"),
+            before="location.hash = '#/step/1'",
+        ),
+    ]
+
+
+def _measure(page: Page, devtools: CDPSession, interaction: Interaction) -> None:
+    def busy_seconds() -> float:
+        metrics = devtools.send("Performance.getMetrics")["metrics"]
+        return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
+
+    times, costs = list[float](), list[float]()
+    for number in range(interaction.times):
+        if interaction.before:
+            page.evaluate(interaction.before)
+        page.wait_for_timeout(_QUIET_MILLISECONDS)
+        script = _TIMED.replace("ACT", interaction.act).replace("READY", interaction.ready).replace("{n}", str(number))
+        start = busy_seconds()
+        times.append(float(page.evaluate(script)))
+        costs.append((busy_seconds() - start) * 1000)
+    both = ((statistics.median(each), max(each)) for each in (times, costs))
+    print(interaction.name.ljust(28), *(f"{value:10,.0f}" for pair in both for value in pair), flush=True)
+
+
 def main(steps: int) -> None:
-    """Prints the median and the longest time of each interaction, in milliseconds."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        started = time.monotonic()
-        data = _run(folder, steps)
-        written = time.monotonic()
-        num_bytes = write_page(data, None, folder / "page")
-        print(
-            f"{steps} steps × {_GROUPS * _SAMPLES} samples: {num_bytes / 1e6:,.0f} MB; run {written - started:.0f} s, ",
-            end="",
-        )
-        print(f"page {time.monotonic() - written:.0f} s")
-        with chromium() as browser, visit(browser, (folder / "page" / "index.html").as_uri()) as found:
-            for what, times in _interactions(found, steps).items():
-                print(f"{what:28} median {statistics.median(times):5.0f} ms, longest {max(times):5.0f} ms")
-
-
-def _run(folder: Path, steps: int) -> RunData:
-    make_tiny_tokenizer().save_pretrained(folder / "model")
-    run = viewed_run(folder, folder / "model")
-    log = SampleLog(run.samples)
-    for step in range(1, steps + 1):
-        names = [(f"train/{step * _GROUPS + group}", index) for group in range(_GROUPS) for index in range(_SAMPLES)]
-        answers = [
-            Answer.of(
-                answered(f"{group}/1/{index}", f"what is {group} times 7?", "because " * 18, group_id=group), step
-            )
-            for group, index in names
-        ]
-        log.write_step(step, 0, answers, _SIZE)
-        columns = [_columns(f"{group}/1/{index}") for group, index in names[:16]]
-        log.write_tokens(step, 0, columns, _SIZE)
-    return RunData(run)
-
-
-def _columns(sample_id: str) -> TokenColumns:
-    values = [-(number % 50) / 10 for number in range(_TOKENS)]
-    return TokenColumns(
-        sample_id, [number % 250 for number in range(_TOKENS + 1)], [1] * _TOKENS, values, values, values
-    )
-
-
-def _interactions(found: Visit, steps: int) -> dict[str, list[float]]:
-    def timed(act: str, ready: str = "main h1") -> float:
-        return float(found.page.evaluate(_TIMED, [act, ready]))
-
-    found.page.wait_for_selector("main h1")
-    chosen = [1 + number * (steps // _TIMES) for number in range(_TIMES)]
-    times: dict[str, list[float]] = {}
-    for number, step in enumerate(chosen):
-        first = f"train%2F{step * _GROUPS}%2F1%2F0"
-        acts = {
-            "open a step": (f"location.hash = '#/step/{step}'", "main .row.groups"),
-            "scroll its groups": ("document.querySelector('main').scrollTop += 900", "main .row.groups"),
-            "open a group": (f"location.hash = '#/step/{step}/group/{number}'", "main .card"),
-            "open a sample with tokens": (f"location.hash = '#/step/{step}/sample/{first}'", "main .tokens"),
-            "colour tokens otherwise": (
-                f"document.querySelectorAll('.token-tools input')[{number % 5}].click()",
-                "main .tokens",
-            ),
-            "scroll the list of steps": ("document.querySelector('.scroller').scrollTop += 3000", "#side .row.steps"),
-        }
-        for what, (act, ready) in acts.items():
-            times.setdefault(what, []).append(timed(act, ready))
-    times["open the prompts (first: loads)"] = [
-        timed("location.hash = '#/prompts'", "main .row.prompts") for _ in range(2)
-    ]
-    times["search prompts"] = [
-        timed(f"location.hash = '#/search?q={n} times'", "main .row.hits") for n in range(_TIMES)
-    ]
-    return times
+    """Prints the median and the longest time of each interaction, and of the processor's time, in milliseconds."""
+    with tempfile.TemporaryDirectory() as name, chromium() as browser:
+        run = Sizes(steps=steps, groups=_GROUPS, samples=_SAMPLES, characters=150, tokens=500, is_hostile=False)
+        print(f"{steps} steps × {_GROUPS * _SAMPLES} samples".ljust(32), "median", "longest", "processor", "longest")
+        for sizes, interactions in ((run, _of_the_run(steps)), (_LONG, _of_a_long_sample())):
+            index = write_view_folder(Path(name) / str(sizes.steps), sizes)
+            with visit(browser, index.as_uri()) as found:
+                devtools = found.page.context.new_cdp_session(found.page)
+                devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
+                for interaction in interactions:
+                    _measure(found.page, devtools, interaction)
 
 
 if __name__ == "__main__":

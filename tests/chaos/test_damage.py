@@ -424,7 +424,7 @@ def test_a_kill_while_a_ledger_is_salvaged_leaves_one_that_starts(
     with monkeypatch.context() as patch:
         hardlink_to = Path.hardlink_to
         patch.setattr(Path, "hardlink_to", lambda path, target: (kill_at(), hardlink_to(path, target)))
-        patch.setattr("services.buffer.store.salvage.sync_folder", kill_at)
+        patch.setattr("services.buffer.store.salvage.sync", kill_at)
         with pytest.raises(Killed):
             SqliteStore(folder, large_call_bytes=_LARGE_CALL_BYTES)
     killed = tmp_path / "killed"

@@ -1,65 +1,60 @@
 // Lists of groups: those of a step, of an evaluation, and those that were not trained.
-import type { EvaluationData, Group, Overview, StepData } from "./data";
+import type { Group, Groups, Overview } from "./data";
 import { fileOf } from "./data";
-import { append, choice, h, VirtualList } from "./dom";
-import { badge, count, type Domain, fact, link, number, rewardDomain, rewardStrip, spread, tellingLine } from "./format";
+import { choice, h, select, VirtualList } from "./dom";
+import { badge, count, type Domain, fact, link, number, rewardDomain, rewardsOf, rewardStrip, spread, tellingLine } from "./format";
 import { load, loaded } from "./load";
-import type { Context, Route, View } from "./view";
+import { type Context, neighbours, page, type Route, type View } from "./view";
 
-export type Place = { kind: "step" | "evaluation"; step: number } | { kind: "untrained" };
+export interface Place {
+  kind: "step" | "evaluation" | "untrained";
+  step: number | null; // of untrained groups: none
+}
 
 export interface PlacedGroup {
   group: Group;
   key: string; // of its link: its number, or its id where numbers move
-  set: string | null; // of an evaluation
 }
 
-export function placeOf(words: string[]): Place {
-  const [kind, step] = words;
-  if (kind === "untrained") return { kind };
-  if ((kind === "step" || kind === "evaluation") && /^\d{1,15}$/.test(step ?? "")) return { kind, step: Number(step) };
-  throw new Error(`There is no page for this link. Choose one above.`);
+export function placeOf([kind, step = ""]: string[]): Place {
+  if (kind === "untrained") return { kind, step: null };
+  if ((kind === "step" || kind === "evaluation") && /^\d{1,15}$/.test(step)) return { kind, step: Number(step) };
+  throw new Error("There is no page for this link. Choose one above.");
 }
 
-export function wordsOf(place: Place): (string | number)[] {
-  return place.kind === "untrained" ? [place.kind] : [place.kind, place.step];
+/** The link of a place, or of something in it. */
+export function linkOf({ kind, step }: Place, ...words: string[]): string {
+  return link(kind, ...(step === null ? [] : [step]), ...words);
 }
 
-export function nameOf(place: Place): string {
-  if (place.kind === "untrained") return "Untrained";
-  return place.kind === "step" ? `Step ${place.step}` : `Evaluation after step ${place.step}`;
+export function nameOf({ kind, step }: Place): string {
+  return { step: `Step ${step}`, evaluation: `Evaluation after step ${step}`, untrained: "Untrained" }[kind];
 }
 
-function fileFor(place: Place): string {
-  if (place.kind === "untrained") return "untrained";
-  return fileOf(place.kind === "step" ? "step" : "eval", place.step);
+function fileFor({ kind, step }: Place): string {
+  return step === null ? "untrained" : fileOf(kind === "step" ? "step" : "eval", step);
+}
+
+/** The steps that have such a place. */
+function stepsWith({ kind }: Place, { steps, evals }: Overview): number[] {
+  return { step: steps.step, evaluation: evals, untrained: [] }[kind];
 }
 
 export async function groupsOf(place: Place, overview: Overview): Promise<PlacedGroup[]> {
-  if (place.kind === "untrained" && !overview.untrained.failed && !overview.untrained.filtered) return [];
-  if (place.kind !== "untrained") requireStep(place.kind, place.step, overview);
-  return inFile(place, await load(fileFor(place)));
+  const steps = stepsWith(place, overview);
+  if (place.step === null && !overview.untrained.failed && !overview.untrained.filtered) return [];
+  if (place.step !== null && !steps.includes(place.step)) {
+    const range = steps.length ? `It has ${steps[0]} to ${steps.at(-1)}.` : "It has none.";
+    throw new Error(`This page has no samples of ${place.kind} ${place.step}. ${range}`);
+  }
+  await load(fileFor(place));
+  return loadedGroups(place);
 }
 
 /** The groups of a file that is in memory. */
 export function loadedGroups(place: Place): PlacedGroup[] {
-  const value = loaded<unknown>(fileFor(place));
-  return value ? inFile(place, value) : [];
-}
-
-function inFile(place: Place, value: unknown): PlacedGroup[] {
-  if (place.kind === "evaluation")
-    return (value as EvaluationData).sets
-      .flatMap(({ name, groups }) => groups.map((group) => ({ group, set: name })))
-      .map((each, index) => ({ ...each, key: String(index) }));
-  return (value as StepData).groups.map((group, index) => ({ group, set: null, key: place.kind === "step" ? String(index) : group.id }));
-}
-
-function requireStep(kind: "step" | "evaluation", step: number, overview: Overview): void {
-  const there = kind === "step" ? overview.steps.step : overview.evals;
-  if (there.includes(step)) return;
-  const range = there.length ? `It has ${there[0]} to ${there.at(-1)}.` : "It has none.";
-  throw new Error(`This page has no samples of ${kind} ${step}. ${range}`);
+  const groups = loaded<Groups>(fileFor(place))?.groups ?? [];
+  return groups.map((group, index) => ({ group, key: place.step === null ? group.id : String(index) }));
 }
 
 /** Why a group was not trained; null for one that was. */
@@ -72,15 +67,17 @@ export function reasonOf(group: Group): { kind: "failed" | "filtered"; reason: s
 }
 
 type Order = "order" | "low" | "high" | "spread";
-const ORDERS: [Order, string][] = [["order", ""], ["low", "lowest"], ["high", "highest"], ["spread", "most mixed"]];
 
-const FIRST_ORDER = { step: "as trained", evaluation: "as asked", untrained: "newest" };
+function ordersOf({ kind }: Place): [Order, string][] {
+  const first = { step: "as trained", evaluation: "as asked", untrained: "newest" }[kind];
+  return [["order", first], ["low", "lowest"], ["high", "highest"], ["spread", "most mixed"]];
+}
 
 function inOrder(groups: PlacedGroup[], order: Order): PlacedGroup[] {
   if (order === "order") return groups;
   const key = new Map(
     groups.map((each) => {
-      const { mean, deviation } = spread(each.group.samples.map((sample) => sample.reward));
+      const { mean, deviation } = spread(rewardsOf(each.group));
       const value = order === "spread" ? deviation : mean;
       return [each, value === null ? Infinity : order === "low" ? value : -value];
     }),
@@ -93,46 +90,45 @@ export async function placeView({ words, query }: Route, context: Context): Prom
   const { overview } = context;
   const all = await groupsOf(place, overview);
   const reasons = new Map<string, number>();
-  for (const { group } of all) {
-    const reason = place.kind === "untrained" ? reasonOf(group)?.reason : undefined;
+  for (const { group } of place.kind === "untrained" ? all : []) {
+    const { reason } = reasonOf(group) ?? {};
     if (reason !== undefined) reasons.set(reason, (reasons.get(reason) ?? 0) + group.samples.length);
   }
-  const order = ORDERS.find(([key]) => key === query.get("order"))?.[0] ?? "order";
+  const orders = ordersOf(place);
+  const order = orders.find(([key]) => key === query.get("order"))?.[0] ?? "order";
   const reason = query.get("reason") ?? "";
   const groups = inOrder(reason ? all.filter((each) => reasonOf(each.group)?.reason === reason) : all, order);
-  const domain = rewardDomain(all.map((each) => each.group));
-  const sets = new Set(all.map((each) => each.set));
-  const list = new VirtualList<PlacedGroup>(
-    context.content,
-    (each) => groupRow(each, place, domain, sets.size > 1),
-    `Groups of ${nameOf(place)}`,
-    "groups",
-  );
-  const change = (name: string, value: string): void => context.go(changed(link(...wordsOf(place)), query, name, value), true);
-  const around: { previous?: string; next?: string } = place.kind === "untrained" ? {} : neighbours(place, overview);
+  const domain = rewardDomain(all.flatMap(({ group }) => rewardsOf(group)));
+  const hasSets = new Set(all.map(({ group }) => group.set)).size > 1;
+  const list = new VirtualList<PlacedGroup>(context.content, (each) => groupRow(each, place, domain, hasSets), `Groups of ${nameOf(place)}`, "groups");
+  const change = (name: string, value: string): void => context.go(changed(linkOf(place), query, name, value), true);
+  const counts = [...reasons].map(([reason, samples]): [string, string] => [reason, `${reason} (${number(samples)})`]);
+  const none = place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups.";
   const heads = [place.kind === "untrained" ? "version" : "group", "prompt", "rewards", "mean", "spread"];
-  const element = h(
-    "div",
-    { class: "page" },
-    h("div", { class: "bar" }, h("h1", {}, nameOf(place)), place.kind !== "untrained" && pagerOf(around.previous, around.next, place.kind)),
+  const steps = stepsWith(place, overview);
+  const at = steps.indexOf(place.step ?? -1);
+  const next = steps[at + 1];
+  const view = page(
+    { title: nameOf(place), noun: place.step === null ? undefined : place.kind, ...neighbours(steps, at, (step) => link(place.kind, step)) },
     summary(place, all, overview),
     h(
-      "div",
-      { class: "bar tools" },
-      all.length > 1 && choice("Order", [["order", FIRST_ORDER[place.kind]], ...ORDERS.slice(1)], order, (value) => change("order", value)),
-      reasons.size > 0 && reasonPicker(reasons, reason, (value) => change("reason", value)),
+      "div.bar.tools",
+      all.length > 1 && choice("Order", orders, order, (value) => change("order", value)),
+      counts.length > 0 && select("Reason", [["", "every reason"], ...counts], reason, (value) => change("reason", value)),
     ),
-    groups.length > 0
-      ? h("div", { class: "head groups", "aria-hidden": "true" }, heads.map((name) => h("span", {}, name)))
-      : h("p", { class: "empty" }, place.kind === "untrained" ? "Every group was trained: none failed, and no filter dropped one." : "No groups."),
+    groups.length > 0 ? h("div.head.groups", { "aria-hidden": "true" }, heads.map((name) => h("span", name))) : h("p.empty", none),
     list.element,
   );
-  return { title: nameOf(place), element, shown: () => list.show(groups), left: list.close, ...sideOf(place), ...around };
+  const shown = (): void => {
+    list.show(groups);
+    if (next !== undefined) void load(fileFor({ ...place, step: next })).catch(() => null); // its own page says what is wrong
+  };
+  return { ...view, shown, ...sideOf(place) };
 }
 
 /** The list that stands beside everything of a step or an evaluation. */
-export function sideOf(place: Place): Pick<View, "side"> {
-  return place.kind === "untrained" ? {} : { side: { kind: place.kind === "step" ? "steps" : "evaluations", chosen: place.step } };
+export function sideOf({ kind, step }: Place): Pick<View, "side"> {
+  return step === null ? {} : { side: { kind: kind === "step" ? "steps" : "evaluations", chosen: step } };
 }
 
 /** The link with another choice in it. */
@@ -142,76 +138,43 @@ export function changed(href: string, query: URLSearchParams, name: string, valu
   return `${href}?${next}`;
 }
 
-function neighbours(place: { kind: "step" | "evaluation"; step: number }, overview: Overview): { previous?: string; next?: string } {
-  const steps = place.kind === "step" ? overview.steps.step : overview.evals;
-  const at = steps.indexOf(place.step);
-  const [before, after] = [steps[at - 1], steps[at + 1]];
-  return {
-    ...(before === undefined ? {} : { previous: link(place.kind, before) }),
-    ...(after === undefined ? {} : { next: link(place.kind, after) }),
-  };
-}
-
-/** Links to the things before and after. */
-export function pagerOf(previous: string | undefined, next: string | undefined, noun: string): HTMLElement {
-  const to = (href: string | undefined, sign: string, label: string): HTMLElement =>
-    href === undefined ? h("span", { class: "button off", "aria-hidden": "true" }, sign) : h("a", { class: "button", href, "aria-label": label }, sign);
-  return h("span", { class: "pager" }, to(previous, "‹", `Previous ${noun}`), to(next, "›", `Next ${noun}`));
-}
+const STEP_FACTS = ["entropy", "grad_norm", "response_length/mean", "staleness/mean"];
 
 function summary(place: Place, groups: PlacedGroup[], overview: Overview): HTMLElement {
-  const samples = groups.flatMap(({ group }) => group.samples);
-  const { mean, deviation } = spread(samples.map((sample) => sample.reward));
-  const words = h("p", { class: "summary" });
-  append(words, [h("span", {}, `${count(groups.length, "group")}, ${count(samples.length, "sample")}`)]);
-  if (place.kind === "untrained")
-    append(words, [fact("failed", number(overview.untrained.failed)), fact("filtered", number(overview.untrained.filtered))]);
-  append(words, [mean !== null && fact("mean reward", number(mean)), deviation !== null && fact("spread", number(deviation))]);
+  const rewards = groups.flatMap(({ group }) => rewardsOf(group));
+  const { mean, deviation } = spread(rewards);
+  const facts: [string, number | null | undefined][] = [];
+  if (place.kind === "untrained") facts.push(["failed", overview.untrained.failed], ["filtered", overview.untrained.filtered]);
+  facts.push(["mean reward", mean], ["spread", deviation]);
   if (place.kind === "step") {
-    const at = overview.metrics.step.indexOf(place.step);
-    for (const name of ["entropy", "grad_norm", "response_length/mean", "staleness/mean"]) {
-      const value = overview.metrics.columns[name]?.[at];
-      if (value !== null && value !== undefined) append(words, [fact(name, number(value))]);
-    }
+    const at = overview.metrics.step.indexOf(place.step ?? -1);
+    facts.push(...STEP_FACTS.map((name): [string, number | null | undefined] => [name, overview.metrics.columns[name]?.[at]]));
   }
-  if (place.kind === "evaluation") {
-    for (const name of new Set(groups.map((each) => each.set))) {
-      const rewards = groups.filter((each) => each.set === name).flatMap((each) => each.group.samples.map((sample) => sample.reward));
-      append(words, [fact(name ?? "", number(spread(rewards).mean))]);
-    }
-  }
-  return words;
-}
-
-function reasonPicker(reasons: Map<string, number>, chosen: string, pick: (reason: string) => void): HTMLElement {
-  const select = h(
-    "select",
-    { name: "reason", "aria-label": "Reason", change: () => pick(select.value) },
-    h("option", { value: "" }, "every reason"),
-    [...reasons].map(([reason, samples]) => h("option", { value: reason, selected: reason === chosen }, `${reason} (${number(samples)})`)),
-  );
-  return select;
+  for (const [set, ofSet] of Map.groupBy(groups, ({ group }) => group.set))
+    if (set !== null) facts.push([set, spread(ofSet.flatMap(({ group }) => rewardsOf(group))).mean]);
+  const known = facts.filter(([, value]) => value !== null && value !== undefined);
+  const counts = `${count(groups.length, "group")}, ${count(rewards.length, "sample")}`;
+  return h("p.summary", h("span", counts), known.map(([name, value]) => fact(name, number(value))));
 }
 
 /** One line: the prompt, and the rewards of its samples. */
-export function groupRow({ group, key, set }: PlacedGroup, place: Place, domain: Domain, showSet = false): HTMLElement {
-  const { mean, deviation } = spread(group.samples.map((sample) => sample.reward));
+export function groupRow({ group, key }: PlacedGroup, place: Place, domain: Domain, showSet = false): HTMLElement {
+  const { mean, deviation } = spread(rewardsOf(group));
   const failed = group.samples.filter((sample) => sample.failure).length;
   const dropped = group.samples.find((sample) => sample.dropped !== null)?.dropped;
   return h(
-    "a",
-    { class: "row groups", href: link(...wordsOf(place), "group", key) },
-    h("span", { class: "number" }, place.kind === "untrained" ? (group.version ?? "–") : key),
+    "a.row.groups",
+    { href: linkOf(place, "group", key) },
+    h("span.number", place.kind === "untrained" ? (group.version ?? "–") : key),
     h(
-      "span",
-      { class: "prompt" },
-      showSet && set !== null && badge(set),
+      "span.prompt",
+      showSet && group.set !== null && badge(group.set),
       failed > 0 && badge(failed === group.samples.length ? "failed" : `${failed} failed`, "bad"),
       dropped != null && badge(dropped ? `dropped: ${dropped}` : "dropped", "warn"),
-      h("bdi", {}, tellingLine(group.prompt)),
+      h("bdi", tellingLine(group.prompt)),
     ),
-    h("span", { class: "rewards" }, rewardStrip(group.samples, domain)),
-    h("span", { class: "mean" }, number(mean)),
-    h("span", { class: "spread" }, deviation === null ? "–" : `±${number(deviation)}`),
+    h("span.rewards", rewardStrip(group.samples, domain)),
+    h("span.mean", number(mean)),
+    h("span.spread", deviation === null ? "–" : `±${number(deviation)}`),
   );
 }

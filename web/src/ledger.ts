@@ -1,7 +1,7 @@
 // The ledger as a flow: where groups are, what left it and why, and how stale trained samples were.
 import type { Ledger, Overview } from "./data";
-import { h, label } from "./dom";
-import { clock, fact, number, percent } from "./format";
+import { factList, h, label, section } from "./dom";
+import { clock, count, fact, number, percent } from "./format";
 import type { Context, Route, View } from "./view";
 
 type Exit = [state: string, meaning: string];
@@ -14,83 +14,50 @@ const FLOW: [state: string, meaning: string, exits: Exit[]][] = [
 ];
 
 export function ledgerView(_: Route, context: Context): View {
-  const element = h("div", { class: "page ledger" });
+  const element = h("div.page.ledger");
   const draw = (overview: Overview): void => element.replaceChildren(...contents(overview.ledger, overview));
   draw(context.overview);
   return { title: "Ledger", element, refresh: draw };
 }
 
 function contents(ledger: Ledger, overview: Overview): HTMLElement[] {
-  const { states } = ledger;
+  const staleness = (ledger.staleness ?? []).map(([steps, share]): [string, number] => [steps === 8 ? "8 and more steps" : count(steps, "step"), share]);
   return [
-    h("div", { class: "bar" }, h("h1", {}, "Ledger")),
-    h("p", { class: "summary" }, source(ledger, overview)),
-    states
-      ? h(
-          "section",
-          { "aria-label": "Groups by state" },
-          h("h2", {}, "Groups by state"),
-          h(
-            "ol",
-            { class: "flow" },
-            FLOW.map(([name, meaning, exits]) =>
-              h("li", {}, state(name, meaning, states), exits.length > 0 && h("ul", {}, exits.map(([exit, why]) => h("li", {}, state(exit, why, states))))),
-            ),
-          ),
-        )
-      : h("p", { class: "empty" }, "The buffer could not be asked, so there are no counts of states here. `headrace view` asks it while the run is live."),
+    h("h1", "Ledger"),
+    h("p.summary", source(ledger, overview)),
+    ledger.states
+      ? flow(ledger.states)
+      : h("p.empty", "The buffer could not be asked, so there are no counts of states here. `headrace view` asks it while the run is live."),
     h(
-      "div",
-      { class: "columns" },
-      bars("Failures by reason", ledger.failures, "samples", "No sample failed.", "#/untrained?reason="),
-      bars("Filtered by reason", ledger.filtered, "samples", "No filter dropped a group.", "#/untrained?reason="),
-      bars(
-        "Staleness of trained samples",
-        (ledger.staleness ?? []).map(([steps, share]) => [steps === 8 ? "8 and more steps" : steps === 1 ? "1 step" : `${steps} steps`, share]),
-        "share",
-        "The metrics say nothing about staleness.",
-      ),
+      "div.columns",
+      bars("Failures by reason", ledger.failures, "No sample failed."),
+      bars("Filtered by reason", ledger.filtered, "No filter dropped a group."),
+      bars("Staleness of trained samples", staleness, "The metrics say nothing about staleness.", true),
     ),
   ];
 }
 
+function flow(states: Record<string, number>): HTMLElement {
+  const state = (name: string, meaning: string): HTMLElement =>
+    h("div.state", { class: !states[name] && "zero" }, h("span.name", name.toLowerCase()), h("b", number(states[name] ?? 0)), label(meaning));
+  const steps = FLOW.map(([name, meaning, exits]) =>
+    h("li", state(name, meaning), exits.length > 0 && h("ul", exits.map(([exit, why]) => h("li", state(exit, why))))),
+  );
+  return section("Groups by state", h("ol.flow", steps));
+}
+
 function source(ledger: Ledger, overview: Overview): (HTMLElement | string)[] {
   const produced = ledger.produced === null ? [] : [fact("samples produced", number(ledger.produced))];
-  if (ledger.source === "metrics" || ledger.time === null) return [h("span", {}, "From the run's metrics: the buffer was not asked."), ...produced];
+  if (ledger.source === "metrics" || ledger.time === null) return [h("span", "From the run's metrics: the buffer was not asked."), ...produced];
   const text = overview.live ? "Live: counts of the buffer at" : "The buffer's last counts, of";
-  return [h("span", {}, `${text} ${clock(ledger.time)}.`), ...produced];
+  return [h("span", `${text} ${clock(ledger.time)}.`), ...produced];
 }
 
-function state(name: string, meaning: string, states: Record<string, number>): HTMLElement {
-  const groups = states[name] ?? 0;
-  return h("div", { class: groups ? "state" : "state zero" }, h("span", { class: "name" }, name.toLowerCase()), h("b", {}, number(groups)), label(meaning));
-}
-
-function bars(title: string, rows: [string, number][], unit: "samples" | "share", none: string, href = ""): HTMLElement {
+function bars(title: string, rows: [string, number][], none: string, isShare = false): HTMLElement {
   const most = Math.max(...rows.map(([, value]) => value), 1e-9);
-  return h(
-    "section",
-    { "aria-label": title },
-    h("h2", {}, title),
-    rows.length === 0
-      ? h("p", { class: "empty" }, none)
-      : h(
-          "table",
-          { class: "bars" },
-          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, unit === "share" ? "behind" : "reason"), h("th", { scope: "col" }, unit), h("td", {}))),
-          h(
-            "tbody",
-            {},
-            rows.map(([name, value]) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, href ? h("a", { href: href + encodeURIComponent(name) }, name || "(none given)") : name),
-                h("td", {}, unit === "share" ? percent(value) : number(value)),
-                h("td", { class: "track" }, h("i", { style: { width: `${Math.max(1, (100 * value) / most)}%` } })),
-              ),
-            ),
-          ),
-        ),
-  );
+  const row = ([name, value]: [string, number]): [HTMLElement | string, HTMLElement[]] => [
+    isShare ? name : h("a", { href: `#/untrained?reason=${encodeURIComponent(name)}` }, name || "(none given)"),
+    [h("b", isShare ? percent(value) : number(value)), h("span.track", h("i", { style: { width: `${Math.max(1, (100 * value) / most)}%` } }))],
+  ];
+  return section(title, rows.length > 0 ? factList(rows.map(row), "facts bars") : h("p.empty", none));
 }

@@ -1,6 +1,6 @@
 // The frame of the page: links to views, keys, theme, and news of a live run.
 import type { Overview } from "./data";
-import { h, label } from "./dom";
+import { factList, h, label } from "./dom";
 import { clock, link, number } from "./format";
 import { groupView } from "./group";
 import { placeView } from "./groups";
@@ -11,7 +11,7 @@ import { runView } from "./run";
 import { searchView } from "./search";
 import { Side } from "./side";
 import { sampleView } from "./tokens";
-import type { Context, Route, View } from "./view";
+import { type Context, page, type Route, type View } from "./view";
 
 const VERSION = 1; // of the data
 const POLL_MILLISECONDS = 5_000;
@@ -20,7 +20,7 @@ const THEME = "headrace-theme";
 
 const top = document.getElementById("top")!;
 const content = document.getElementById("content")!;
-const status = document.getElementById("status")!;
+const status = document.getElementById("status")!; // for screen readers, and shown in a corner
 const side = new Side(document.getElementById("side")!);
 
 let context: Context;
@@ -29,72 +29,57 @@ let turn = 0; // of the last navigation: a slower earlier one is forgotten
 
 function routeOf(hash: string): Route {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
-  return { words: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
+  return { words: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-function decoded(word: string): string {
-  try {
-    return decodeURIComponent(word);
-  } catch {
-    return word;
-  }
-}
+const VIEWS: Record<string, (route: Route, context: Context) => View | Promise<View>> = {
+  run: runView,
+  steps: () => lastOf("steps"),
+  evaluations: () => lastOf("evaluations"),
+  prompts: promptsView,
+  prompt: promptView,
+  "prompt-of": promptOfView,
+  ledger: ledgerView,
+  search: searchView,
+};
 
 function viewOf(route: Route): View | Promise<View> {
-  const { words } = route;
-  const [kind] = words;
-  const form = words.at(-2); // "sample" or "group", before its id
-  if (kind === undefined || kind === "run") return runView(route, context);
-  if (kind === "ledger") return ledgerView(route, context);
-  if (kind === "search") return searchView(route, context);
-  if (kind === "prompts") return promptsView(route, context);
-  if (kind === "prompt") return promptView(route, context);
-  if (kind === "prompt-of") return promptOfView(route, context);
-  if (kind === "steps" || kind === "evaluations") return lastOf(kind);
-  if (form === "sample") return sampleView(route, context);
-  return form === "group" ? groupView(route, context) : placeView(route, context);
+  const form = route.words.at(-2); // "sample" or "group", before its id
+  const inPlace = form === "sample" ? sampleView : form === "group" ? groupView : placeView;
+  return (VIEWS[route.words[0] ?? "run"] ?? inPlace)(route, context);
 }
 
 /** The newest step or evaluation; on a phone the list of all. */
 function lastOf(kind: "steps" | "evaluations"): View {
   const { steps, evals } = context.overview;
-  const last = kind === "steps" ? steps.step.at(-1) : evals.at(-1);
-  const title = kind === "steps" ? "Steps" : "Evaluations";
-  if (last !== undefined && !isPhone()) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
-  const text = kind === "steps" ? "No samples are recorded yet." : "The run has no evaluations with samples.";
-  const element = h("div", { class: "page" }, h("h1", {}, title), last === undefined && h("p", { class: "empty" }, text));
-  if (last === undefined) return { title, element };
-  return { title, element, side: { kind, chosen: null } };
-}
-
-function isPhone(): boolean {
-  return matchMedia("(max-width: 719px)").matches;
+  const [title, last] = kind === "steps" ? ["Steps", steps.step.at(-1)] : ["Evaluations", evals.at(-1)];
+  if (last === undefined) return page({ title }, h("p.empty", "The run has recorded no samples of these yet."));
+  if (!matchMedia("(max-width: 719px)").matches) context.go(link(kind === "steps" ? "step" : "evaluation", last), true);
+  return { ...page({ title }), side: { kind, chosen: null } };
 }
 
 async function open(): Promise<void> {
   if (location.hash && !location.hash.startsWith("#/")) return;
   const mine = ++turn;
-  const route = routeOf(location.hash);
-  const slow = setTimeout(() => say("Loading …"), SLOW_MILLISECONDS);
+  const slow = setTimeout(() => (status.textContent = "Loading …"), SLOW_MILLISECONDS);
   let next: View;
   try {
-    next = await viewOf(route);
+    next = await viewOf(routeOf(location.hash));
   } catch (error) {
-    next = failure(error as Error);
+    next = page({ title: "Not found" }, h("p.verdict.warn", (error as Error).message));
   } finally {
     clearTimeout(slow);
   }
   if (mine !== turn) return;
-  say("");
+  status.textContent = "";
   const isSame = view?.title === next.title;
   const focused = isSame ? focusedControl() : null;
   const scroll = content.scrollTop;
-  view?.left?.();
   view = next;
   document.title = `${next.title} · ${context.overview.run}`;
   content.replaceChildren(next.element);
   document.body.classList.toggle("list-only", next.side?.chosen === null);
-  drawTop(route.words[0] ?? "run");
+  drawTop();
   side.show(next.side, context.overview);
   next.shown?.();
   content.scrollTop = isSame ? scroll : 0;
@@ -109,14 +94,6 @@ function focusedControl(): string | null {
   return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
 }
 
-function failure(error: Error): View {
-  return { title: "Not found", element: h("div", { class: "page" }, h("h1", {}, "Not found"), h("p", { class: "verdict warn" }, error.message)) };
-}
-
-function say(text: string): void {
-  status.textContent = text;
-}
-
 function go(href: string, replace = false): void {
   if (!replace) location.hash = href;
   else {
@@ -125,83 +102,53 @@ function go(href: string, replace = false): void {
   }
 }
 
-const TABS: [string, string, string[]][] = [
-  ["run", "Run", ["run"]],
-  ["steps", "Steps", ["steps", "step"]],
-  ["evaluations", "Evaluations", ["evaluations", "evaluation"]],
-  ["untrained", "Untrained", ["untrained"]],
-  ["prompts", "Prompts", ["prompts", "prompt"]],
-  ["ledger", "Ledger", ["ledger"]],
-  ["search", "Search", ["search"]],
+const TABS: [key: string, link: string, name: string][] = [
+  ["r", "run", "Run"],
+  ["s", "steps", "Steps"],
+  ["e", "evaluations", "Evaluations"],
+  ["u", "untrained", "Untrained"],
+  ["p", "prompts", "Prompts"],
+  ["l", "ledger", "Ledger"],
+  ["/", "search", "Search"],
 ];
 
-function drawTop(kind: string): void {
-  const { run, live, made, state } = context.overview;
-  const steps = state.num_rollout === null ? `step ${number(state.step)}` : `step ${number(state.step)} of ${number(state.num_rollout)}`;
-  const untrained = context.overview.untrained.failed + context.overview.untrained.filtered;
-  const phase = live ? "live" : (state.phase ?? "written");
+function drawTop(): void {
+  const { run, live, made, state, untrained } = context.overview;
+  const kind = /^#\/([^/?]+)/.exec(location.hash)?.[1] ?? "run";
+  const left = untrained.failed + untrained.filtered;
+  const phase = h("span.phase", { class: live && "live", title: `data of ${clock(made)}` }, live ? "live" : (state.phase ?? "written"));
+  const tab = ([, to, name]: (typeof TABS)[number]): HTMLElement => {
+    const isCurrent = to.startsWith(kind); // "steps" is current for a step
+    return h("a", { href: `#/${to}`, "aria-current": isCurrent && "page" }, name, to === "untrained" && left > 0 && h("span.count", number(left)));
+  };
+  const theme = h("button.plain", { "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, "◐");
   top.replaceChildren(
     h(
-      "div",
-      { class: "run-name" },
-      h("a", { href: "#/run" }, h("bdi", {}, run)),
-      h("span", { class: `phase ${live ? "live" : ""}`, title: `data of ${clock(made)}` }, phase),
-      label(steps),
+      "div.run-name",
+      h("a", { href: "#/run" }, h("bdi", run)),
+      phase,
+      label(`step ${number(state.step)}`, state.num_rollout !== null && ` of ${number(state.num_rollout)}`),
     ),
-    h(
-      "nav",
-      { "aria-label": "Views" },
-      TABS.map(([to, name, kinds]) =>
-        h(
-          "a",
-          { href: `#/${to}`, "aria-current": kinds.includes(kind) ? "page" : null },
-          name,
-          to === "untrained" && untrained > 0 && h("span", { class: "count" }, number(untrained)),
-        ),
-      ),
-    ),
-    h(
-      "div",
-      { class: "switches" },
-      h("button", { class: "plain", "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾"),
-      h("button", { class: "plain", "aria-label": "Keys", title: "Keys (?)", click: help }, "?"),
-    ),
+    h("nav", { "aria-label": "Views" }, TABS.map(tab)),
+    h("div.switches", theme, h("button.plain", { "aria-label": "Keys", title: "Keys (?)", click: help }, "?")),
   );
   top.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
 }
 
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-
-function isDark(): boolean {
-  return document.documentElement.dataset["theme"] === "dark";
-}
-
-function showTheme(theme: string): void {
-  document.documentElement.dataset["theme"] = theme;
-}
-
 function switchTheme(): void {
-  const theme = isDark() ? "light" : "dark";
-  showTheme(theme);
-  try {
-    localStorage.setItem(THEME, theme);
-  } catch {
-    // a page that was opened as a file may have no storage: the choice lasts until it is closed
-  }
-  drawTop(routeOf(location.hash).words[0] ?? "run");
+  const { style } = document.documentElement;
+  const isDark = style.colorScheme ? style.colorScheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  style.colorScheme = isDark ? "light" : "dark";
+  stored(() => localStorage.setItem(THEME, style.colorScheme));
 }
 
-/** The theme that was chosen here earlier, or the system's. */
-function firstTheme(): void {
-  let stored: string | null = null;
+/** A page that was opened as a file may have no storage: a choice then lasts until it is closed. */
+function stored<T>(act: () => T): T | null {
   try {
-    stored = localStorage.getItem(THEME);
+    return act();
   } catch {
-    // as above
+    return null;
   }
-  const theme = (): string => (systemIsDark.matches ? "dark" : "light");
-  showTheme(stored === "dark" || stored === "light" ? stored : theme());
-  if (stored === null) systemIsDark.addEventListener("change", () => showTheme(theme()));
 }
 
 const KEYS: [string, string, (() => void)?][] = [
@@ -210,13 +157,7 @@ const KEYS: [string, string, (() => void)?][] = [
   ["← →", "the same as k and j"],
   ["↑ ↓", "in a list: another row"],
   ["1 … 5", "at a sample: colour tokens by mask, policy version, log-prob, advantage, gap"],
-  ["/", "search", () => go("#/search")],
-  ["r", "run", () => go("#/run")],
-  ["s", "steps", () => go("#/steps")],
-  ["e", "evaluations", () => go("#/evaluations")],
-  ["u", "untrained", () => go("#/untrained")],
-  ["p", "prompts", () => go("#/prompts")],
-  ["l", "ledger", () => go("#/ledger")],
+  ...TABS.map(([key, to, name]): [string, string, () => void] => [key, name.toLowerCase(), () => go(`#/${to}`)]),
   ["t", "dark or light", switchTheme],
   ["?", "these keys", help],
 ];
@@ -225,9 +166,9 @@ function help(): void {
   const dialog = h(
     "dialog",
     { "aria-label": "Keys", close: () => dialog.remove() },
-    h("h2", {}, "Keys"),
-    h("dl", { class: "facts keys" }, KEYS.map(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)])),
-    h("button", { class: "button", click: () => dialog.close() }, "Close"),
+    h("h2", "Keys"),
+    factList(KEYS.map(([key, text]) => [h("kbd", key), text]), "facts keys"),
+    h("button.button", { click: () => dialog.close() }, "Close"),
   );
   document.body.append(dialog);
   dialog.showModal();
@@ -257,23 +198,23 @@ async function poll(): Promise<void> {
     const isLonger = overview.steps.step.length !== old.steps.step.length || overview.evals.length !== old.evals.length;
     if (isLonger) forget("prompts");
     if (overview.untrained.failed + overview.untrained.filtered !== old.untrained.failed + old.untrained.filtered) forget("untrained");
-    drawTop(routeOf(location.hash).words[0] ?? "run");
+    drawTop();
     if (isLonger) side.refresh(overview);
     if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
     if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
   } catch {
-    say("The run's server does not answer. The page keeps what it has.");
+    status.textContent = "The run's server does not answer. The page keeps what it has.";
   }
 }
 
 async function start(): Promise<void> {
-  firstTheme();
+  document.documentElement.style.colorScheme = stored(() => localStorage.getItem(THEME)) ?? ""; // without one, the system's
   try {
     const overview = await load<Overview>("overview");
     if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
-    context = { overview, content, go, say };
+    context = { overview, content, go };
   } catch (error) {
-    content.replaceChildren(h("div", { class: "page" }, h("h1", {}, "headrace view"), h("p", { class: "verdict bad" }, (error as Error).message)));
+    content.replaceChildren(page({ title: "headrace view" }, h("p.verdict.bad", (error as Error).message)).element);
     return;
   }
   document.querySelector<HTMLElement>(".skip")!.addEventListener("click", (event) => {
@@ -283,6 +224,7 @@ async function start(): Promise<void> {
   addEventListener("hashchange", () => void open());
   document.addEventListener("keydown", press);
   await open();
+  if (!context.overview.live) setTimeout(() => void load("prompts").catch(() => null), 1_000); // a live server would read the whole run for it
   setInterval(() => void poll(), POLL_MILLISECONDS);
   document.addEventListener("visibilitychange", () => void poll());
 }

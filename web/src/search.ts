@@ -1,10 +1,10 @@
 // Search: over prompts at once, and over ids, labels and texts of the steps that are in memory, or of all.
-import type { Prompts } from "./data";
+import type { Overview, Prompts } from "./data";
 import { h, VirtualList } from "./dom";
 import { badge, count, link, number } from "./format";
-import { groupsOf, loadedGroups, type Place, type PlacedGroup, wordsOf } from "./groups";
-import { load, loadedNames } from "./load";
-import type { Context, Route, View } from "./view";
+import { groupsOf, linkOf, loadedGroups, nameOf, type Place, type PlacedGroup } from "./groups";
+import { load } from "./load";
+import { type Context, page, type Route, type View } from "./view";
 
 interface Hit {
   href: string;
@@ -15,60 +15,64 @@ interface Hit {
 
 const MOST_HITS = 2_000;
 const AROUND = 60; // characters before a match
-let promptTexts: { of: Prompts; lower: string[] } | null = null;
-
-function lowerTexts(prompts: Prompts): string[] {
-  if (promptTexts?.of !== prompts) promptTexts = { of: prompts, lower: prompts.texts.map((text) => text.toLowerCase()) };
-  return promptTexts.lower;
-}
+const FILES_AT_ONCE = 10; // between two drawings of the list
+const SEARCH_ALL = "Search all steps";
 
 export async function searchView({ query }: Route, context: Context): Promise<View> {
   const prompts = await load<Prompts>("prompts");
+  const lower = prompts.texts.map((text) => text.toLowerCase());
   let wanted = query.get("q") ?? "";
-  let stop = false;
+  let running = 0; // number of the search that may go on
   const list = new VirtualList<Hit>(context.content, (hit) => hitRow(hit, wanted.length), "Results", "hits");
-  const told = h("p", { class: "summary", role: "status" });
+  const status = h("p.summary", { role: "status" });
   const progress = h("progress", { max: 1, value: 0, "aria-label": "Steps searched", hidden: true });
-  const everywhere = h("button", { class: "button", click: () => (isRunning ? (stop = true) : void searchAll()) }, "Search all steps");
-  let isRunning = false;
-  let hits: Hit[] = [];
+  const button = h("button.button", { click: () => (progress.hidden ? void searchAll() : stop()) }, SEARCH_ALL);
 
-  const tell = (text: string): void => told.replaceChildren(h("span", {}, text));
-  const begin = (): void => {
-    stop = true;
-    const text = wanted.toLowerCase();
-    hits = text ? inMemory(text, prompts) : [];
+  const show = (hits: Hit[], where: string): void => {
     list.show(hits);
-    everywhere.hidden = !text;
-    tell(text ? `${found(hits)} in prompts and ${memory()}.` : "Type to search prompts, ids, labels and texts.");
+    status.textContent = `${hits.length >= MOST_HITS ? `The first ${number(MOST_HITS)} results` : count(hits.length, "result")} in ${where}.`;
+  };
+  const stop = (): void => {
+    running += 1;
+    progress.hidden = true;
+    button.textContent = SEARCH_ALL;
+  };
+  const inPrompts = (text: string): Hit[] => {
+    const hits: Hit[] = [];
+    for (const [index, each] of lower.entries()) {
+      const at = each.indexOf(text);
+      if (at >= 0) hits.push({ href: link("prompt", index), where: `prompt ${index}`, text: prompts.texts[index]!, at });
+      if (hits.length >= MOST_HITS / 2) break;
+    }
+    return hits;
+  };
+  const searchLoaded = (): void => {
+    stop();
+    const text = wanted.toLowerCase();
+    button.hidden = !text;
+    const loaded = placesOf(context.overview).map((place) => [place, loadedGroups(place)] as const).filter(([, groups]) => groups.length);
+    const hits = text ? [...inPrompts(text), ...loaded.flatMap(([place, groups]) => inGroups(text, place, groups))] : [];
+    show(hits.slice(0, MOST_HITS), `prompts and ${count(loaded.length, "loaded file")}`);
+    if (!text) status.textContent = "Type to search prompts, ids, labels and texts.";
   };
   const searchAll = async (): Promise<void> => {
-    const [text, { overview }] = [wanted.toLowerCase(), context];
-    const places: Place[] = [
-      ...(overview.untrained.failed + overview.untrained.filtered > 0 ? [{ kind: "untrained" } as Place] : []),
-      ...overview.steps.step.map((step): Place => ({ kind: "step", step })),
-      ...overview.evals.map((step): Place => ({ kind: "evaluation", step })),
-    ];
-    [stop, isRunning, progress.hidden, everywhere.textContent] = [false, true, false, "Stop"];
-    hits = inPrompts(text, prompts);
+    const text = wanted.toLowerCase();
+    const places = placesOf(context.overview);
+    const mine = ++running;
+    progress.hidden = false;
+    button.textContent = "Stop";
+    const hits = inPrompts(text);
     let done = 0;
     for (const place of places) {
-      if (stop || hits.length >= MOST_HITS) break;
-      try {
-        hits.push(...inGroups(text, place, await groupsOf(place, overview)));
-      } catch {
-        // a file that is missing has no hits: its own page says so
-      }
+      const groups = await groupsOf(place, context.overview).catch(() => []); // a missing file has no hits: its own page says so
+      if (mine !== running || !list.element.isConnected) return;
+      hits.push(...inGroups(text, place, groups).slice(0, MOST_HITS - hits.length));
       progress.value = ++done / places.length;
-      if (!stop && (done % 10 === 0 || done === places.length)) {
-        list.show(hits);
-        tell(`${found(hits)} in ${number(done)} of ${count(places.length, "file")}.`);
-      }
+      if (hits.length >= MOST_HITS) break;
+      if (done % FILES_AT_ONCE === 0) show(hits, `${number(done)} of ${count(places.length, "file")}`);
     }
-    [isRunning, progress.hidden, everywhere.textContent] = [false, true, "Search all steps"];
-    if (wanted.toLowerCase() !== text) return;
-    list.show(hits);
-    tell(`${found(hits)} in ${done === places.length ? "all steps" : `${number(done)} of ${count(places.length, "file")}`}.`);
+    stop();
+    show(hits, done === places.length ? "all steps" : `${number(done)} of ${count(places.length, "file")}`);
   };
   const input = h("input", {
     type: "search",
@@ -76,77 +80,43 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     value: wanted,
     placeholder: "prompt, id, label or text",
     "aria-label": "Search",
-    autocomplete: "off",
-    spellcheck: "false",
     input: () => {
       wanted = input.value;
       history.replaceState(null, "", `#/search?q=${encodeURIComponent(wanted)}`);
-      begin();
+      searchLoaded();
     },
   });
-  const element = h(
-    "div",
-    { class: "page" },
-    h("h1", {}, "Search"),
-    h("div", { class: "bar search" }, input, everywhere, progress),
-    told,
-    list.element,
-  );
-  return {
-    title: "Search",
-    element,
-    shown: () => {
-      begin();
-      input.focus();
-    },
-    left: () => {
-      stop = true;
-      list.close();
-    },
+  const shown = (): void => {
+    searchLoaded();
+    input.focus();
   };
+  return { ...page({ title: "Search" }, h("div.bar.search", input, button, progress), status, list.element), shown };
 }
 
-function found(hits: Hit[]): string {
-  return hits.length >= MOST_HITS ? `The first ${number(MOST_HITS)} results` : count(hits.length, "result");
-}
-
-function memory(): string {
-  return count(loadedNames().filter((name) => /^(step|eval)-|^untrained$/.test(name)).length, "loaded file");
-}
-
-function inMemory(text: string, prompts: Prompts): Hit[] {
-  const hits = inPrompts(text, prompts);
-  for (const name of loadedNames()) {
-    const [, kind, step] = /^(step|eval)-(\d+)$/.exec(name) ?? [];
-    const place: Place = kind === undefined ? { kind: "untrained" } : { kind: kind === "step" ? kind : "evaluation", step: Number(step) };
-    if ((kind !== undefined || name === "untrained") && hits.length < MOST_HITS) hits.push(...inGroups(text, place, loadedGroups(place)));
-  }
-  return hits.slice(0, MOST_HITS);
-}
-
-function inPrompts(text: string, prompts: Prompts): Hit[] {
-  const hits: Hit[] = [];
-  lowerTexts(prompts).forEach((lower, index) => {
-    if (hits.length >= MOST_HITS / 2) return;
-    const at = lower.indexOf(text);
-    if (at >= 0) hits.push({ href: link("prompt", index), where: `prompt ${index}`, text: prompts.texts[index]!, at });
-  });
-  return hits;
+function placesOf({ untrained, steps, evals }: Overview): Place[] {
+  return [
+    ...(untrained.failed + untrained.filtered > 0 ? [{ kind: "untrained", step: null } as const] : []),
+    ...steps.step.map((step) => ({ kind: "step", step }) as const),
+    ...evals.map((step) => ({ kind: "evaluation", step }) as const),
+  ];
 }
 
 function inGroups(text: string, place: Place, groups: PlacedGroup[]): Hit[] {
   const hits: Hit[] = [];
-  const name = place.kind === "untrained" ? "untrained" : `${place.kind === "step" ? "step" : "evaluation"} ${place.step}`;
+  const find = (texts: string[], href: string, where: string): boolean => {
+    for (const each of texts) {
+      const at = each.toLowerCase().indexOf(text);
+      if (at >= 0) return hits.push({ href, where, text: each, at }) > 0;
+    }
+    return false;
+  };
   for (const { group, key } of groups) {
-    const number = place.kind === "untrained" ? "" : `, group ${key}`;
-    const inGroup = [group.id, group.label ?? "", ...(place.kind === "step" ? [] : [group.prompt])].find((each) => each.toLowerCase().includes(text));
-    const hit = (form: "group" | "sample", id: string, where: string, found: string): number =>
-      hits.push({ href: link(...wordsOf(place), form, id), where, text: found, at: found.toLowerCase().indexOf(text) });
-    if (inGroup !== undefined) hit("group", key, `${name}${number}`, inGroup);
+    const where = place.kind === "untrained" ? "Untrained" : `${nameOf(place)}, group ${key}`;
+    const texts = [group.id, group.label ?? "", ...(place.kind === "step" ? [] : [group.prompt])]; // prompts of steps are searched before
+    if (find(texts, linkOf(place, "group", key), where)) continue;
     for (const sample of group.samples) {
-      const texts = [sample.id, ...(sample.turns.length ? sample.turns.map((turn) => turn.content) : [sample.response])];
-      const inSample = texts.find((each) => each.toLowerCase().includes(text));
-      if (inSample !== undefined && inGroup === undefined) hit("sample", sample.id, `${name}${number}, #${sample.index}`, inSample);
+      const said = sample.turns.length ? sample.turns.map((turn) => turn.content) : [sample.response];
+      find([sample.id, ...said], linkOf(place, "sample", sample.id), `${where}, #${sample.index}`);
     }
   }
   return hits;
@@ -154,10 +124,6 @@ function inGroups(text: string, place: Place, groups: PlacedGroup[]): Hit[] {
 
 function hitRow({ href, where, text, at }: Hit, length: number): HTMLElement {
   const [start, end] = [Math.max(0, at - AROUND), at + length];
-  return h(
-    "a",
-    { class: "row hits", href },
-    h("span", { class: "where" }, badge(where)),
-    h("bdi", { class: "prompt" }, start > 0 && "… ", text.slice(start, at), h("mark", {}, text.slice(at, end)), text.slice(end, end + 200)),
-  );
+  const parts = [start > 0 && "… ", text.slice(start, at), h("mark", text.slice(at, end)), text.slice(end, end + 200)];
+  return h("a.row.hits", { href }, h("span.where", badge(where)), h("bdi.prompt", parts));
 }

@@ -1,30 +1,23 @@
 // A sample: its tokens, coloured by what one wants to know, beside its response and its facts.
-import { fileOf, type Group, type Sample, type SampleTokens, type TokensData } from "./data";
-import { choice, h, label, svg } from "./dom";
-import { diverging, type Domain, fact, link, number, percent, rewardChip, rewardDomain, sequential, spread } from "./format";
-import { badges, factsOf, numbersOf, promptBox, responseBox } from "./group";
-import { groupsOf, nameOf, pagerOf, type Place, placeOf, sideOf, wordsOf } from "./groups";
+import { fileOf, type Numbers, type Sample, type SampleTokens, type TokensData } from "./data";
+import { choice, h, label, section } from "./dom";
+import { diverging, fact, link, number, percent, rewardChip, rewardDomain, rewardsOf, sequential, spread } from "./format";
+import { badges, factsOf, failureOf, numbersOf, promptBox, responseBox } from "./group";
+import { groupsOf, linkOf, nameOf, type Place, placeOf, sideOf } from "./groups";
 import { load } from "./load";
-import type { Context, Route, View } from "./view";
+import { type Context, neighbours, page, type Route, type View } from "./view";
 
 type Colour = "mask" | "version" | "engine" | "advantage" | "gap";
-const COLOURS: [Colour, string][] = [
-  ["mask", "mask"],
-  ["version", "version"],
-  ["engine", "log-prob"],
-  ["advantage", "advantage"],
-  ["gap", "gap"],
+const COLOURS: [Colour, string, explained: string][] = [
+  ["mask", "mask", "Blue tokens are trained. The others are the environment's, or were taken out of the loss."],
+  ["version", "version", "The version of the weights that sampled the token. A stronger colour is newer."],
+  ["engine", "log-prob", "Log-probability of the token when the engine sampled it, in nats. A stronger colour is less likely."],
+  ["advantage", "advantage", "Blue tokens become more likely, orange ones less."],
+  ["gap", "gap", "Log-probability by the trainer minus that by the engine, in nats, before the step. Both ends of the scale are errors of numerics or staleness."],
 ];
-const EXPLAINED: Record<Colour, string> = {
-  mask: "Blue tokens are trained. The others are the environment's, or were taken out of the loss.",
-  version: "The version of the weights that sampled the token. A stronger colour is newer.",
-  engine: "Log-probability of the token when the engine sampled it, in nats. A stronger colour is less likely.",
-  advantage: "Blue tokens become more likely, orange ones less.",
-  gap: "Log-probability by the trainer minus that by the engine, in nats, before the step. Both ends of the scale are errors of numerics or staleness.",
-};
 const TINT = 0.48; // opacity behind text, which stays readable in both themes
 const TINT_OF_ONE = 0.58; // of a scale with one colour
-const TOKENS_A_BLOCK = 200; // a block that is not visible is not laid out
+const TOKENS_A_BLOCK = 200;
 const MOST_TOKENS_A_BLOCK = 600;
 let lastColour: Colour = "advantage";
 
@@ -32,96 +25,63 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
   const place = placeOf(words);
   const id = words.at(-1)!;
   const groups = await groupsOf(place, context.overview);
-  const at = groups.findIndex(({ group }) => group.samples.some((sample) => sample.id === id));
-  if (at < 0) throw new Error(`${nameOf(place)} has no sample ${id}.`);
-  const { group, key } = groups[at]!;
-  const number = group.samples.findIndex((sample) => sample.id === id);
-  const sample = group.samples[number]!;
-  const to = (other: Sample | undefined): string | undefined => other && link(...wordsOf(place), "sample", other.id);
-  const [previous, next] = [to(group.samples[number - 1]), to(group.samples[number + 1])];
-  const parent = link(...wordsOf(place), "group", key);
+  const placed = groups.find(({ group }) => group.samples.some((sample) => sample.id === id));
+  if (!placed) throw new Error(`${nameOf(place)} has no sample ${id}.`);
+  const { group, key } = placed;
+  const at = group.samples.findIndex((sample) => sample.id === id);
+  const sample = group.samples[at]!;
   const colour = COLOURS.find(([each]) => each === query.get("colour"))?.[0] ?? lastColour;
   const tokens = await tokensOf(sample, place);
-  const textError = context.overview.tokenizer.error;
-  const view: View = {
-    title: `Sample ${id}`,
-    element: h(
-      "div",
-      { class: "page" },
-      h(
-        "p",
-        { class: "crumbs" },
-        h("a", { href: link(...wordsOf(place)) }, nameOf(place)),
-        " / ",
-        h("a", { href: parent }, place.kind === "untrained" ? group.id : `Group ${key}`),
-      ),
-      h(
-        "div",
-        { class: "bar" },
-        h("h1", {}, `Sample #${sample.index}`),
-        rewardChip(sample.reward, rewardDomain(groups.map((each) => each.group))),
-        badges(sample),
-        pagerOf(previous, next, "sample"),
-      ),
-      sample.failure && h("p", { class: "verdict bad" }, h("b", {}, `${sample.failure[0]}. `), h("bdi", {}, sample.failure[1])),
-      h("p", { class: "summary" }, numbersOf(sample).map(([name, value]) => fact(name, value))),
+  const advantages = group.samples.map((each) => each.advantage);
+  const view = page(
+    {
+      title: `Sample #${sample.index}`,
+      above: [[linkOf(place), nameOf(place)], [linkOf(place, "group", key), `Group ${key}`]],
+      beside: [rewardChip(sample.reward, rewardDomain(groups.flatMap(({ group }) => rewardsOf(group)))), badges(sample)],
+      noun: "sample",
+      ...neighbours(group.samples, at, (each) => linkOf(place, "sample", each.id)),
+    },
+    failureOf(sample),
+    h("p.summary", numbersOf(sample).map(([name, value]) => fact(name, value))),
+    h(
+      "div.sample",
       h(
         "div",
-        { class: "sample" },
-        h("div", {}, tokens ? tokenSection(sample, group, tokens, colour, textError) : missing(place, context), textSection(sample, group)),
-        h("section", { class: "side-facts", "aria-label": "Facts" }, h("h2", {}, "Facts"), factsOf(sample)),
+        tokens ? tokenSection(sample, advantages, tokens, colour, context.overview.tokenizer.error) : missing(place, context),
+        section("Response", responseBox(sample), h("h2", "Prompt and label"), promptBox(group)),
       ),
+      h("section.side-facts", { "aria-label": "Facts" }, h("h2", "Facts"), factsOf(sample)),
     ),
-    previous,
-    next,
-    parent,
-    ...sideOf(place),
-  };
-  if (tokens)
-    view.keys = Object.fromEntries(
-      COLOURS.map((_, index) => [String(index + 1), () => view.element.querySelectorAll<HTMLInputElement>(".token-tools input")[index]?.click()]),
-    );
-  return view;
+  );
+  const pick = (index: number): void => view.element.querySelectorAll<HTMLInputElement>(".token-tools input")[index]?.click();
+  const keys = tokens ? Object.fromEntries(COLOURS.map((_, index) => [index + 1, () => pick(index)])) : {};
+  return { ...view, keys, ...sideOf(place) };
 }
 
-function textSection(sample: Sample, group: Group): HTMLElement {
-  return h("section", { "aria-label": "Response" }, h("h2", {}, "Response"), responseBox(sample), h("h2", {}, "Prompt and label"), promptBox(group));
-}
-
-interface Loaded {
+interface Tokens extends TokensData {
   columns: SampleTokens;
-  texts: string[] | null;
-  ids: number[];
 }
 
-async function tokensOf(sample: Sample, place: Place): Promise<Loaded | null> {
-  if (!sample.has_tokens || place.kind !== "step") return null;
-  const data = await load<TokensData>(fileOf("tokens", place.step));
+async function tokensOf(sample: Sample, { kind, step }: Place): Promise<Tokens | null> {
+  if (!sample.has_tokens || kind !== "step" || step === null) return null;
+  const data = await load<TokensData>(fileOf("tokens", step));
   const columns = data.samples[sample.id];
-  return columns ? { columns, texts: data.texts, ids: data.ids } : null;
+  return columns ? { ...data, columns } : null;
 }
 
-function missing(place: Place, context: Context): HTMLElement {
-  const why =
-    place.kind === "evaluation"
-      ? "Samples of an evaluation have no tokens here: they are not trained."
-      : place.kind === "untrained"
-        ? "Only trained samples have tokens here."
-        : "A run keeps the tokens of all samples of every eighth step (1, 9, 17, …). Of other steps it keeps those of the eight best and the eight worst samples. " +
-          "This sample is not among them.";
-  const element = h("section", { "aria-label": "Tokens" }, h("h2", {}, "Tokens"), h("p", { class: "empty" }, why));
-  if (place.kind === "step") {
-    const { step, tokens } = context.overview.steps;
-    const whole = step.filter((each, index) => each % 8 === 1 && tokens[index]);
-    const near = [whole.findLast((each) => each < place.step), whole.find((each) => each > place.step)].filter((each) => each !== undefined);
-    const links = near.map((each, index) => [index > 0 && ", ", h("a", { href: link("step", each) }, `step ${each}`)]);
-    if (near.length) element.append(h("p", {}, "With all tokens: ", links));
-  }
-  return element;
+function missing({ kind, step: at }: Place, { overview }: Context): HTMLElement {
+  if (kind !== "step" || at === null) return section("Tokens", h("p.empty", "Only trained samples have tokens here."));
+  const whole = overview.steps.step.filter((step, index) => step % 8 === 1 && overview.steps.tokens[index]);
+  const near = [whole.findLast((step) => step < at), whole.find((step) => step > at)].filter((step) => step !== undefined);
+  return section(
+    "Tokens",
+    h("p.empty", "Tokens are kept of all samples of every eighth step (1, 9, 17, …), and of the eight best and worst samples of the others."),
+    near.length > 0 && h("p", "With all tokens: ", near.map((step, index) => [index > 0 && ", ", h("a", { href: link("step", step) }, `step ${step}`)])),
+  );
 }
 
 /** Numbers of the response's tokens by colour; null where there is none. */
-function valuesOf(sample: Sample, { mask, engine, trainer, advantage }: SampleTokens): Record<Colour, (number | null)[]> {
+function valuesOf(sample: Sample, { mask, engine, trainer, advantage }: SampleTokens): Record<Colour, Numbers> {
   const version = mask.map(() => null as number | null);
   for (const [each, start, end] of sample.ranges) version.fill(each, start, end);
   return {
@@ -136,97 +96,138 @@ function valuesOf(sample: Sample, { mask, engine, trainer, advantage }: SampleTo
   };
 }
 
-interface Scale {
-  domain: Domain;
-  colour: (value: number) => string;
-}
-
-function scaleOf(colour: Colour, values: (number | null)[]): Scale {
-  const { low, high, count } = spread(values);
-  if (!count) return { domain: [0, 1], colour: () => "transparent" };
-  if (colour === "mask") return { domain: [0, 1], colour: (value) => (value ? diverging(1, [0, 1], TINT * 0.8) : "transparent") };
-  if (colour === "engine") return { domain: [low, 0], colour: (value) => sequential(-value, [0, Math.max(-low, 1e-9)], TINT_OF_ONE) };
-  if (colour === "version") return { domain: [low, high], colour: (value) => sequential(value, [low - (high - low || 1) * 0.35, high], TINT_OF_ONE) };
+/** The colour of each value that a token may have. */
+function scaleOf(colour: Colour, values: Numbers): (value: number) => string {
+  const { low, high } = spread(values);
+  if (colour === "mask") return (value) => (value ? diverging(1, [0, 1], TINT * 0.8) : "transparent");
+  if (colour === "engine") return (value) => sequential(-value, [0, Math.max(-low, 1e-9)], TINT_OF_ONE);
+  if (colour === "version") return (value) => sequential(value, [low - (high - low || 1) * 0.35, high], TINT_OF_ONE);
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-  return { domain: [-most, most], colour: (value) => diverging(value, [-most, most], TINT) };
+  return (value) => diverging(value, [-most, most], TINT);
 }
 
-function tokenSection(sample: Sample, group: Group, { columns, texts, ids }: Loaded, first: Colour, textError: string | null): HTMLElement {
+function tokenSection(sample: Sample, advantages: Numbers, tokens: Tokens, first: Colour, textError: string | null): HTMLElement {
+  const { columns, texts, ids } = tokens;
   const values = valuesOf(sample, columns);
-  const spans: HTMLElement[] = [];
-  const text = (index: number): string => texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
-  const words = "Tokens. Arrow keys move from one to the next.";
-  const box = h("div", { class: `tokens ${texts ? "" : "numbers-only"}`, tabindex: 0, role: "group", "aria-label": words });
-  box.append(...blocks(columns, text, spans, texts === null));
-  const legend = h("div", { class: "token-legend" });
+  const list = new TokenList(tokens);
+  const legend = h("div.token-legend");
+  const detail = h("div.token-detail");
   const paint = (colour: Colour): void => {
     lastColour = colour;
-    const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...group.samples.map((each) => each.advantage)] : values[colour]);
-    for (let index = columns.n; index < spans.length; index++) {
-      const value = values[colour][index - columns.n] ?? null;
-      spans[index]!.style.backgroundColor = value === null ? "" : scale.colour(value);
-    }
+    const scale = scaleOf(colour, colour === "advantage" ? [...values.advantage, ...advantages] : values[colour]);
+    list.paint((index) => (values[colour][index] == null ? "" : scale(values[colour][index])));
     legend.replaceChildren(...legendOf(colour, values[colour], scale));
   };
-  const detail = h("div", { class: "token-detail" });
-  let current = -1;
-  const choose = (index: number): void => {
-    spans[current]?.classList.remove("current");
-    current = index;
-    spans[current]?.classList.add("current");
-    if (index < 0) detail.replaceChildren(label("Point at a token, or move with the arrow keys."));
-    else detail.replaceChildren(...detailOf(index, text(index), ids[columns.t[index]!]!, columns, values));
-  };
-  const numbers = new Map(spans.map((span, index) => [span, index]));
-  box.addEventListener("pointerover", (event) => {
-    const index = numbers.get(event.target as HTMLElement);
-    if (index !== undefined) choose(index);
-  });
-  box.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
-    if (by === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    choose(Math.max(0, Math.min(spans.length - 1, current < 0 ? columns.n : current + by)));
-    spans[current]?.scrollIntoView({ block: "nearest" });
-  });
+  list.chosen = (index) => detail.replaceChildren(...detailOf(index, list.text(index), ids[columns.t[index]!]!, columns, values));
   paint(first);
-  choose(-1);
-  return h(
-    "section",
-    { "aria-label": "Tokens" },
-    h("h2", {}, "Tokens"),
-    texts === null && textError !== null && h("p", { class: "verdict warn" }, textError),
-    h("div", { class: "bar token-tools" }, choice<Colour>("Colour", COLOURS, first, paint)),
+  detail.append(label("Point at a token, or move with the arrow keys."));
+  return section(
+    "Tokens",
+    texts === null && textError !== null && h("p.verdict.warn", textError),
+    h("div.bar.token-tools", choice<Colour>("Colour", COLOURS.map(([key, name]) => [key, name]), first, paint)),
     legend,
-    box,
+    list.element,
     detail,
   );
 }
 
-/** Tokens in blocks that end at a line's end. */
-function blocks(columns: SampleTokens, text: (index: number) => string, spans: HTMLElement[], isNumbers: boolean): HTMLElement[] {
-  const found: HTMLElement[] = [];
-  let block = h("div", { class: "block" });
-  let size = 0;
-  for (let index = 0; index < columns.t.length; index++) {
-    const shown = text(index);
-    const span = document.createElement("span");
-    span.textContent = isNumbers ? shown : shown.replace(/\n/g, "↵\n").replace(/\t/g, "→\t");
-    if (index < columns.n) span.className = "of-prompt";
-    spans.push(span);
-    block.append(span);
-    size += 1;
-    if ((size > TOKENS_A_BLOCK && shown.endsWith("\n")) || size > MOST_TOKENS_A_BLOCK) {
-      found.push(block);
-      block = h("div", { class: "block" });
-      size = 0;
-    }
-  }
-  return [...found, block];
+interface Block {
+  element: HTMLElement;
+  first: number; // token
+  spans: HTMLElement[]; // none until the block is near the window
 }
 
-function detailOf(index: number, text: string, id: number, columns: SampleTokens, values: Record<Colour, (number | null)[]>): HTMLElement[] {
+/** Tokens in blocks that end at a line's end. A block is plain text, and has an element for each token once it is near. */
+class TokenList {
+  readonly element = h("div.tokens", { tabindex: 0, role: "group", "aria-label": "Tokens. Arrow keys move from one to the next." });
+  chosen: (index: number) => void = () => undefined;
+  private readonly blocks = new Map<Element, Block>();
+  private readonly blockOf: Block[] = []; // of each token
+  private colourAt: (index: number) => string = () => "";
+  private current = -1;
+
+  constructor(private readonly tokens: Tokens) {
+    const fillNear = (seen: IntersectionObserverEntry[]): void => {
+      for (const { target, isIntersecting } of seen) if (isIntersecting) this.fill(this.blocks.get(target)!);
+    };
+    const near = new IntersectionObserver(fillNear, { root: this.element, rootMargin: "300px" });
+    const size = tokens.columns.t.length;
+    for (let first = 0, index = 1; index <= size; index++) {
+      const isFull = (index - first > TOKENS_A_BLOCK && this.text(index - 1).endsWith("\n")) || index - first > MOST_TOKENS_A_BLOCK;
+      if (!isFull && index < size) continue;
+      const texts = Array.from({ length: index - first }, (_, at) => this.shown(first + at));
+      const block: Block = { element: h("div.block", texts.join("")), first, spans: [] };
+      this.blockOf.push(...texts.map(() => block));
+      this.blocks.set(block.element, block);
+      this.element.append(block.element);
+      near.observe(block.element);
+      first = index;
+    }
+    this.element.addEventListener("pointerover", (event) => this.point(event.target as HTMLElement));
+    this.element.addEventListener("keydown", (event) => this.move(event));
+  }
+
+  text(index: number): string {
+    const { columns, texts, ids } = this.tokens;
+    return texts?.[columns.t[index]!] ?? String(ids[columns.t[index]!]);
+  }
+
+  /** `colourAt` is given the number of a token of the response. */
+  paint(colourAt: (index: number) => string): void {
+    this.colourAt = colourAt;
+    for (const block of this.blocks.values()) this.paintBlock(block);
+  }
+
+  private shown(index: number): string {
+    return this.tokens.texts ? this.text(index).replace(/\n/g, "↵\n").replace(/\t/g, "→\t") : `${this.text(index)} `;
+  }
+
+  private fill(block: Block): void {
+    if (block.spans.length) return;
+    for (let index = block.first; this.blockOf[index] === block; index++) {
+      const span = document.createElement("span");
+      span.textContent = this.shown(index);
+      if (index < this.tokens.columns.n) span.className = "of-prompt";
+      block.spans.push(span);
+    }
+    block.element.replaceChildren(...block.spans);
+    this.paintBlock(block);
+  }
+
+  private paintBlock({ first, spans }: Block): void {
+    spans.forEach((span, at) => (span.style.backgroundColor = this.colourAt(first + at - this.tokens.columns.n)));
+  }
+
+  private span(index: number): HTMLElement | undefined {
+    const block = this.blockOf[index];
+    if (block) this.fill(block);
+    return block?.spans[index - block.first];
+  }
+
+  private choose(index: number): void {
+    this.span(this.current)?.classList.remove("current");
+    this.current = index;
+    this.span(index)?.classList.add("current");
+    this.chosen(index);
+  }
+
+  private point(target: HTMLElement): void {
+    const block = target.parentElement && this.blocks.get(target.parentElement);
+    if (block) this.choose(block.first + block.spans.indexOf(target));
+  }
+
+  private move(event: KeyboardEvent): void {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const to = this.current < 0 ? this.tokens.columns.n : this.current + by;
+    this.choose(Math.max(0, Math.min(this.blockOf.length - 1, to)));
+    this.span(this.current)?.scrollIntoView({ block: "nearest" });
+  }
+}
+
+function detailOf(index: number, text: string, id: number, columns: SampleTokens, values: Record<Colour, Numbers>): HTMLElement[] {
   const at = index - columns.n;
   const facts: [string, string][] = [
     ["token", JSON.stringify(text)],
@@ -244,40 +245,21 @@ function detailOf(index: number, text: string, id: number, columns: SampleTokens
       ["advantage", number(values.advantage[at], 4)],
     );
   }
-  return facts.map(([name, value]) => h("span", {}, label(`${name} `), h("bdi", {}, value)));
+  return facts.map(([name, value]) => h("span", label(`${name} `), h("bdi", value)));
 }
 
-const BINS = 32;
-
-function legendOf(colour: Colour, values: (number | null)[], { domain, colour: paint }: Scale): HTMLElement[] {
+function legendOf(colour: Colour, values: Numbers, paint: (value: number) => string): HTMLElement[] {
+  const explained = h("p.label", COLOURS.find(([each]) => each === colour)![2]);
   const { count, low, high, mean } = spread(values);
-  const note = h("p", { class: "label" }, EXPLAINED[colour]);
-  if (!count) return [note, h("p", { class: "label" }, "This sample has no such numbers.")];
-  if (colour === "mask" || colour === "version") {
-    const counts = new Map<number, number>();
-    for (const value of values) if (value !== null) counts.set(value, (counts.get(value) ?? 0) + 1);
-    const name = (value: number): string => (colour === "version" ? `version ${value}` : value ? "trained" : "not trained");
-    const keys = [...counts].sort(([a], [b]) => a - b).map(([value, tokens]) =>
-      h("span", {}, h("i", { class: "key", style: { "background-color": paint(value) } }), `${name(value)} `, h("b", {}, number(tokens))),
-    );
-    return [h("div", { class: "legend" }, keys), note];
+  if (!count) return [explained, h("p.label", "This sample has no such numbers.")];
+  const key = (name: string, value: number, text: string): HTMLElement =>
+    h("span", h("i.key", { style: { "background-color": paint(value) } }), `${name} `, h("b", text));
+  if (colour !== "mask" && colour !== "version") {
+    const ends = [["lowest", low], ["mean", mean!], ["highest", high]] as const;
+    return [h("div.legend", ends.map(([name, value]) => key(name, value, number(value, 4)))), explained];
   }
-  const facts: [string, number | null][] = [["lowest", low], ["mean", mean], ["highest", high]];
-  const bins = new Array<number>(BINS).fill(0);
-  const width = domain[1] - domain[0] || 1;
-  for (const value of values) if (value !== null) bins[Math.max(0, Math.min(BINS - 1, Math.floor(((value - domain[0]) / width) * BINS)))]! += 1;
-  const most = Math.max(...bins);
-  const [start, middle, end] = [domain[0], (domain[0] + domain[1]) / 2, domain[1]].map((each) => number(each));
-  const bars = svg("svg", { class: "histogram", width: BINS * 7, height: 36, role: "img", "aria-label": `Histogram from ${start} to ${end}` });
-  bins.forEach((size, bin) => {
-    const tall = size ? Math.max(2, (30 * size) / most) : 0;
-    bars.append(
-      svg("rect", { x: bin * 7, y: 30 - tall, width: 6, height: tall, class: "bin" }),
-      svg("rect", { x: bin * 7, y: 31, width: 7, height: 5, style: { fill: paint(domain[0] + ((bin + 0.5) / BINS) * width) } }),
-    );
-  });
-  return [
-    h("div", { class: "scale" }, bars, h("div", { class: "ends" }, [start, middle, end].map((each) => h("span", {}, each)))),
-    h("div", {}, h("p", { class: "summary" }, facts.map(([name, value]) => fact(name, number(value, 4)))), note),
-  ];
+  const name = (value: number): string => (colour === "version" ? `version ${value}` : value ? "trained" : "not trained");
+  const tokensOf = Map.groupBy(values.filter((value) => value !== null), (value) => value);
+  const found = [...tokensOf].sort(([a], [b]) => a - b);
+  return [h("div.legend", found.map(([value, tokens]) => key(name(value), value, number(tokens.length)))), explained];
 }

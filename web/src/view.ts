@@ -1,5 +1,6 @@
-// What a view is given and what it gives back.
+// What a view is given and what it gives back, and the head that every page has.
 import type { Overview } from "./data";
+import { type Child, h } from "./dom";
 
 /** The part of a link behind `#/`, taken apart. */
 export interface Route {
@@ -20,12 +21,40 @@ export interface View {
   refresh?: (overview: Overview) => void;
   /** Called once the element is in the page. */
   shown?: () => void;
-  left?: () => void;
 }
 
 export interface Context {
   overview: Overview;
   content: HTMLElement; // the element that scrolls
   go: (href: string, replace?: boolean) => void;
-  say: (text: string) => void; // to a screen reader, and shown for some seconds
+}
+
+export interface Head {
+  title: string;
+  above?: [href: string, name: string][]; // the pages that lead here, the nearest last
+  beside?: Child; // the title
+  noun?: string | undefined; // of what `previous` and `next` lead to
+  previous?: string | undefined;
+  next?: string | undefined;
+}
+
+/** A page with its head: the way to it, its title, and links to its neighbours. */
+export function page({ title, above = [], beside, noun, previous, next }: Head, ...children: Child[]): View {
+  const element = h(
+    "div.page",
+    above.length > 0 && h("p.crumbs", above.map(([href, name], index) => [index > 0 && " / ", h("a", { href }, name)])),
+    h("div.bar", h("h1", title), beside, noun !== undefined && h("span.pager", pager(previous, "‹", `Previous ${noun}`), pager(next, "›", `Next ${noun}`))),
+    children,
+  );
+  return { title: [title, ...above.map(([, name]) => name).reverse()].join(" · "), element, previous, next, parent: above.at(-1)?.[0] };
+}
+
+function pager(href: string | undefined, sign: string, label: string): HTMLElement {
+  return href === undefined ? h("span.button.off", { "aria-hidden": "true" }, sign) : h("a.button", { href, "aria-label": label }, sign);
+}
+
+/** Links to the neighbours of one of many. */
+export function neighbours<T>(items: readonly T[], at: number, to: (item: T) => string): Pick<View, "previous" | "next"> {
+  const [before, after] = [items[at - 1], items[at + 1]];
+  return { previous: before === undefined ? undefined : to(before), next: after === undefined ? undefined : to(after) };
 }

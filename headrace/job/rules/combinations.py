@@ -41,7 +41,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("loss_type=custom_loss", "custom_loss_function_path"),
     ("loss_type=sft_loss", "loss_mask_type"),
     ("loss_mask_type", "keep_earlier_thoughts"),
-    ("lora_rank", "lora_alpha lora_dropout lora_target_modules lora_init lora_load"),
+    ("lora_rank", "lora_alpha lora_use_rslora lora_dropout lora_target_modules lora_init lora_load"),
     (
         "eval_prompt_data or eval_config",
         "eval_function_path n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k skip_eval_before_train "
@@ -57,7 +57,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("update_weight_transport=disk", "update_weight_disk_path"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
-    ("reward_parts", "reward_combine"),
+    ("reward_parts", "reward_combine reward_clip"),
     ("judge_url", "judge_model judge_prompt judge_scale judge_json"),
     ("custom_generate_function_path or agent_function_path or rollout_function_path", "max_turns"),
     ("agent_function_path", "agent_hosts"),

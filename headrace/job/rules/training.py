@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.algorithms import ALGORITHMS
-from headrace.job.megatron.arguments import OTHER_STATES, megatron
+from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.megatron.fields import ONLY_IN
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -213,12 +213,26 @@ def require_gpus(job: Job, scope: Scope) -> None:
 
 
 def require_states_that_are_saved(job: Job, scope: Scope) -> None:
-    """Refuses an optimizer on a GPU whose states no checkpoint holds."""
-    given = megatron(job.megatron).given(frozenset(OTHER_STATES))
-    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
+    """Refuses an optimizer on a GPU whose states no checkpoint holds: those of Transformer Engine's Adam."""
+    if job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
         return
-    scope.missing(
-        f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
-        "hold yet, and every run ends with a checkpoint: leave it out"
-    )
+    given = megatron(job.megatron).given(OPTIMIZER_ON_GPU)
+    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+        scope.missing(
+            "--use-precision-aware-optimizer: on a GPU the optimizer's states then have a form that headrace's "
+            "checkpoints cannot hold, and every run ends with a checkpoint: pass --optimizer-cpu-offload as well, or "
+            "leave it out"
+        )
+    if not given.get("optimizer_cpu_offload"):
+        return
+    args = megatron(job.megatron)
+    if args.use_distributed_optimizer != args.bf16:
+        scope.missing(
+            "--optimizer-cpu-offload: Megatron-core does it with --bf16 and --use-distributed-optimizer, or with "
+            f"neither: pass --{'bf16' if args.use_distributed_optimizer else 'use-distributed-optimizer'} as well"
+        )
+    if given.get("optimizer_offload_fraction", 1.0) != 1.0:
+        scope.missing(
+            f"--optimizer-offload-fraction {given['optimizer_offload_fraction']:g}: checkpoints hold the states of an "
+            "optimizer that is on the host as a whole: leave it out, which means 1"
+        )

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture, LatentAttention, read_decoder, read_sigmoid_experts, yarn_rope
+from headrace.models.architecture import (
+    Architecture,
+    LatentAttention,
+    layers_behind,
+    read_decoder,
+    read_sigmoid_experts,
+    yarn_rope,
+)
 from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 
 _DEEPSEEK_V3 = {
@@ -123,7 +130,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         rope_scaling=yarn_rope(raw),
         latent_attention=latent,
         experts=read_sigmoid_experts(raw),
-        num_mtp_layers=raw.get("num_nextn_predict_layers") or 0,
+        kept=layers_behind(raw),
     )
 
 

@@ -10,7 +10,7 @@ from headrace.models.family import Family, FusedGateUp, Preset, Row, Split, Tabl
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    return read_decoder(raw, post_norms=True, rotary_interleaved=True, rotary_percent=rotary_percent(raw))
+    return read_decoder(raw, post_norms=True, rotary_interleaved=True, rotary_percent=rotary_percent(raw, 0.5))
 
 
 def table(a: Architecture) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.models.architecture import Architecture, read_decoder, read_sigmoid_experts, rotary_percent
+from headrace.models.architecture import Architecture, layers_behind, read_decoder, read_sigmoid_experts, rotary_percent
 from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 
 _AIR = {
@@ -59,10 +59,10 @@ _AIR_LAYOUT = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 
 def read(raw: Mapping[str, Any]) -> Architecture:
     return read_decoder(
         raw,
-        rotary_percent=rotary_percent(raw),
+        rotary_percent=rotary_percent(raw, 0.5),
         qk_layernorm=bool(raw.get("use_qk_norm", False)),
         experts=read_sigmoid_experts(raw),
-        num_mtp_layers=raw.get("num_nextn_predict_layers") or 0,
+        kept=layers_behind(raw),
     )
 
 

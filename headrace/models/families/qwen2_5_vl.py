@@ -21,7 +21,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     if (kind := rope_type(text)) not in ("default", "mrope"):
         raise ConfigError(f"rope_scaling of type {kind!r} is not supported; supported: default, mrope")
     plain = {**text, "rope_parameters": {**rope_parameters(text), "rope_type": "default"}}
-    return read_decoder(plain, add_qkv_bias=True, vision=_vision(raw, text))
+    return read_decoder(plain, add_qkv_bias=True, vision=_vision(raw, text), kept=("visual.",))
 
 
 def _vision(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Vision:

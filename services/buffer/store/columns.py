@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2
+from headrace.disk import sync
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from headrace.rpc.log import log
@@ -30,7 +31,6 @@ from services.buffer.ledger.group import Group, NewSample, SampleRecord
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
 from services.buffer.store.copy import CopiedFile
-from services.buffer.store.payload_files import sync_folder
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
@@ -450,4 +450,4 @@ def _finish(part: Path, path: Path) -> None:
         part.unlink()
         raise DataLoss(f"the column's bytes have the SHA-256 {found[:16]}…, not {path.name[:16]}…")
     part.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)

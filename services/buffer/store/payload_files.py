@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.disk import sync
 from headrace.protobuf import Payload
 from headrace.rpc.log import log
 
@@ -92,7 +93,7 @@ class DiskFiles:
             os.fdatasync(file.fileno())
 
     def sync_folder(self) -> None:
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
         with (self._folder / name).open("rb", buffering=0) as file:
@@ -212,12 +213,3 @@ def _places(name: str, payloads: Mapping[str, Payload]) -> dict[str, PayloadPlac
         places[key] = PayloadPlace(name, offset, len(payload))
         offset += len(payload)
     return places
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names created and deleted in the folder so far survive power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from headrace.disk import sync
 from headrace.errors import DataLoss
 from headrace.rpc.log import log
 from services.buffer.store.base import Damage
-from services.buffer.store.payload_files import sync_folder
 from services.buffer.store.sql import TABLES, checksum
 
 _NEEDED = ("sqlite_schema", "meta", "streams")
@@ -203,6 +203,6 @@ def delete_drafts(folder: Path) -> None:
 
 def replace_durably(draft: Path, path: Path) -> None:
     """A kill or a power cut leaves one of the two files under the name."""
-    sync_folder(path.parent)
+    sync(path.parent)
     draft.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)

@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 from crc32c import crc32c
 
 from headrace import __version__
-from headrace.disk import lock
+from headrace.disk import lock, sync
 from headrace.errors import ConfigError, DataLoss, DiskFull, RetryableError
 from headrace.rpc.log import log
 from services.buffer.ledger.transaction import Transaction
 from services.buffer.store import release_0_1, salvage
 from services.buffer.store.base import Damage
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
-from services.buffer.store.payload_files import DiskFiles, Files, PayloadFiles, sync_folder
+from services.buffer.store.payload_files import DiskFiles, Files, PayloadFiles
 from services.buffer.store.sql import LARGE_CALL_BYTES, Query, SqlStore, Statement, checksum, schema
 
 FILE = "ledger.sqlite"
@@ -99,8 +99,8 @@ class SqliteDatabase:
         """Raises DataLoss when the ledger cannot continue without breaking a promise."""
         self._folder, self._path, self._files = folder, folder / FILE, files
         self.full_disk = FullDisk(folder)
-        sync_folder(folder)  # the name of payloads/
-        sync_folder(folder.parent)
+        sync(folder)  # the name of payloads/
+        sync(folder.parent)
         delete_leftovers(folder)
         salvage.delete_drafts(folder)
         is_new = not any(name.endswith(".payloads") for name in files.names()) and not (folder / MARK).exists()

@@ -10,9 +10,10 @@ import asyncio
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import HTTPCookieProcessor, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, Reward
@@ -38,26 +39,38 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-async def post(url: str, body: Mapping[str, Any], *, seconds: float, key: str | None = None) -> Any:
-    """The JSON that `url` answers to the JSON of `body`.
+async def post(
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    seconds: float,
+    key: str | None = None,
+    cookies: CookieJar | None = None,
+    most_bytes: int = MAX_JSON_BYTES,
+) -> Any:
+    """The JSON that `url` answers to the JSON of `body`. `cookies` of the server are sent and kept.
 
     Raises OSError for a server that cannot be asked now, InvalidArgument for what it refuses or answers.
     """
-    return await asyncio.get_running_loop().run_in_executor(_threads, _post, url, body, seconds, key)
+    return await asyncio.get_running_loop().run_in_executor(
+        _threads, _post, url, body, seconds, key, cookies, most_bytes
+    )
 
 
-def _opener(url: str) -> OpenerDirector:
+def _opener(url: str, cookies: CookieJar | None) -> OpenerDirector:
     """Servers elsewhere are asked through the proxy of the environment; `no_proxy` names the run's own machines."""
-    return build_opener(_NoRedirects, *([ProxyHandler({})] if is_here(url) else []))
+    return build_opener(_NoRedirects, HTTPCookieProcessor(cookies), *([ProxyHandler({})] if is_here(url) else []))
 
 
-def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) -> Any:
+def _post(
+    url: str, body: Mapping[str, Any], seconds: float, key: str | None, cookies: CookieJar | None, most_bytes: int
+) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     # A rule of the job checks the scheme.
     request = Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
     try:
-        with _opener(url).open(request, timeout=seconds) as answer:
-            text = answer.read(MAX_JSON_BYTES + 1)
+        with _opener(url, cookies).open(request, timeout=seconds) as answer:
+            text = answer.read(most_bytes + 1)
     except HTTPError as error:
         if 300 <= error.code < 400:
             there = shown(error.headers.get("location") or "nowhere")
@@ -71,8 +84,8 @@ def _post(url: str, body: Mapping[str, Any], seconds: float, key: str | None) ->
         raise InvalidArgument(f"{url} answered {error.code}: {shown(said)}") from None
     except URLError as error:
         raise ConnectionError(f"{url} cannot be reached: {error.reason}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise InvalidArgument(f"{url} answered more than {MAX_JSON_BYTES} bytes: it must answer a score, and no more")
+    if len(text) > most_bytes:
+        raise InvalidArgument(f"{url} answered more than {most_bytes} bytes: it must answer a score, and no more")
     try:
         return json.loads(text)
     except ValueError:

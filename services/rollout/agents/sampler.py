@@ -193,7 +193,7 @@ def _sample(request: SampleRequest, branch: Branch, name: str, role: str, *, is_
         sample_id=f"{request.sample_id}/{name}" if name else request.sample_id,
         rollout_id=request.sample_id,
         prompt=branch.prompt_text,
-        response=branch.last.content + branch.last.rest,
+        response=branch.last.plain,
         tokens=[*branch.prompt, *branch.response],
         policy_ranges=branch.policy_ranges,
         hook_fields={**request.hook_fields, **_turns(branch)},
@@ -202,7 +202,7 @@ def _sample(request: SampleRequest, branch: Branch, name: str, role: str, *, is_
 
 
 def _turns(branch: Branch) -> dict[str, object]:
-    """The conversation, for people; a response to a plain text has none."""
+    """The conversation, for people; a single response to a plain text has none."""
     if not branch.said:
         return {}
     return {TURNS: bounded_turns(branch.said)}

@@ -25,12 +25,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
 
-from headrace.disk import NoLocks, lock
+from headrace.disk import NoLocks, durable_write, lock
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
 from headrace.job.schema.run import CheckpointSection
 from headrace.limits import object_of_line
@@ -40,7 +41,7 @@ from headrace.run_folder import step_of
 from services.trainer.checkpoint.manifest import Manifest, RankFile, ShardChunk, versions
 from services.trainer.checkpoint.resharding import RANDOM, CheckpointReader, all_true
 from services.trainer.collective_io import CollectiveIO
-from services.trainer.durable import make_folder, put_in_place, remove, write_file
+from services.trainer.durable import make_folder, put_in_place, remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.state import TrainState
 
@@ -101,8 +102,18 @@ class Checkpoints:
                     "start this trainer again"
                 )
 
-    def save(self, policy: CheckpointPart, *, step: int, policy_version: int, epoch: int) -> None:
+    def save(
+        self,
+        policy: CheckpointPart,
+        *,
+        step: int,
+        policy_version: int,
+        epoch: int,
+        scored_by: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Takes the copies. Returns when the checkpoint survives a power loss; with async_save `take_safe` tells.
+
+        `scored_by` counts the samples since the checkpoint before, by scorer and version.
 
         A HeadraceError is raised on all ranks alike, which can go on: nothing was saved.
         """
@@ -112,7 +123,7 @@ class Checkpoints:
         work.do(lambda: self._begin(draft, epoch))
         chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
         state, scalars = TrainState(step, policy_version, epoch), dict(policy.scalars())
-        self._writing = self._thread.submit(self._write, draft, chunks, scalars, state)
+        self._writing = self._thread.submit(self._write, draft, chunks, scalars, state, scored_by)
         if not self._config.async_save:
             self.flush()
 
@@ -160,11 +171,19 @@ class Checkpoints:
                 make_folder(self._folder)
                 draft.mkdir()
 
-    def _write(self, draft: Path, chunks: list[ShardChunk], scalars: dict[str, Any], state: TrainState) -> None:
+    def _write(
+        self,
+        draft: Path,
+        chunks: list[ShardChunk],
+        scalars: dict[str, Any],
+        state: TrainState,
+        scored_by: Mapping[str, int],
+    ) -> None:
         work = CollectiveIO(self._layout.files_group)
         try:
             files = work.gather(work.do(lambda: RankFile.write(draft, self._layout.rank, chunks)).to_json())
-            work.do(lambda: self._finish(draft, [RankFile.from_json(text) for text in files], scalars, state))
+            ranks = [RankFile.from_json(text) for text in files]
+            work.do(lambda: self._finish(draft, ranks, scalars, state, scored_by))
         except HeadraceError:
             if self._layout.rank == 0:
                 remove(draft)  # a full disk is not kept full
@@ -173,7 +192,14 @@ class Checkpoints:
             self._safe = state
             self._prune()
 
-    def _finish(self, draft: Path, files: Sequence[RankFile], scalars: dict[str, Any], state: TrainState) -> None:
+    def _finish(
+        self,
+        draft: Path,
+        files: Sequence[RankFile],
+        scalars: dict[str, Any],
+        state: TrainState,
+        scored_by: Mapping[str, int],
+    ) -> None:
         if self._layout.rank != 0:
             return
         manifest = Manifest(
@@ -185,6 +211,7 @@ class Checkpoints:
             scalars=scalars,
             files={file.name: file.facts for file in files},
             places=[place for file in files for place in file.places],
+            scored_by=dict(scored_by),
         )
         manifest.write(draft)
         with self._owner.claimed(state.epoch):
@@ -355,7 +382,8 @@ class FolderOwner:
             )
         mine = {"run": self._run, "epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}
         if owner != mine:
-            write_file(self._folder / ".owner.json", json.dumps(mine))
+            with durable_write(self._folder / ".owner.json") as draft:
+                draft.write_text(json.dumps(mine))
 
     def _owner(self) -> dict[str, Any]:
         """{} when nobody has taken the folder yet, or the file says nothing that can be read."""

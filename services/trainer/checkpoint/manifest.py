@@ -14,7 +14,7 @@ import math
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from headrace.disk import durable_write, sync
 from headrace.errors import DataLoss, FailedPrecondition
 from services.trainer.collective_io import write_tensors
-from services.trainer.durable import sync, write_file
 
 FORMAT = 2
 """1 did not say what the whole tensors are, so a larger model's checkpoint could be taken for a smaller one's."""
@@ -149,11 +149,14 @@ class Manifest:
     """The parts' numbers, e.g. the schedule's place, and the model's facts."""
     files: Mapping[str, FileFacts]
     places: Sequence[Place]
+    scored_by: Mapping[str, int] = field(default_factory=dict)
+    """The samples that were trained since the checkpoint before, by the scorers that paid and their versions."""
 
     def write(self, folder: Path) -> None:
         """Returns when the manifest is on the disk; the files that it names were put there before."""
         body = asdict(self)
-        write_file(folder / _NAME, json.dumps({"format": FORMAT, "crc32": _crc32_of(body), "manifest": body}))
+        with durable_write(folder / _NAME) as draft:
+            draft.write_text(json.dumps({"format": FORMAT, "crc32": _crc32_of(body), "manifest": body}))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

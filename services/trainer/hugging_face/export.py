@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from headrace.disk import sync
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.models.folders import is_torn
 from headrace.models.registry import read_architecture
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
 from services.trainer.collective_io import CollectiveIO, write_tensors
-from services.trainer.durable import make_folder, new_folder, put_in_place, remove, sync, sync_files
+from services.trainer.durable import make_folder, new_folder, put_in_place, remove, sync_files
 from services.trainer.hugging_face.hf_folder import INDEX, HfFolder, passthrough_names
 from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import split_into_buckets

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,23 @@ SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
 _BESIDE = (_SCALE, f".weight{SCALE}", f".weight{SHAPE}")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_STACKED = re.compile(r"(model\..+\.experts)\.(gate_up|down)_proj")
+"""All experts of a layer in one tensor, as Qwen3.5 is published: [experts, rows, columns], gate's rows before up's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """An expert's part of a stacked tensor."""
+
+    stack: str
+    expert: int
+    first: int
+    last: int
+    columns: int
 
 
 class HfFolder:
-    """Reads through the index if there is one; FP8 blocks and packed INT4 are multiplied out."""
+    """Reads through the index if there is one; FP8 blocks and packed INT4 are multiplied out, stacks are cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,24 +51,29 @@ class HfFolder:
     @property
     def names(self) -> frozenset[str]:
         """All weights; what quantized ones have beside them is none."""
-        return frozenset(
+        return frozenset(self._slices) | frozenset(
             name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name
             for name in self._files
-            if not name.endswith(_BESIDE)
+            if not name.endswith(_BESIDE) and not _STACKED.fullmatch(name)
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         if self._is_packed(name):
             return self._shape_of_packed(name)
-        with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+        if part := self._slices.get(name):
+            return part.last - part.first, part.columns
+        return self._shape_in_file(name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU; FP8 and INT4 come back as float32."""
         if self._is_packed(name):
             scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
             return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
+        if part := self._slices.get(name):
+            with self._opened(part.stack) as file:
+                expert: Tensor = file.get_slice(part.stack)[part.expert, part.first : part.last]
+                return expert
         raw = self._raw(name)
         if raw.dtype not in _FP8:
             return raw
@@ -80,9 +100,31 @@ class HfFolder:
         return [self.tensor(tensor.name) for tensor in row.hf]
 
     def _raw(self, name: str) -> Tensor:
-        with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
+        with self._opened(name) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
+
+    def _shape_in_file(self, name: str) -> tuple[int, ...]:
+        with self._opened(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def _opened(self, name: str) -> Any:
+        return safe_open(str(self.folder / self._files[name]), framework="pt")
+
+    @cached_property
+    def _slices(self) -> Mapping[str, _Slice]:
+        """By the name that an expert's weight has in a folder without stacks."""
+        return {name: part for stack in self._files if _STACKED.fullmatch(stack) for name, part in self._cut(stack)}
+
+    def _cut(self, stack: str) -> Iterator[tuple[str, _Slice]]:
+        experts, _, projections = stack.rpartition(".")
+        halves = ("gate_proj", "up_proj") if projections == "gate_up_proj" else (projections,)
+        count, rows, columns = self._shape_in_file(stack)
+        size = rows // len(halves)
+        for expert in range(count):
+            for half, name in enumerate(halves):
+                part = _Slice(stack, expert, half * size, (half + 1) * size, columns)
+                yield f"{experts}.{expert}.{name}.weight", part
 
     @cached_property
     def _block(self) -> tuple[int, int]:
@@ -113,8 +155,6 @@ class HfFolder:
 
 _TIED_HEAD = "lm_head.weight"
 _SHOWN = 5
-VISION_TOWER = "visual."
-"""The names of its tensors begin with it."""
 
 
 def check_names(source: HfFolder, architecture: Architecture) -> None:
@@ -136,8 +176,4 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
 
 def passthrough_names(names: Iterable[str], architecture: Architecture) -> list[str]:
     """Returns the names of what is not trained: layers that predict further tokens, and a vision tower."""
-    layers = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    if architecture.vision is not None:
-        prefixes = (*prefixes, VISION_TOWER)
-    return sorted(name for name in names if prefixes and name.startswith(prefixes))
+    return sorted(name for name in names if name.startswith(tuple(architecture.kept)))

@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.architecture import Architecture
 from services.trainer.hugging_face.convert import Converter
-from services.trainer.hugging_face.hf_folder import VISION_TOWER, HfFolder
+from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.megatron.gpt import ImagePlaces, ModelProvider, build_stages, transformer_config
 from services.trainer.megatron.layers import has_transformer_engine
 from services.trainer.megatron.parallel import Layout
@@ -85,6 +85,8 @@ class RankModel:
 
 
 _KEPT_BYTES = 256 << 20
+_TOWER = "visual."
+"""The names of its tensors begin with it."""
 
 
 class FrozenTower:
@@ -98,8 +100,8 @@ class FrozenTower:
         config = AutoConfig.from_pretrained(str(folder)).vision_config
         config._attn_implementation = "sdpa"
         self._model = Qwen2_5_VisionTransformerPretrainedModel(config)
-        names = [name for name in source.names if name.startswith(VISION_TOWER)]
-        weights = {name.removeprefix(VISION_TOWER): source.tensor(name) for name in names}
+        names = [name for name in source.names if name.startswith(_TOWER)]
+        weights = {name.removeprefix(_TOWER): source.tensor(name) for name in names}
         try:
             self._model.load_state_dict(weights, strict=True)
         except RuntimeError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headrace.models.family import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sharding, Split
+from headrace.models.family import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sections, Sharding, Split
 
 
 def split_dim(sharding: Sharding) -> int:
@@ -30,12 +30,18 @@ def cut(sharding: Sharding, parts: Sequence[Tensor], rank: int, size: int) -> Te
             return torch.cat([part.chunk(size)[rank] for part in parts])
         case FusedGateUp():
             return torch.cat([half.chunk(size)[rank] for half in parts[0].chunk(2)])
-        case QueryKeyValue(groups, heads_per_group, head_size):
-            grouped = [
-                part.reshape(groups, heads * head_size, *part.shape[1:])
-                for part, heads in zip(parts, (heads_per_group, 1, 1), strict=True)
+        case QueryKeyValue(groups, heads_per_group, head_size, has_gates):
+            query, *others = (part.reshape(groups, -1, *part.shape[1:]) for part in parts)
+            if has_gates:
+                query = _swapped(query, heads_per_group, 2, head_size)
+            return torch.cat([query, *others], dim=1).chunk(size)[rank].flatten(0, 1)
+        case Sections(sizes, times):
+            sections = [
+                section.flatten(0, 1)
+                for part, rows in zip(parts, sizes, strict=True)
+                for section in part.unflatten(0, (times, -1)).split([each // times for each in rows], dim=1)
             ]
-            return torch.cat(grouped, dim=1).chunk(size)[rank].flatten(0, 1)
+            return torch.cat([section.chunk(size)[rank] for section in sections])
 
 
 def merge(sharding: Sharding, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -50,11 +56,24 @@ def merge(sharding: Sharding, shards: Sequence[Tensor]) -> list[Tensor]:
             return [torch.cat([half[part] for half in halves]) for part in range(2)]
         case FusedGateUp():
             return [torch.cat(merge(GateUp(), shards))]
-        case QueryKeyValue(groups, heads_per_group, head_size):
+        case QueryKeyValue(groups, heads_per_group, head_size, has_gates):
             whole = torch.cat(list(shards))
             grouped = whole.reshape(groups, -1, *whole.shape[1:])
-            sizes = [heads_per_group * head_size, head_size, head_size]
-            return [part.flatten(0, 1) for part in torch.split(grouped, sizes, dim=1)]
+            query, *others = grouped.split([heads_per_group * head_size * (1 + has_gates), head_size, head_size], dim=1)
+            if has_gates:
+                query = _swapped(query, 2, heads_per_group, head_size)
+            return [part.flatten(0, 1) for part in (query, *others)]
+        case Sections(sizes, times):
+            cut_sizes = [rows // len(shards) for each in sizes for rows in each]
+            pieces = zip(*(shard.split(cut_sizes) for shard in shards), strict=True)
+            wholes = (torch.cat(piece).unflatten(0, (times, -1)) for piece in pieces)
+            return [torch.cat([next(wholes) for _ in each], dim=1).flatten(0, 1) for each in sizes]
+
+
+def _swapped(query: Tensor, outer: int, inner: int, head_size: int) -> Tensor:
+    """[groups, outer * inner * head_size, …], inner before outer: a gate behind each query head, or behind all."""
+    heads: Tensor = query.unflatten(1, (outer, inner, head_size))
+    return heads.transpose(1, 2).flatten(1, 3)
 
 
 @dataclass(frozen=True, slots=True)

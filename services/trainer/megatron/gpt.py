@@ -22,6 +22,7 @@ from headrace.job.model import check_layout, megatron_fields
 from headrace.models.architecture import Architecture, Llama3Rope, Vision
 from services.trainer.megatron.configs import made
 from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
+from services.trainer.megatron.linear_attention import with_linear_attention
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.rows import NOBODY, Packing, RowImages, SampleImages
 
@@ -183,6 +184,8 @@ def _stage(
     is_last: bool,
 ) -> GPTModel:
     spec = layer_specs(architecture, config, layout, virtual)
+    if architecture.linear_attention:
+        spec = with_linear_attention(spec, architecture.linear_attention)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
     return GPTModel(

@@ -33,7 +33,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture, LatentAttention
@@ -52,12 +52,22 @@ def with_parts(spec: Any, chosen: Callable[[str, Any], Any]) -> Any:
     return dataclasses.replace(spec, **{name: with_parts(chosen(name, part), chosen) for name, part in parts.items()})
 
 
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """Multiplies by 1 + weight, in float32 at least."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """In the type of the tokens."""
+        exact = torch.promote_types(tokens.dtype, torch.float32)
+        weight = 1.0 + self.weight.to(exact)
+        return rms_norm(tokens.to(exact), self.normalized_shape, weight, self.eps).to(tokens.dtype)
+
+
 class MarkedNorm:
     """Makes the norm of a spec: RMSNorm, or LayerNorm."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps)
+        norm = (ZeroCentredNorm if config.layernorm_zero_centered_gamma else kind)(hidden_size, eps=eps)
         for parameter in norm.parameters():
             mark_sequence_parallel(parameter, config.sequence_parallel)
         return norm
@@ -226,7 +236,7 @@ class SegmentAttention(MegatronModule):
     ) -> Tensor:
         """[S, B, heads, d] or, packed, [T, heads, d], to [S, B, heads * d] or [T, heads * d]."""
         if packed_seq_params is not None and packed_seq_params.share is not None:
-            key, value = (_gathered(each, packed_seq_params.share) for each in (key, value))
+            key, value = (whole_row(each, packed_seq_params.share) for each in (key, value))
         key, value = (_repeated(each, query.shape[-2]) for each in (key, value))
         if packed_seq_params is None:
             queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
@@ -272,8 +282,8 @@ def _up_to(parts: Sequence[Tensor], prefix: int | None, number: int, end: int) -
     return own if prefix is None else torch.cat([parts[prefix], own], dim=2)
 
 
-def _gathered(tensor: Tensor, share: Share) -> Tensor:
-    """[T, heads, d] of the whole row; a gradient goes back to the rank whose part it is of, summed over all."""
+def whole_row(tensor: Tensor, share: Share) -> Tensor:
+    """[T, …] of the whole row; a gradient goes back to the rank whose part it is of, summed over all."""
     parts: Tensor = gather_from_sequence_parallel_region(tensor.contiguous(), group=share.group)
     return parts[share.order]
 

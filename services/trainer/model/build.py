@@ -310,7 +310,7 @@ def _model(
 def _adapters(job: Job, architecture: Architecture, model: RankModel, layout: Layout) -> Adapters | None:
     if job.lora.lora_rank is None:
         return None
-    adapters = attach(model.stages, model.config, architecture, layout, job.lora, job.run.seed)
+    adapters = attach(model, architecture, layout, job.lora, job.run.seed)
     model.converter.add_deltas(adapters.deltas())
     return adapters
 

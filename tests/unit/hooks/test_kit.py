@@ -114,7 +114,25 @@ async def test_a_sample_whose_response_is_a_text_of_the_function_has_the_tokens_
     assert made.tokens == second.turn.tokens()
     assert made.loss_mask == [*second.turn.branch().loss_mask]
     alone = attach_tokens(Sample(prompt=sample.prompt, response=str(first)), call)
-    assert alone.tokens == first.turn.tokens()
+    assert (alone.tokens, alone.turns) == (first.turn.tokens(), None)
+
+
+async def test_a_text_of_several_turns_is_told_turn_by_turn_even_when_the_last_response_is_empty(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    prompt, since = "3 + 4 =<|im_start|>assistant\n", " Sure?<|im_start|>assistant\n"
+    call = call_of(engine, tmp_path, max_turns=1)
+    with calling(call):
+        first = await generate_single(prompt)
+        last = await generate_single(f"{prompt}{first}{since}")
+    made = attach_tokens(Sample(prompt=prompt, response=last), call)
+    assert made.response == ""
+    assert made.turns == [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": "It is 7."},
+        {"role": "user", "content": since},
+        {"role": "assistant", "content": ""},
+    ]
 
 
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.rpc.net import free_port
 from headrace.score import Score, ScoreError, ScoreItem
+from headrace.trajectory import bounded_turns
 from tests.support.processes.reward_server import served_reward
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 
 
 class AnsweringServer:
-    """Answers each POST by a function, and keeps what it was asked."""
+    """Answers each POST by a function, and keeps what it was asked. A client without a cookie is given one."""
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.cookies: list[str | None] = []
         self.visits: list[str | None] = []
         """The keys of requests that follow a redirect."""
         outer = self
@@ -34,10 +36,13 @@ class AnsweringServer:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 outer.asked.append({"path": self.path, **body})
                 outer.keys.append(self.headers.get("authorization"))
+                outer.cookies.append(self.headers.get("cookie"))
                 status, text = answer(body)
                 self.send_response(status)
                 if 300 <= status < 400:
                     self.send_header("location", text.decode())
+                if outer.cookies[-1] is None:
+                    self.send_header("set-cookie", f"session={body.get('uuid', '')}; path=/; httponly; samesite=lax")
                 self.send_header("content-length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
@@ -218,10 +223,107 @@ async def test_a_redirect_is_refused_and_the_key_stays_where_it_was_sent(
         assert not result.retryable
 
 
+def gym_item(response: str, turns: Sequence[dict[str, Any]] = (), **metadata: object) -> ScoreItem:
+    item_id = f"{response} {metadata.get('uuid')} {len(turns)}"
+    return ScoreItem(item_id, "2 + 5 =", response, None, metadata, hook_fields={"turns": list(turns)} if turns else {})
+
+
+def gym(body: dict[str, Any]) -> tuple[int, bytes]:
+    """As a resource server of NeMo Gym answers: with all that it was sent, the reward, and figures of its own."""
+    if "response" not in body:
+        return 200, b"{}"
+    match body.get("uuid"):
+        case "wrong":
+            return 422, b'{"detail": [{"loc": ["body", "options"], "msg": "Input should be a valid list"}]}'
+        case "broken":
+            return 500, b"\"KeyError('task')\""
+        case "silent":
+            return 200, json.dumps(body).encode()
+    last = body["response"]["output"][-1]
+    reward = float(last["type"] == "message" and body["expected_answer"] in last["content"][0]["text"])
+    return 200, json.dumps({**body, "reward": reward, "length": 3, "extracted_answer": None}).encode()
+
+
+async def test_a_resource_server_gets_the_row_then_the_trajectory_with_its_cookie_and_gives_the_reward(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    server = answering(gym)
+    row: dict[str, Any] = {"uuid": "a", "expected_answer": "7", "level": 4}
+    async with served_reward(rm_type="nemo_gym", rm_url=f"{server.url}/") as client:
+        (right,) = await client.score([gym_item("<think>5 + 2</think>It is 7", **row)], deadline_seconds=120)
+        (wrong,) = await client.score([gym_item("8", **row | {"uuid": "b"})], deadline_seconds=120)
+    assert isinstance(right, Score)
+    assert (right.value, right.parts) == (1.0, {"reward": 1.0, "length": 3.0})
+    assert isinstance(wrong, Score)
+    assert wrong.value == 0.0
+    assert [asked["path"] for asked in server.asked] == ["/seed_session", "/verify"] * 2
+    assert server.cookies == [None, "session=a", None, "session=b"]  # each sample has a session of its own
+    seeded, verified = server.asked[:2]
+    asked = {"input": [{"type": "message", "role": "user", "content": "2 + 5 ="}]}
+    assert seeded == {"path": "/seed_session", **row, "responses_create_params": asked}
+    assert {name: verified[name] for name in seeded.keys() - {"path"}} == {**row, "responses_create_params": asked}
+    response = verified["response"]
+    assert (response["object"], response["status"], response["tools"]) == ("response", "completed", [])
+    thought, message = response["output"]
+    assert thought["summary"] == [{"type": "summary_text", "text": "5 + 2"}]
+    assert message["content"] == [{"type": "output_text", "text": "It is 7", "annotations": []}]
+
+
+async def test_a_conversation_is_sent_with_its_function_calls_and_their_outputs(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    server = answering(gym)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 5}'}}
+    turns = bounded_turns(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 + 5 ="},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "7"},
+            {"role": "assistant", "content": "7"},
+        ]
+    )
+    own = {"input": "the row's own", "tools": [{"type": "function", "name": "add"}], "parallel_tool_calls": False}
+    items = [gym_item("7", turns, expected_answer="7", responses_create_params=each) for each in ({}, own)]
+    async with served_reward(rm_type="nemo_gym", rm_url=server.url) as client:
+        for each in items:
+            (result,) = await client.score([each], deadline_seconds=120)
+            assert isinstance(result, Score)
+            assert result.value == 1.0
+    first, second = (asked for asked in server.asked if asked["path"] == "/verify")
+    assert [each["role"] for each in first["responses_create_params"]["input"]] == ["system", "user"]
+    called, output, message = first["response"]["output"]
+    assert called == {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 2, "b": 5}'}
+    assert output == {"type": "function_call_output", "call_id": "c1", "output": "7"}
+    assert message["content"][0]["text"] == "7"
+    assert second["responses_create_params"] == own
+    assert second["response"]["tools"] == own["tools"]
+
+
+async def test_a_resource_servers_refusal_fails_the_sample_and_its_outage_lets_it_wait(
+    answering: Callable[[Answer], AnsweringServer],
+) -> None:
+    server, nobody = answering(gym), f"http://127.0.0.1:{free_port()}"
+    cut = bounded_turns([{"role": "user", "content": "x" * 300_000}])
+    items = {uuid: gym_item("7", uuid=uuid) for uuid in ("wrong", "silent", "broken")}
+    items |= {"cut": gym_item("7", cut), "no object": gym_item("7", responses_create_params=3)}
+    async with served_reward(rm_type="nemo_gym", rm_url=server.url) as client:
+        found = dict(zip(items, await client.score(list(items.values()), deadline_seconds=120), strict=True))
+    async with served_reward(rm_type="nemo_gym", rm_url=nobody) as client:
+        (found["away"],) = await client.score([gym_item("7")], deadline_seconds=120)
+    errors = {name: result for name, result in found.items() if isinstance(result, ScoreError)}
+    assert {name: error.reason for name, error in errors.items()} == {
+        **dict.fromkeys(("wrong", "silent", "cut", "no object"), "SCORER_RAISED"),
+        **dict.fromkeys(("broken", "away"), "SCORER_UNAVAILABLE"),
+    }
+    assert "422" in errors["wrong"].message
+
+
 @pytest.mark.parametrize(
     ("leaves", "way_out"),
     [
         ({"rm_type": "remote_rm"}, "--rm-url"),
+        ({"rm_type": "nemo_gym"}, "--rm-url"),
         ({"rm_type": "judge"}, "--judge-url"),
         ({"rm_type": "judge", "judge_url": "http://h:1/v1"}, "--judge-model"),
     ],

@@ -57,7 +57,8 @@ class ScoreItem(_message.Message):
     index: _builtins.int
     """The sample's place in its group, from 0, which users' functions see as `sample.index`. Absent: its place in the call."""
     hook_json: _builtins.str
-    """A JSON object, as in SamplePayload. Of it are read `label_is_json`, for users' functions, and `custom_rm_path`: the
+    """A JSON object, as in SamplePayload. Of it are read `label_is_json`, for users' functions, `turns`, the messages of a
+    conversation, with calls of tools as in OpenAI's chat completions, and `custom_rm_path`: the
     function that scores this item instead of the service's own (a file.py:fn, or a pkg.mod.fn). Empty: none.
     """
     @_builtins.property

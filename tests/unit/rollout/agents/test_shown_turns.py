@@ -11,7 +11,9 @@ from headrace.cli.main import main
 from headrace.hooks import HookArgs, Sample, from_hook, run_generate
 from headrace.run_folder import RunFolder, ServiceEntry
 from headrace.sample_log import Answer, SampleLog
+from headrace.score import ScoreItem
 from headrace.trajectory import Sample as WireSample
+from headrace.trajectory import whole_conversation
 from tests.support.agents import producing
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
@@ -68,6 +70,17 @@ async def test_every_turn_of_an_agent_is_shown_with_its_role(
         (sample, *_) = await made.play()
     said = shown(tmp_path, capsys, WireSample.unpack(sample.pack()))
     assert in_order(said, *parts), said
+
+
+async def test_a_scorer_sees_the_conversation_with_its_calls_of_tools(tmp_path: Path) -> None:
+    async with producing(tmp_path, USES_TOOLS, lambda job: lambda number: FakeEngine(WIRE), num_prompts=0) as made:
+        (sample, *_) = await made.play()
+    item = ScoreItem.unpack(ScoreItem.of(sample).pack())
+    messages = whole_conversation(item.hook_fields)
+    assert [message["role"] for message in messages[:4]] == ["system", "user", "assistant", "tool"]
+    called = {"name": "look_up", "arguments": '{"what": "the Nile"}'}
+    assert messages[2] == {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": called}]}
+    assert messages[3] == {"role": "tool", "content": "6,650 km", "tool_call_id": "c1"}
 
 
 KIT = """

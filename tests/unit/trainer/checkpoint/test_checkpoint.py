@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from headrace.job.schema.run import CheckpointSection
+from headrace.launch.previous_run import scored_by
 from services.trainer.checkpoint.checkpoint import Checkpoints, step_name, whole_checkpoints
 from services.trainer.checkpoint.manifest import Manifest, ShardChunk, crc32
 from services.trainer.checkpoint.resharding import CheckpointReader, Expected, opened
+from services.trainer.control.worker import RankWorker
 from services.trainer.megatron.parallel import Context, Layout
+from services.trainer.plan.batch import SampleFacts
 from services.trainer.state import TrainState
 
 
@@ -155,6 +159,43 @@ def test_a_state_is_safe_once_it_is_written_and_told_once(checkpoints: Checkpoin
     assert checkpoints.take_safe() is None
 
 
+class Trained(Note):
+    """A policy that takes the samples, and saves a note."""
+
+    set_aside: Sequence[Any] = ()
+    is_logged = False
+
+    @property
+    def saved(self) -> Note:
+        return self
+
+    def train(self, *_: object) -> dict[str, float]:
+        return {}
+
+
+def test_a_checkpoint_names_the_scorers_that_paid_for_the_samples_since_the_one_before(
+    checkpoints: Checkpoints,
+) -> None:
+    def sample(scorer: str, version: str) -> SampleFacts:
+        return SampleFacts.of(
+            pb.SampleEnvelope(
+                sample_id="a", status=pb.SAMPLE_STATUS_COMPLETED, prompt_tokens=1, scorer=scorer, scorer_version=version
+            )
+        )
+
+    worker: Any = RankWorker(Trained("text"), None, None, checkpoints, None)  # type: ignore[arg-type]  # a rank that only saves
+    worker.train(0, [sample("math", "1 sha256:ab")] * 3)
+    worker.train(1, [sample("math", "1 sha256:ab"), sample("custom", "r.py:f sha256:cd"), sample("", "")])
+    worker.save(2, 2, 1)
+    worker.train(2, [sample("custom", "r.py:f sha256:cd")])
+    worker.save(3, 3, 1)
+    assert {step: scored_by(checkpoints.path_of(step)) for step in (1, 2, 3)} == {
+        1: {},  # there is none
+        2: {"math 1 sha256:ab": 4, "custom r.py:f sha256:cd": 1},
+        3: {"custom r.py:f sha256:cd": 1},
+    }
+
+
 def test_in_the_background_the_copy_of_the_moment_is_written(tmp_path: Path, layout: Layout) -> None:
     class Weights(Note):
         values = torch.ones(100_000)
@@ -247,7 +288,8 @@ class Power:
                 raise PowerCut
             real(path, *more, **named)
             self.done.append(
-                f"{name} {Path(what).name}" + (f" {Path(more[0]).name}" if more and name == "rename" else "")
+                f"{name} {Path(what).name}"
+                + (f" {Path(more[0]).name}" if more and name in ("rename", "replace") else "")
             )
             if len(self.done) - 1 == self.cut_after:
                 raise PowerCut
@@ -270,8 +312,9 @@ def test_every_file_and_every_new_folders_name_is_on_the_disk_before_a_checkpoin
     before = power.done[:visible]
     assert before.index("mkdir new") < before.index(f"fsync {tmp_path.name}") < before.index("mkdir .draft-1")
     assert before.index("mkdir folder") < before.index("fsync new") < before.index("mkdir .draft-1")
-    named = before.index("rename .manifest.json.draft manifest.json")
-    assert before.index("fsync rank-00000.safetensors") < before.index("fsync .manifest.json.draft") < named
+    draft = f".manifest.{os.getpid()}.json"
+    named = before.index(f"replace {draft} manifest.json")
+    assert before.index("fsync rank-00000.safetensors") < before.index(f"fsync {draft}") < named
     assert "fsync .draft-1" in before[named:]
     assert power.done[visible + 1] == "fsync folder"
 

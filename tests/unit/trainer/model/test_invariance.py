@@ -28,10 +28,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3@cp2": (2, CP2),
     "qwen3_moe@alone": (1, {}),
     "qwen3_moe@cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
+    "qwen3_next@alone": (1, {}),
+    "qwen3_next@cp2": (2, CP2),
     "deepseek_v3@alone": (1, {}),
     "deepseek_v3@cp2": (2, CP2),
 }
-"""Dense, with experts, and with experts and latent attention."""
+"""Dense, with experts, with experts and linear attention, and with experts and latent attention."""
 if ALL:
     LAYOUTS |= {
         "qwen3@tp2": (2, TP2),

@@ -36,7 +36,7 @@ from tests.support.models.float64_reference import (
 )
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.algorithm_cases import AlgorithmCase, told
-from tests.support.ranks.rank_results import metrics, weights
+from tests.support.ranks.rank_results import metrics, network, weights
 from tests.support.ranks.ranks import Sections, run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -45,6 +45,7 @@ CONSTANT = 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
 WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
+HYBRID = "qwen3_next"
 RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
 
 
@@ -143,8 +144,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("algorithms")
     make_tiny(folder / "model", "qwen3", tied=True)
     make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
+    make_tiny(folder / HYBRID, HYBRID)
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes")}):
-        run_cases(folder, 1, [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()])
+        alone = [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()]
+        run_cases(folder, 1, [*alone, AlgorithmCase(HYBRID, str(folder), str(folder / HYBRID), {})])
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes-of-two")}):
         run_cases(folder, 2, [_case(folder, *item) for item in SPREAD_RUNS.items()])
     return folder
@@ -164,9 +167,24 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     for answer, advantage in zip(answers, advantages, strict=True):
         if answer.mask.any():
             loss = loss + (answer.mask * token_loss(answer, advantage)).sum() / length(answer) / len(answers)
+    _assert_loss_and_gradient(metrics(runs / name)[0], loss, network)
+
+
+def test_a_model_with_linear_attention_has_the_gradient_of_transformers(runs: Path) -> None:
+    """Whose float64 has float32 in it, in norms and states."""
+    model = network(runs / HYBRID)
+    answers = [Answer(model, model, sample) for sample in told(0) if sample.reward is not None]
+    terms = [
+        (a.mask * clipped(a, advantage)).sum() / a.mask.sum()
+        for a, advantage in zip(answers, advantages_of("grpo", answers), strict=True)
+        if a.mask.any()
+    ]
+    _assert_loss_and_gradient(metrics(runs / HYBRID)[0], torch.stack(terms).sum() / len(answers), model)
+
+
+def _assert_loss_and_gradient(found: dict[str, float], loss: Tensor, model: Any) -> None:
     loss.backward()
-    norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
-    found = metrics(runs / name)[0]
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert found["loss/policy"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
