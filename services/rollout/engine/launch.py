@@ -134,7 +134,7 @@ def always_returned(options: EngineOptions) -> None:
 def _has_mask(request: Any, mask_tokens: int) -> bool:
     """SGLang returns the masks of requests with such a top_k. In a stream each event would have all of them again."""
     params = request.sampling_params
-    return isinstance(params, dict) and 1 <= params.get("top_k", 0) <= mask_tokens and not request.stream
+    return isinstance(params, dict) and 1 <= (params.get("top_k") or 0) <= mask_tokens and not request.stream
 
 
 REFUSED = 78
@@ -168,7 +168,8 @@ def main() -> int:
         return REFUSED
     if not machine.has_accelerator:
         fork_processes()
-    always_returned(options)
+    if options.returns_experts or options.mask_tokens is not None:
+        always_returned(options)
     sys.argv = ["sglang.launch_server", *words]
     runpy.run_module("sglang.launch_server", run_name="__main__")
     return 0
