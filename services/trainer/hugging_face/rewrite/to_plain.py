@@ -1,7 +1,7 @@
 """`python -m services.trainer.hugging_face.rewrite.to_plain MODEL FOLDER`: a quantized Hugging Face folder in bfloat16.
 
-Block FP8, packed INT4 (Kimi K2 Thinking) and MXFP4 (gpt-oss) are multiplied out; norms and router biases stay as they are. For models
-that are published in a form in which engines cannot be given new weights.
+Block FP8, packed INT4 (Kimi K2 Thinking) and MXFP4 (gpt-oss) are multiplied out; norms and router biases stay as they
+are. For models that are published in a form in which engines cannot be given new weights.
 """
 
 from __future__ import annotations
