@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,15 @@ def checkpoints_of(run: RunFolder, job: Job) -> dict[int, Path]:
         for path in folder.glob(f"{_CHECKPOINT}*")
         if (step := whole_number(path.name.removeprefix(_CHECKPOINT), MAX_COUNTER)) is not None
     }
+
+
+def scored_by(checkpoint: Path) -> Mapping[str, int]:
+    """The samples that were trained since the checkpoint before, by scorer and version; none where it does not say."""
+    try:
+        found: Mapping[str, int] = json.loads((checkpoint / "manifest.json").read_bytes())["manifest"]["scored_by"]
+        return found
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def is_finished(run: RunFolder, job: Job) -> bool:

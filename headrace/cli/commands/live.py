@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -30,7 +31,7 @@ from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, FailedPrecondition, HeadraceError, NotFound
 from headrace.hooks.agent_command import of_commands
 from headrace.launch.health import is_serving
-from headrace.launch.previous_run import has_ended, previous_run
+from headrace.launch.previous_run import checkpoints_of, has_ended, previous_run, scored_by
 from headrace.launch.process import grace_seconds
 from headrace.ledger_tools.audit_run import damage_line
 from headrace.limits import MAX_DRAIN_SECONDS, one_line
@@ -71,10 +72,12 @@ def _ended(folder: RunFolder, *, as_json: bool) -> int:
     steps, wanted = (previous.saved_step, previous.job.rollout.num_rollout) if previous else (None, None)
     is_finished = steps is not None and wanted is not None and steps >= wanted
     ending = None if is_finished else ExitStatus.read(folder.exit_status)
+    checkpoints = _checkpoints(folder)
     if as_json:
         state = "finished" if is_finished else "interrupted" if previous else "unreadable"
         reason = ending.message if ending else None
-        print_json({"run": folder.path, "state": state, "saved_step": steps, "num_steps": wanted, "reason": reason})
+        said = {"state": state, "saved_step": steps, "num_steps": wanted, "reason": reason, "checkpoints": checkpoints}
+        print_json({"run": folder.path, **said})
     elif previous is None:
         print(f"{folder.path}: ended; its job.json cannot be read, so its progress is unknown")
     elif is_finished:
@@ -88,6 +91,8 @@ def _ended(folder: RunFolder, *, as_json: bool) -> int:
             f"{folder.path}: ended; its checkpoints hold {steps} of {wanted} steps: the command that started it "
             f"continues from there; the logs in {folder.logs} say why it ended"
         )
+    if not as_json:
+        _print_checkpoints(checkpoints)
     return 0 if is_finished else 1
 
 
@@ -114,15 +119,32 @@ async def _status(folder: RunFolder, *, as_json: bool) -> int:
             }
             for name, state in states.items()
         }
-        print_json({"run": folder.path, "state": "running", "services": tree, "waiting": waiting})
+        said = {"state": "running", "services": tree, "waiting": waiting, "checkpoints": _checkpoints(folder)}
+        print_json({"run": folder.path, **said})
     else:
         table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
         for name, detail in details.items():
             table.add_row(name, *_where(name, services), Text(detail))
         print_no_wrap(Console(), table)
+        _print_checkpoints(_checkpoints(folder))
         if waiting:
             print(waiting)
     return 0 if all(state.serves for state in states.values()) else 1
+
+
+def _checkpoints(folder: RunFolder) -> Sequence[_Checkpoint]:
+    previous = previous_run(folder)
+    found = checkpoints_of(folder, previous.job) if previous else {}
+    return [_Checkpoint(step, path, scored_by(path)) for step, path in sorted(found.items())]
+
+
+def _print_checkpoints(checkpoints: Sequence[_Checkpoint]) -> None:
+    if not checkpoints:
+        return
+    table = Table("checkpoint", "samples since the one before, by scorer", box=None)
+    for each in checkpoints:
+        table.add_row(each.path.name, Text("\n".join(f"{count} {who}" for who, count in each.scored_by.items()) or "–"))
+    print_no_wrap(Console(), table)
 
 
 def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:
@@ -136,6 +158,13 @@ def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:
 def _not_ready(folder: RunFolder, name: str) -> str:
     last = doing(folder.logs / f"{name}.log", 0)
     return "its process runs and does not serve yet" + (f", last: {last}" if last else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    step: int
+    path: Path
+    scored_by: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from services.rollout.chat.template import Message, Rendered, Segment, Segments,
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen": ("<|im_end|>",),
     "qwen3": ("<|im_end|>",),
+    "qwen3_5": ("<|im_end|>",),
     "llama3": ("<|eot_id|>", "<|eom_id|>"),
     "glm4": ("<|user|>", "<|observation|>", "<|endoftext|>"),
     "distill_qwen": ("<｜end▁of▁sentence｜>",),

@@ -25,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -101,8 +102,18 @@ class Checkpoints:
                     "start this trainer again"
                 )
 
-    def save(self, policy: CheckpointPart, *, step: int, policy_version: int, epoch: int) -> None:
+    def save(
+        self,
+        policy: CheckpointPart,
+        *,
+        step: int,
+        policy_version: int,
+        epoch: int,
+        scored_by: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Takes the copies. Returns when the checkpoint survives a power loss; with async_save `take_safe` tells.
+
+        `scored_by` counts the samples since the checkpoint before, by scorer and version.
 
         A HeadraceError is raised on all ranks alike, which can go on: nothing was saved.
         """
@@ -112,7 +123,7 @@ class Checkpoints:
         work.do(lambda: self._begin(draft, epoch))
         chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
         state, scalars = TrainState(step, policy_version, epoch), dict(policy.scalars())
-        self._writing = self._thread.submit(self._write, draft, chunks, scalars, state)
+        self._writing = self._thread.submit(self._write, draft, chunks, scalars, state, scored_by)
         if not self._config.async_save:
             self.flush()
 
@@ -160,11 +171,19 @@ class Checkpoints:
                 make_folder(self._folder)
                 draft.mkdir()
 
-    def _write(self, draft: Path, chunks: list[ShardChunk], scalars: dict[str, Any], state: TrainState) -> None:
+    def _write(
+        self,
+        draft: Path,
+        chunks: list[ShardChunk],
+        scalars: dict[str, Any],
+        state: TrainState,
+        scored_by: Mapping[str, int],
+    ) -> None:
         work = CollectiveIO(self._layout.files_group)
         try:
             files = work.gather(work.do(lambda: RankFile.write(draft, self._layout.rank, chunks)).to_json())
-            work.do(lambda: self._finish(draft, [RankFile.from_json(text) for text in files], scalars, state))
+            ranks = [RankFile.from_json(text) for text in files]
+            work.do(lambda: self._finish(draft, ranks, scalars, state, scored_by))
         except HeadraceError:
             if self._layout.rank == 0:
                 remove(draft)  # a full disk is not kept full
@@ -173,7 +192,14 @@ class Checkpoints:
             self._safe = state
             self._prune()
 
-    def _finish(self, draft: Path, files: Sequence[RankFile], scalars: dict[str, Any], state: TrainState) -> None:
+    def _finish(
+        self,
+        draft: Path,
+        files: Sequence[RankFile],
+        scalars: dict[str, Any],
+        state: TrainState,
+        scored_by: Mapping[str, int],
+    ) -> None:
         if self._layout.rank != 0:
             return
         manifest = Manifest(
@@ -185,6 +211,7 @@ class Checkpoints:
             scalars=scalars,
             files={file.name: file.facts for file in files},
             places=[place for file in files for place in file.places],
+            scored_by=dict(scored_by),
         )
         manifest.write(draft)
         with self._owner.claimed(state.epoch):

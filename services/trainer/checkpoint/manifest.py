@@ -14,7 +14,7 @@ import math
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,8 @@ class Manifest:
     """The parts' numbers, e.g. the schedule's place, and the model's facts."""
     files: Mapping[str, FileFacts]
     places: Sequence[Place]
+    scored_by: Mapping[str, int] = field(default_factory=dict)
+    """The samples that were trained since the checkpoint before, by the scorers that paid and their versions."""
 
     def write(self, folder: Path) -> None:
         """Returns when the manifest is on the disk; the files that it names were put there before."""

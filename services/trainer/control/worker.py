@@ -7,6 +7,7 @@ arguments travel as MessagePack, typed by its signature, and nothing else is car
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +63,8 @@ class RankWorker:
         self._fetch = fetch
         self._checkpoints = checkpoints
         self._trained_samples = trained_samples
+        self._scored_by: Counter[str] = Counter()
+        """The samples since the last checkpoint, by the scorers that paid for them."""
 
     @command
     def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
@@ -73,6 +76,7 @@ class RankWorker:
             metrics = self._policy.train(step, samples, read)
             seen = self._policy.take_seen()
             self._trained_samples.write(step + 1, read.of(self._policy.trained_ids), seen, shown_ids(step, samples))
+        self._scored_by.update(sample.scored_by for sample in samples if sample.scored_by and not sample.set_aside)
         return Trained(metrics, self._policy.set_aside, self._policy.is_logged)
 
     @command
@@ -129,7 +133,10 @@ class RankWorker:
     def save(self, step: int, policy_version: int, epoch: int) -> None:
         """Writes this rank's share of a checkpoint."""
         self._wait_for_samples()
-        self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)
+        self._checkpoints.save(
+            self._policy.saved, step=step, policy_version=policy_version, epoch=epoch, scored_by=dict(self._scored_by)
+        )
+        self._scored_by.clear()
 
     @command
     def export(self, path: str) -> None:

@@ -26,6 +26,36 @@ from services.trainer.megatron.parallel import Layout
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A row whose parameter this rank holds."""
+
+    row: Row
+    name: str
+    """The parameter as weights_of names it."""
+    weight: Tensor
+    sharding: Sharding
+    """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
+    rank: int
+    size: int
+    """Tensor ranks that divide it"""
+    data_rank: int
+    data_size: int
+    """Data ranks that hold the same"""
+
+    def shard(self, key: str, parameter: Tensor, sharding: Sharding) -> ModelShard:
+        """A parameter that lies where this one does, as a part of the tensor `key`."""
+        return ModelShard.of(
+            key,
+            parameter,
+            sharding,
+            rank=self.rank,
+            size=self.size,
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A row of this pipeline rank."""
 
@@ -128,11 +158,28 @@ class Converter:
 
     def shards(self) -> list[ModelShard]:
         """Every weight of this rank with its place in the whole model, in the table's order."""
-        found = [self._shard(placed) for placed in self._placed if self._is_here(placed)]
+        found = [self._shard(held) for held in self.held()]
         if self._has_tied_copy:
-            copy = self._shard(self._tied_embedding())
+            copy = self._shard(self._held(self._tied_embedding()))
             found.append(replace(copy, replica=0, num_replicas=0, is_reporting=False))
         return found
+
+    def held(self) -> Iterator[Held]:
+        """The rows of this rank, in the table's order; the copy of a tied embedding is none."""
+        return (self._held(placed) for placed in self._placed if self._is_here(placed))
+
+    def _held(self, placed: Placed) -> Held:
+        layout, shared = self._layout, placed.row.expert is None
+        return Held(
+            placed.row,
+            placed.name,
+            self._weights[placed.name],
+            self._sharding(placed),
+            self._rank(placed),
+            self._size(placed),
+            layout.dp_rank if shared else layout.edp_rank,
+            layout.dp_size if shared else layout.edp_size,
+        )
 
     def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
         if is_torch_dist(folder):
@@ -141,17 +188,8 @@ class Converter:
         check_names(source, self._architecture)
         return source
 
-    def _shard(self, placed: Placed) -> ModelShard:
-        layout, shared = self._layout, placed.row.expert is None
-        return ModelShard.of(
-            placed.row.hf[0].key,
-            self._weights[placed.name],
-            self._sharding(placed),
-            rank=self._rank(placed),
-            size=self._size(placed),
-            data_rank=layout.dp_rank if shared else layout.edp_rank,
-            data_size=layout.dp_size if shared else layout.edp_size,
-        )
+    def _shard(self, held: Held) -> ModelShard:
+        return held.shard(held.row.hf[0].key, held.weight, held.sharding)
 
     def _tied_embedding(self) -> Placed:
         return Placed(table(self._architecture).first[0], self._tied_copy, 0)
@@ -175,7 +213,6 @@ class Converter:
             mark_tensor_parallel(self._weights[self._tied_copy], True)
 
     def _sharding(self, placed: Placed) -> Sharding:
-        """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
         tensors = placed.row.hf
         is_whole = len(tensors) == 1 and tensors[0].shape == tuple(self._weights[placed.name].shape)
         return Replicated() if is_whole and self._size(placed) > 1 else placed.row.sharding

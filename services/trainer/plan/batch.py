@@ -29,6 +29,8 @@ class SampleFacts:
     min_policy_version: int | None
     role: str = ""
     """Which of several agents of a task; its rewards count against those of the same role."""
+    scored_by: str = ""
+    """The scorer that paid for it, and the scorer's version."""
     set_aside: str | None = None
     """Why the trainer cannot use it, where it cannot: it counts as FAILED."""
 
@@ -57,6 +59,7 @@ class SampleFacts:
             trained_tokens=min(envelope.trained_tokens, max(envelope.prompt_tokens + envelope.response_tokens - 1, 0)),
             min_policy_version=min(versions, default=None),
             role=envelope.tags.get(ROLE, ""),
+            scored_by=f"{envelope.scorer} {envelope.scorer_version}".strip(),
         )
 
     @classmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -87,8 +87,18 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,  # a state of few tokens may answer next to nothing, whose noise its norm makes large
 }
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+"""The vision tower that Qwen3.5 is published with."""
 _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "num_experts": 4,
@@ -134,6 +144,8 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_next": ("qwen3_next", _DELTA_NET | _SHARED_EXPERT),
+    "qwen3_5": ("qwen3_5", _DELTA_NET),
+    "qwen3_5_moe": ("qwen3_5_moe", _DELTA_NET | _SHARED_EXPERT),
     "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
@@ -166,7 +178,9 @@ def make_tiny(
 ) -> Path:
     """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(family, tied=tied, num_layers=num_layers, **shape))
+    config = _config(family, tied=tied, num_layers=num_layers, **shape)
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = kind.from_config(config)
     _shake(model)
     model.save_pretrained(folder, max_shard_size="100KB")
     make_tiny_tokenizer().save_pretrained(folder)
@@ -185,7 +199,10 @@ def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
     model_type, particular = _FAMILIES[family]
     rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
     chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
-    return CONFIG_MAPPING[model_type](**(_SHAPE | dict(particular) | chosen))
+    values = _SHAPE | dict(particular) | chosen
+    if model_type.startswith("qwen3_5"):
+        values = {"text_config": values, "vision_config": _TOWER, "tie_word_embeddings": tied}
+    return CONFIG_MAPPING[model_type](**values)
 
 
 def _shake(model: Any) -> None:

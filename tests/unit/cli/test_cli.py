@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from importlib.metadata import version
@@ -200,6 +201,18 @@ def test_the_status_of_a_run_that_has_ended(
     printed = capsys.readouterr().out
     assert said in printed
     assert "does not answer" not in printed
+
+
+def test_the_status_lists_checkpoints_with_the_scorers_that_paid(
+    load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended_run(load_with, tmp_path, 3)
+    earlier = run.path / "checkpoints" / "step-00000002"
+    earlier.mkdir()
+    (earlier / "manifest.json").write_text(json.dumps({"manifest": {"scored_by": {"f1 headrace sha256:ab": 64}}}))
+    assert main(["status", str(run.path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "step-" in line]
+    assert rows == [["step-00000002", "64", "f1", "headrace", "sha256:ab"], ["step-00000003", "–"]]
 
 
 def test_the_same_command_on_a_finished_run_says_so_at_once(

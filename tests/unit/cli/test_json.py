@@ -131,5 +131,6 @@ def test_a_run_that_has_ended_says_where(load_with, tmp_path: Path, capsys: pyte
     (run.path / "checkpoints" / "step-00000002").mkdir(parents=True)
     found = printed(capsys, "status", str(run.path), code=1)
     assert (found["state"], found["saved_step"], found["num_steps"]) == ("interrupted", 2, 3)
+    assert [(each["step"], each["scored_by"]) for each in found["checkpoints"]] == [(2, {})]
     (row,) = printed(capsys, "eval", str(run.path), "--history")
     assert (row["step"], row["eval/sums"]) == (2, 0.5)

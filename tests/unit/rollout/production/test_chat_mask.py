@@ -58,7 +58,7 @@ def tool(content: str) -> dict[str, Any]:
 
 def said(name: str, content: str) -> str:
     """As the template writes it: some cut blanks off."""
-    if name.startswith(("glm", "llama")):
+    if name.startswith(("glm", "llama", "qwen3.5")):
         return content.strip()
     return content
 
@@ -139,12 +139,12 @@ def test_the_text_is_the_one_that_transformers_renders(name: str, data: st.DataO
     assert text in (rendered, rendered + stop(name))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "glm4.5", "glm4.6"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3.5", "glm4.5", "glm4.6"])
 def test_calls_of_tools_are_trained(name: str) -> None:
     messages = [user("1 + 2?"), assistant("I add.", tool_calls=[CALL]), tool("3"), assistant("It is 3.")]
     text = trained(name, messages, [CALL["function"]])
     assert text.startswith(NO_THOUGHT.get(name, "") + "I add.")
-    assert '"add"' in text or "<tool_call>add" in text
+    assert any(call in text for call in ('"add"', "<tool_call>add", "<function=add>"))
     assert "tool_response" not in text
 
 

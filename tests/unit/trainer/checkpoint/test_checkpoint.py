@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from headrace.job.schema.run import CheckpointSection
+from headrace.launch.previous_run import scored_by
 from services.trainer.checkpoint.checkpoint import Checkpoints, step_name, whole_checkpoints
 from services.trainer.checkpoint.manifest import Manifest, ShardChunk, crc32
 from services.trainer.checkpoint.resharding import CheckpointReader, Expected, opened
+from services.trainer.control.worker import RankWorker
 from services.trainer.megatron.parallel import Context, Layout
+from services.trainer.plan.batch import SampleFacts
 from services.trainer.state import TrainState
 
 
@@ -153,6 +157,43 @@ def test_a_state_is_safe_once_it_is_written_and_told_once(checkpoints: Checkpoin
     checkpoints.save(Note("text"), step=3, policy_version=2, epoch=1)
     assert checkpoints.take_safe() == TrainState(3, 2, 1)
     assert checkpoints.take_safe() is None
+
+
+class Trained(Note):
+    """A policy that takes the samples, and saves a note."""
+
+    set_aside: Sequence[Any] = ()
+    is_logged = False
+
+    @property
+    def saved(self) -> Note:
+        return self
+
+    def train(self, *_: object) -> dict[str, float]:
+        return {}
+
+
+def test_a_checkpoint_names_the_scorers_that_paid_for_the_samples_since_the_one_before(
+    checkpoints: Checkpoints,
+) -> None:
+    def sample(scorer: str, version: str) -> SampleFacts:
+        return SampleFacts.of(
+            pb.SampleEnvelope(
+                sample_id="a", status=pb.SAMPLE_STATUS_COMPLETED, prompt_tokens=1, scorer=scorer, scorer_version=version
+            )
+        )
+
+    worker: Any = RankWorker(Trained("text"), None, None, checkpoints, None)  # type: ignore[arg-type]  # a rank that only saves
+    worker.train(0, [sample("math", "1 sha256:ab")] * 3)
+    worker.train(1, [sample("math", "1 sha256:ab"), sample("custom", "r.py:f sha256:cd"), sample("", "")])
+    worker.save(2, 2, 1)
+    worker.train(2, [sample("custom", "r.py:f sha256:cd")])
+    worker.save(3, 3, 1)
+    assert {step: scored_by(checkpoints.path_of(step)) for step in (1, 2, 3)} == {
+        1: {},  # there is none
+        2: {"math 1 sha256:ab": 4, "custom r.py:f sha256:cd": 1},
+        3: {"custom r.py:f sha256:cd": 1},
+    }
 
 
 def test_in_the_background_the_copy_of_the_moment_is_written(tmp_path: Path, layout: Layout) -> None:

@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
-    FAMILIES += ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "moonlight", "kimi_k2")
+    FAMILIES += ("qwen2_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "moonlight", "kimi_k2")
     RUNS |= {
         "llama@tp2": (2, TP2),
         "qwen2_moe@sp2": (2, SP2),
@@ -63,6 +63,8 @@ if ALL:
         "qwen3_moe@vpp2": (2, VPP2),
         "qwen3_next@pp2": (2, PP2),
         "qwen3_next@ep2": (2, EP2 | SHARDED),
+        "qwen3_5@tp2": (2, TP2),
+        "qwen3_5_moe@ep2": (2, EP2),
         "glm4@tp2": (2, TP2),
         "moonlight@ep2": (2, EP2),
         "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
@@ -87,7 +89,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         make_tiny(folder / family, family, **SHAPES.get(family, {}))
     if ALL:
-        add_mtp_layer(folder / "glm4_moe", 3)
+        add_mtp_layer(folder / "glm4_moe", "model.layers.3")
+    add_mtp_layer(folder / "qwen3_next", "mtp.layers.0")
     make_fp8(folder / "qwen3", folder / "fp8")
     balancing = {"moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0}
     alone: dict[str, tuple[int, dict[str, Any]]] = {f"{family}@alone": (1, {}) for family in (*FAMILIES, "fp8")}
