@@ -328,12 +328,12 @@ _WEIGHT = ".weight"
 
 
 def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
-    """The weights of the layers that get an adapter, in the table's order.
+    """The weights of the layers that get an adapter, in the table's order: none of experts in one tensor, as in peft.
 
     Raises ConfigError for a name that no layer has.
     """
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf]
+    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf if tensor.slot is None]
     if ALL_LINEAR in wanted:
         return linear
     known = {last_word(tensor.name) for tensor in linear}

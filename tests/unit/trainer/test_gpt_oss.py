@@ -19,9 +19,11 @@ from headrace.job.model import check_layout, contradictions
 from headrace.models.family import TransposedGateUp
 from headrace.models.folders import BlockFp8
 from headrace.models.registry import PRESETS, architecture, table
+from headrace.models.torch_dist import rows_of
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.rewrite.to_plain import to_plain
 from services.trainer.hugging_face.shards import cut, merge
+from services.trainer.hugging_face.torch_dist import TorchDistFolder, write_torch_dist
 from tests.support.models.tiny_families import tiny_config
 
 SIZES = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
@@ -96,6 +98,19 @@ def test_mxfp4_is_read_bit_for_bit_as_transformers_reads_it(mxfp4: Path, tmp_pat
     assert BlockFp8.of(tmp_path / "plain") is None
     with pytest.raises(ConfigError, match=r"in MXFP4, in which engines cannot be given .*to_plain MODEL FOLDER"):
         BlockFp8.of(mxfp4)
+
+
+def test_a_megatron_checkpoint_gives_back_the_tensors_that_it_was_written_from(mxfp4: Path, tmp_path: Path) -> None:
+    source, a = HfFolder(mxfp4), architecture(tiny_config("gpt_oss"))
+    rows = [row for row, _ in rows_of(a)]
+    write_torch_dist(
+        tmp_path / "megatron",
+        a,
+        {row.hf[0].key: cut(row.sharding, source.parts(row), 0, 1).contiguous() for row in rows},
+    )
+    written = TorchDistFolder(tmp_path / "megatron", a)
+    for row in rows:
+        assert all(one.equal(other) for one, other in zip(written.parts(row), source.parts(row), strict=True)), row
 
 
 @pytest.mark.parametrize(
