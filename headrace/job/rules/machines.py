@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.devices import DevicePlan, Host, Wanted, machine_of, plan_devices, this_machine
 from headrace.errors import ConfigError, Unavailable
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
@@ -299,7 +300,7 @@ def device_plan(job: Job, scope: Scope, *, leaves_the_trainers: bool = True) -> 
     what there is was chosen for them. Raises ConfigError when there are too few.
     """
     machine = _machine(job, scope)
-    engines = _engine_sizes(job, scope)
+    engines = _engine_parts(job, scope)
     trains = "trainer" in scope.services if not leaves_the_trainers else _trains_here(job, scope)
     if machine is None or not (trains or engines):
         return None
@@ -330,12 +331,10 @@ def _trains_here(job: Job, scope: Scope) -> bool:
     return "rollout" in scope.services and all(Address.parse(address).is_loopback for address in addresses)
 
 
-def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
-    """GPUs of each engine that is started here, those of one rollout service after those of the service before."""
+def _engine_parts(job: Job, scope: Scope) -> Sequence[Sequence[int]]:
+    """GPUs of each engine that is started here, by its parts; those of one rollout service after the one before's."""
     placement = job.placement
-    elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement == "ray"
+    elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement != "local"
     if "rollout" not in scope.services or elsewhere or job.debug.trains_alone or not job.asks_engines:
         return ()
-    groups = [group.size for group in placement.engine_groups for _ in range(group.count)]
-    of_one = groups or [placement.rollout_num_gpus_per_engine] * placement.num_engines
-    return of_one * job.services.rollout_services
+    return [[shape.devices_per_node] * shape.nodes for shape in engine_shapes(job)] * job.services.rollout_services
