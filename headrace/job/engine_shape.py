@@ -95,14 +95,15 @@ class EngineShape:
 
 
 def engine_shapes(job: Job) -> Sequence[EngineShape]:
-    """The shape of each of a rollout service's engines, by number; of those that are started elsewhere, too.
+    """The shape of each of a rollout service's engines, by number, also of those that are started elsewhere.
 
-    Raises ConfigError.
+    There is at least one. Raises ConfigError.
     """
     placement = job.placement
     limit = placement.num_gpus_per_node
     if not placement.engine_groups:
-        return [EngineShape.of(placement.rollout_num_gpus_per_engine, job.sglang, limit)] * placement.num_engines
+        shape = EngineShape.of(placement.rollout_num_gpus_per_engine, job.sglang, limit)
+        return [shape] * max(placement.num_engines, 1)
     return [
         EngineShape.of(
             group.size,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
@@ -17,12 +20,14 @@ from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf, alike
-from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess
+from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf
+from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess, nodes_here
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +85,12 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
     """
     delete_scratch(log_dir, "engine-*")
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
-        size = job.placement.rollout_num_gpus_per_engine
-        return lambda number: ExternalEngine(addresses[number], size)
+        num_ranks = job.placement.rollout_num_gpus_per_engine
+        return lambda number: ExternalEngine(addresses[number], num_ranks)
     options_of = slot_options(job, seed=job.data.rollout_seed + service * job.placement.num_engines)
     if job.placement.rollout_placement == "ray" and job.asks_engines:
         return _ray_factory(options_of, log_dir)
-    return lambda number: SglangProcess(
-        options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
-    )
+    return lambda number: nodes_here(options_of(number), number, log_dir, has_accelerator=has_accelerator)
 
 
 def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
@@ -111,15 +114,16 @@ def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus
 
 def slots_of(job: Job) -> SlotOf:
     """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
-    groups = _group_of_each(job)
-    if not groups:
-        return alike(job.placement.rollout_num_gpus_per_engine)
-    return lambda number: EngineSlot(_of(groups, number).size, _of(groups, number).name)
+    slots = [
+        EngineSlot(shape, group.name if group else "")
+        for shape, group in zip_longest(engine_shapes(job), _group_of_each(job))
+    ]
+    return lambda number: _of(slots, number)
 
 
 def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], EngineOptions]:
     """The options of each engine by its number: those of the job, with those of its group over them."""
-    options, groups = engine_options(job), _group_of_each(job)
+    options, groups, shapes = engine_options(job), _group_of_each(job), engine_shapes(job)
     options = options if seed is None else replace(options, seed=seed)
     if not groups:
         return lambda _: options
@@ -128,7 +132,7 @@ def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], Engine
     for group in job.placement.engine_groups:
         by_group[group.name] = replace(
             options,
-            tensor_parallel_size=group.size,
+            shape=shapes[first_engine],
             sglang={**options.sglang, **group.overrides},
             first_engine=first_engine,
             first_gpu=first_gpu,
@@ -142,7 +146,7 @@ def engine_options(job: Job) -> EngineOptions:
     share = 0.5 if job.buffer.max_staleness else 1.0
     return EngineOptions(
         hf_checkpoint=job.model.hf_checkpoint,
-        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
+        shape=engine_shapes(job)[0],
         seed=job.data.rollout_seed,
         sglang=job.sglang,
         dtype=megatron(job.megatron).dtype,
@@ -172,5 +176,5 @@ def _group_of_each(job: Job) -> list[EngineGroup]:
     return [group for group in job.placement.engine_groups for _ in range(group.count)]
 
 
-def _of(groups: list[EngineGroup], number: int) -> EngineGroup:
-    return groups[min(number, len(groups) - 1)]
+def _of(items: Sequence[T], number: int) -> T:
+    return items[min(number, len(items) - 1)]

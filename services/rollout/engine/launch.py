@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.job.engine_shape import EngineShape
 from services.rollout.engine import arguments, cpu
-from services.rollout.engine.arguments import EngineOptions, Machine
+from services.rollout.engine.arguments import EngineOptions, Machine, NodeOptions
 
 # The start of an engine on a CPU does once, or not at all, what is half of its seconds and more of its processor time.
 # The scheduler and the detokenizer are forks of the server. SGLang would start new interpreters, and each would import
@@ -134,11 +135,12 @@ NAME = "engine"
 """That line begins with it."""
 
 
-def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
-    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
+def command(options: EngineOptions, *, engine: int, port: int, node: NodeOptions | None = None) -> list[str]:
+    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`, or one of its machines' processes."""
     given = msgspec.json.encode({**asdict(options), "hf_checkpoint": str(options.hf_checkpoint)}).decode()
     program = [sys.executable, "-m", "services.rollout.engine.launch"]
-    return [*program, "--engine", str(engine), "--port", str(port), given]
+    part = [] if node is None else ["--node-rank", str(node.rank), "--meets-at", node.meets_at]
+    return [*program, "--engine", str(engine), "--port", str(port), *part, given]
 
 
 def main() -> int:
@@ -146,14 +148,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.launch")
     parser.add_argument("--engine", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--meets-at", metavar="HOST:PORT", help="for one of an engine's machines: with --node-rank")
     parser.add_argument("options", help="EngineOptions as JSON")
     given = parser.parse_args()
     fields = msgspec.json.decode(given.options)
-    options = EngineOptions(**{**fields, "hf_checkpoint": Path(fields["hf_checkpoint"])})
+    own_types = {"hf_checkpoint": Path(fields["hf_checkpoint"]), "shape": EngineShape(**fields["shape"])}
+    options = EngineOptions(**{**fields, **own_types})
+    node = None if given.node_rank is None else NodeOptions(given.node_rank, given.meets_at)
     machine = _machine(options.hf_checkpoint)
     try:
         arguments.check(options.sglang, machine)
-        words = arguments.words(options, machine, engine=given.engine, port=given.port)
+        words = arguments.words(options, machine, engine=given.engine, port=given.port, node=node)
     except ConfigError as error:
         print(f"{NAME}: {error}", file=sys.stderr)  # noqa: T201  # one line to a person
         return REFUSED
