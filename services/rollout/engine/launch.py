@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import EngineShape
+from headrace.rpc.net import Address
 from services.rollout.engine import arguments, cpu
 from services.rollout.engine.arguments import EngineOptions, Machine, NodeOptions
 
@@ -156,6 +157,7 @@ def main() -> int:
     own_types = {"hf_checkpoint": Path(fields["hf_checkpoint"]), "shape": EngineShape(**fields["shape"])}
     options = EngineOptions(**{**fields, **own_types})
     node = None if given.node_rank is None else NodeOptions(given.node_rank, given.meets_at)
+    os.environ.update(arguments.listening_for_weights(Address(options.host, given.port), os.environ))
     machine = _machine(options.hf_checkpoint)
     try:
         arguments.check(options.sglang, machine)
