@@ -94,6 +94,11 @@ class EngineShape:
             )
 
 
+def parts_of(job: Job) -> Sequence[Sequence[int]]:
+    """The GPUs of each of a rollout service's engines on each of its machines. Raises ConfigError."""
+    return [[shape.devices_per_node] * shape.nodes for shape in engine_shapes(job)]
+
+
 def engine_shapes(job: Job) -> Sequence[EngineShape]:
     """The shape of each of a rollout service's engines, by number, also of those that are started elsewhere.
 

@@ -21,9 +21,18 @@ from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf
-from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess, nodes_here
+from services.rollout.engine.process import (
+    EngineFactory,
+    EngineNode,
+    EngineProcess,
+    ExternalEngine,
+    SglangProcess,
+    node_log,
+    nodes_here,
+)
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
+from services.rollout.engine.slurm_engine import Allocation, engine_shares, slurm_engine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
 
@@ -90,26 +99,37 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
     options_of = slot_options(job, seed=job.data.rollout_seed + service * job.placement.num_engines)
     if job.placement.rollout_placement == "ray" and job.asks_engines:
         return _ray_factory(options_of, log_dir)
+    if job.placement.rollout_placement == "slurm" and job.asks_engines:
+        allocation = Allocation.here(job.placement.num_gpus_per_node)
+        shares = engine_shares(job, allocation)
+        return lambda number: slurm_engine(
+            options_of(number), number, log_dir, shares[number], allocation, has_accelerator=has_accelerator
+        )
     return lambda number: nodes_here(options_of(number), number, log_dir, has_accelerator=has_accelerator)
 
 
 def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
-    from services.rollout.engine.ray_engine import RayEngine, join_cluster  # a package of its own
+    from services.rollout.engine.ray_engine import RayEngine, RayNodes, join_cluster  # a package of its own
 
     has_gpus = join_cluster()
 
-    def factory(number: int) -> RayEngine:
+    def factory(number: int) -> EngineProcess:
         options = replace(options_of(number), first_engine=number, first_gpu=0)  # Ray shows it its own GPUs alone
-        make = partial(_on_its_machine, options, number, log_dir, has_gpus)
-        return RayEngine(make, options.tensor_parallel_size if has_gpus else 0)
+        make, shape = partial(_on_its_machine, options, number, log_dir, has_gpus), options.shape
+        num_gpus = shape.devices_per_node if has_gpus else 0
+        if shape.nodes == 1:
+            return RayEngine(partial(make, None), num_gpus)
+        return RayNodes(lambda node: partial(make, node), shape.nodes, num_gpus)
 
     return factory
 
 
-def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, host: str) -> SglangProcess:
+def _on_its_machine(
+    options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, node: EngineNode | None, host: str
+) -> SglangProcess:
     log_dir.mkdir(parents=True, exist_ok=True)
-    own = replace(options, host=host)
-    return SglangProcess(own, number, log_dir / f"engine-{number}.log", has_accelerator=has_gpus)
+    own, log = replace(options, host=host), node_log(log_dir / f"engine-{number}.log", node.rank if node else 0)
+    return SglangProcess(own, number, log, has_accelerator=has_gpus, node=node)
 
 
 def slots_of(job: Job) -> SlotOf:
@@ -163,8 +183,9 @@ def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
         placement.rollout_placement == "ray" and job.asks_engines
     ):  # whose machines have GPUs and memory that nothing here knows
         return Capacity(most=placement.rollout_max_engines or placement.num_engines)
+    is_planned = has_accelerator or placement.rollout_placement == "slurm"
     return Capacity(
-        num_slots=placement.num_engines if has_accelerator else None,
+        num_slots=placement.num_engines if is_planned else None,
         is_asked=job.asks_engines,
         most=placement.rollout_max_engines,
         elsewhere=bool(placement.rollout_external_engine_addrs),

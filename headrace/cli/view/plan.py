@@ -23,7 +23,7 @@ from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.files import where_code_runs
-from headrace.job.rules.machines import device_plan
+from headrace.job.rules.machines import cluster_plan, device_plan
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import ELSEWHERE, Scope
 from headrace.job.rules.training import uses_critic, uses_reference
@@ -106,7 +106,7 @@ def _shards(job: Job) -> list[tuple[str, str]]:
 
 def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
     """Nothing where it is not known which GPUs there are."""
-    found = device_plan(job, scope or Scope.of_train(job))
+    found = cluster_plan(job) or device_plan(job, scope or Scope.of_train(job))
     if found is None:
         return []
     who = "trainer and engines in turns" if job.placement.colocate else "trainer"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.devices import DevicePlan, Host, Wanted, machine_of, plan_devices, this_machine
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.engine_shape import engine_shapes
+from headrace.job.engine_shape import parts_of
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
@@ -120,11 +120,11 @@ def check_transport(job: Job) -> None:
         )
     address = job.services.rollout_address
     is_here = all(each.is_loopback for each in addresses_of(address))
-    on_ray = job.placement.rollout_placement == "ray"
-    if is_here and not on_ray and job.placement.actor_num_nodes == 1:
+    spread = job.placement.rollout_placement != "local"
+    if is_here and not spread and job.placement.actor_num_nodes == 1:
         return
     where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
-    where = "engines that Ray places" if on_ray else where
+    where = f"engines that {job.placement.rollout_placement.capitalize()} places" if spread else where
     if transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "
@@ -309,6 +309,20 @@ def device_plan(job: Job, scope: Scope, *, leaves_the_trainers: bool = True) -> 
     return plan if "trainer" in scope.services else replace(plan, trainer=[])
 
 
+def cluster_plan(job: Job) -> DevicePlan | None:
+    """Where trainer and engines lie on the fewest machines of a cluster that have room; None for engines started here.
+
+    None, too, where nobody knows how many GPUs each machine has. Raises ConfigError for ranks that fit on none.
+    """
+    placement = job.placement
+    if placement.rollout_placement == "local" or placement.num_gpus_per_node is None or not job.asks_engines:
+        return None
+    parts = [*parts_of(job)] * job.services.rollout_services
+    most = placement.actor_num_nodes + sum(map(len, parts))
+    machines = [machine_of(f"machine {number}", placement.num_gpus_per_node) for number in range(most)]
+    return plan_devices(machines, Wanted(placement.actor_num_nodes, placement.actor_num_gpus_per_node, parts))
+
+
 def _machine(job: Job, scope: Scope) -> Host | None:
     limit = job.placement.num_gpus_per_node
     if scope.elsewhere is not None:
@@ -337,4 +351,4 @@ def _engine_parts(job: Job, scope: Scope) -> Sequence[Sequence[int]]:
     elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement != "local"
     if "rollout" not in scope.services or elsewhere or job.debug.trains_alone or not job.asks_engines:
         return ()
-    return [[shape.devices_per_node] * shape.nodes for shape in engine_shapes(job)] * job.services.rollout_services
+    return [*parts_of(job)] * job.services.rollout_services

@@ -241,6 +241,11 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
             f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
             "none: give all groups the same num_gpus_per_engine"
         )
+    if placement.rollout_placement == "slurm" and "SLURM_JOB_NODELIST" not in os.environ:
+        scope.missing(
+            "rollout_placement slurm starts engines in an allocation, and this process is not in one: see "
+            "deploy/slurm/train.sbatch"
+        )
     if placement.rollout_placement == "ray":
         if importlib.util.find_spec("ray") is None:
             scope.missing("rollout_placement ray needs the package ray: pip install 'headrace[ray]'")

@@ -157,8 +157,7 @@ def words(
     if machine.has_accelerator and options.releases_memory:
         arguments["enable_memory_saver"] = True
     if machine.has_accelerator:
-        before = (engine - options.first_engine) * shape.devices + (node.rank * shape.devices_per_node if node else 0)
-        arguments["base_gpu_id"] = options.first_gpu + before
+        arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * shape.devices
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
 
 

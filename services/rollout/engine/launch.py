@@ -6,9 +6,11 @@ The names of the job's own arguments are checked here, because only this process
 from __future__ import annotations
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -158,6 +160,9 @@ def main() -> int:
     options = EngineOptions(**{**fields, **own_types})
     node = None if given.node_rank is None else NodeOptions(given.node_rank, given.meets_at)
     os.environ.update(arguments.listening_for_weights(Address(options.host, given.port), os.environ))
+    if not (scratch := Path(os.environ.get("TMPDIR", tempfile.gettempdir()))).is_dir():  # another machine's
+        scratch.mkdir(mode=0o700)
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     machine = _machine(options.hf_checkpoint)
     try:
         arguments.check(options.sglang, machine)

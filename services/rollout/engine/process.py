@@ -24,6 +24,8 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.replies import BadAnswer
 
 _POLL_SECONDS = 0.25
+_STARTER_SECONDS = 5.0
+"""srun ends what it has started on another machine when it is asked to, not when it is killed."""
 
 
 class EngineProcess(Protocol):
@@ -64,9 +66,19 @@ EngineFactory = Callable[[int], EngineProcess]
 class ServerProcess(EngineProcess):
     """A process with SGLang's HTTP interface at `url`."""
 
-    def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        command: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str],
+        *,
+        least_grace_seconds: float = 0.0,
+    ) -> None:
+        """It is asked to end and has `least_grace_seconds` whoever ends it, also where its starter was killed."""
         self.url = url
-        self._child = Child(command, log_path, environment, asks_group=True)
+        self._least_grace_seconds = least_grace_seconds
+        self._child = Child(command, log_path, environment, asks_group=True, orphan_seconds=least_grace_seconds)
 
     async def start(self, *, seconds: float) -> None:
         """Returns when it answers. Raises Unavailable with its last log lines when it does not."""
@@ -96,7 +108,7 @@ class ServerProcess(EngineProcess):
         return await self._child.wait()
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
-        await self._child.stop(grace_seconds)
+        await self._child.stop(max(grace_seconds, self._least_grace_seconds))
 
     def memory_bytes(self) -> int | None:
         """Returns the memory of its process and those below it."""
@@ -168,7 +180,13 @@ class SglangProcess(ServerProcess):
         if node is None or not node.is_far:
             environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self.ranks_file}"
         starter = () if node is None else node.starter
-        super().__init__(f"http://{Address(options.host, port)}", [*starter, *command], log_path, environment)
+        super().__init__(
+            f"http://{Address(options.host, port)}",
+            [*starter, *command],
+            log_path,
+            environment,
+            least_grace_seconds=_STARTER_SECONDS if starter else 0.0,
+        )
 
     async def start(self, *, seconds: float) -> None:
         """Returns when it answers; on a machine that serves no requests, once it runs."""
@@ -285,9 +303,8 @@ def nodes_here(options: EngineOptions, engine: int, log_dir: Path, *, has_accele
     processes = [SglangProcess(options, engine, log, has_accelerator=has_accelerator, node=first)]
     for rank in range(1, options.shape.nodes):
         node = replace(first, rank=rank, ranks_file=processes[0].ranks_file)
-        processes.append(
-            SglangProcess(options, engine, node_log(log, rank), has_accelerator=has_accelerator, node=node)
-        )
+        own = replace(options, first_gpu=options.first_gpu + rank * options.shape.devices_per_node)
+        processes.append(SglangProcess(own, engine, node_log(log, rank), has_accelerator=has_accelerator, node=node))
     return NodesProcess(processes)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_each_machine_of_an_engine_is_told_which_it_is_and_which_gpus_it_has() -
     options = slot_options(told)(1)
     for rank, first_gpu in ((0, "8"), (1, "12")):
         node = NodeOptions(rank, "10.0.0.7:5000")
-        words = arguments.words(options, Machine(True, flags), engine=1, port=5, node=node)
+        words = arguments.words(replace(options, first_gpu=4 * rank), Machine(True, flags), engine=1, port=5, node=node)
         assert {flag: words[words.index(flag) + 1] for flag in words if flag in _OF_NODES} == {
             "--nnodes": "2",
             "--node-rank": str(rank),
