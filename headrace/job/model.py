@@ -91,7 +91,7 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
     if architecture.add_bias_linear and within > 1:
         raise ConfigError(
             f"{within} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
-            "--expert-tensor-parallel-size 1"
+            f"--expert-tensor-parallel-size 1 --expert-model-parallel-size {max(ranks, 2)}"
         )
 
 
