@@ -107,7 +107,7 @@ def test_a_taskset_trains_three_steps_with_a_real_engine(taskset: str, tmp_path:
     """The example trains a fifth, additions."""
     shutil.copy(EXAMPLE / "job.toml", tmp_path)
     small = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "3"]
-    words = ["env", "train", taskset, "job.toml", "--python", PYTHON, "--micro-batch-size", "6", *small]
+    words = ["env", "train", taskset, "job.toml", "--python", os.path.abspath(PYTHON), "--micro-batch-size", "6", *small]
     headrace = [sys.executable, "-m", "headrace.cli.main"]
     assert subprocess.run([*headrace, *words], cwd=tmp_path).returncode == 0
     (run,) = (tmp_path / "runs").iterdir()
