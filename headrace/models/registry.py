@@ -17,6 +17,7 @@ from headrace.models.families import (
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     mistral,
     qwen2,
@@ -55,7 +56,6 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
-    "gpt_oss": (f"{_WINDOWS}, and its attention has sinks", ("qwen3_moe",)),
     "gemma2": (_WINDOWS, ("llama",)),
     "gemma3": (_WINDOWS, ("llama",)),
     "gemma3_text": (_WINDOWS, ("llama",)),
@@ -93,6 +93,7 @@ FAMILIES: Sequence[Family] = (
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

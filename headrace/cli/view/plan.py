@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.view.lines import print_no_wrap
-from headrace.devices import gpu_memory_bytes, num_gpus
+from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
+from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
-from headrace.job.rules.machines import device_plan
+from headrace.job.rules.machines import cluster_plan, device_plan
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import ELSEWHERE, Scope
 from headrace.job.rules.training import uses_critic, uses_reference
@@ -61,6 +64,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         *_images(job),
         ("reward", _reward(job)),
         ("evaluation", _evaluation(job)),
+        *_adapters(job),
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
@@ -104,13 +108,22 @@ def _shards(job: Job) -> list[tuple[str, str]]:
 
 def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
     """Nothing where it is not known which GPUs there are."""
-    found = device_plan(job, scope or Scope.of_train(job))
+    found = cluster_plan(job) or device_plan(job, scope or Scope.of_train(job))
     if found is None:
         return []
     who = "trainer and engines in turns" if job.placement.colocate else "trainer"
-    trainer = [f"{who} {share}" for share in found.trainer]
-    engines = [f"engine {number} {share}" for number, share in enumerate(found.engines)]
+    trainer = [f"{who} {_share(share, found)}" for share in found.trainer]
+    engines = [
+        f"engine {number} {' and '.join(_share(share, found) for share in shares)}"
+        for number, shares in enumerate(found.engines)
+    ]
     return [("GPUs", "; ".join([*trainer, *engines]))]
+
+
+def _share(share: DeviceShare, plan: DevicePlan) -> str:
+    """Names the machine where the plan has several."""
+    machines = {each.machine for each in (*plan.trainer, *chain(*plan.engines))}
+    return f"{share.machine} {share}" if len(machines) > 1 else str(share)
 
 
 def _rollout_services(job: Job) -> list[tuple[str, str]]:
@@ -227,13 +240,14 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 def _engines(job: Job) -> str:
     if not job.asks_engines:
         return "none: conversations are trained as they are given, and nothing is evaluated"
-    each, groups = job.placement.rollout_num_gpus_per_engine, job.placement.engine_groups
+    shapes, groups = engine_shapes(job), job.placement.engine_groups
     if groups:
-        own = "".join(f"\n{_group(group)}" for group in groups)
+        first = accumulate((group.count for group in groups), initial=0)
+        own = "".join(f"\n{_group(group, shapes[number])}" for group, number in zip(groups, first, strict=False))
         return f"{job.placement.num_engines} behind the router ({job.rollout.router_policy}), in groups:{own}"
     count, addresses = _engines_of_each(job), ", ".join(job.placement.rollout_external_engine_addrs)
     where = f", started elsewhere: {addresses}" if addresses else ""
-    return f"{count}{where} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+    return f"{count}{where} behind the router ({job.rollout.router_policy}), {shapes[0]} in each"
 
 
 def _engines_of_each(job: Job) -> int:
@@ -242,9 +256,9 @@ def _engines_of_each(job: Job) -> int:
     return elsewhere // job.services.num_rollout_services or job.placement.num_engines
 
 
-def _group(group: EngineGroup) -> str:
+def _group(group: EngineGroup, shape: EngineShape) -> str:
     own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
-    return f"{group.name}: {_count(group.count, 'engine')} of {group.size} tensor-parallel processes, {own}"
+    return f"{group.name}: {_count(group.count, 'engine')} of {shape}, {own}"
 
 
 def _weights(job: Job) -> str:
@@ -317,6 +331,21 @@ def _every(interval: int | None) -> str:
     return f"every {interval} steps" if interval else "before the first and after the last step"
 
 
+def _adapters(job: Job) -> list[tuple[str, str]]:
+    """Nothing without LoRA, and where the model is not known."""
+    trained, parameters = num_adapter_parameters(job), num_parameters(job)
+    if trained is None or parameters is None:
+        return []
+    layers = ", ".join(job.lora.lora_target_modules)
+    return [
+        (
+            "LoRA",
+            f"rank {job.lora.lora_rank} on {layers}: {trained:,} trained parameters, {trained / parameters:.2%} of "
+            f"{parameters:,}",
+        )
+    ]
+
+
 def _memory(job: Job) -> str:
     found = memory(job)
     if found is None:
@@ -378,18 +407,24 @@ def memory(job: Job) -> Memory | None:
     states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
     frozen = parameters / shared * weight
     offloads = bool(args.given(OPTIMIZER_ON_GPU).get("optimizer_cpu_offload"))
-    full = parameters / shared * (weight + _FLOAT32 + (0.0 if offloads else states))
-    trained = full if job.lora.lora_rank is None else frozen
+    on_device = 0.0 if offloads else states
+    full = parameters / shared * (weight + _FLOAT32 + on_device)
+    adapters = num_adapter_parameters(job)
+    trained, copy = full, frozen
+    if adapters is not None:
+        trained = frozen + adapters / shared * (weight + _FLOAT32 + on_device)
+        copy = adapters / shared * weight
     beside = {
         "critic": full if uses_critic(job) else 0.0,
-        "reference": frozen if uses_reference(job) else 0.0,
+        "reference": (copy if job.model.ref_load is None else frozen) if uses_reference(job) else 0.0,
         "teacher": frozen if job.distillation.use_opd and job.distillation.opd_type == "megatron" else 0.0,
-        "old actor": frozen if job.train.keep_old_actor else 0.0,
+        "old actor": copy if job.train.keep_old_actor else 0.0,
     }
     engine = parameters * weight / job.placement.engine_sizes[0]
     keeps = job.publish.update_weight_rollback == "host"
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
-    offloaded = 0.0 if not offloads or job.lora.lora_rank is not None else parameters / shared * (states + _FLOAT32)
+    held = parameters if adapters is None else adapters
+    offloaded = held / shared * (states + _FLOAT32) if offloads else 0.0
     return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept, offloaded)
 
 
@@ -456,6 +491,14 @@ def num_parameters(job: Job) -> int | None:
         return found
     architecture = known_architecture(job)
     return None if architecture is None else table(architecture).num_parameters
+
+
+def num_adapter_parameters(job: Job) -> int | None:
+    """Elements of every A and B; None without LoRA, and where the model is not known."""
+    architecture, rank = known_architecture(job), job.lora.lora_rank
+    if architecture is None or rank is None:
+        return None
+    return rank * sum(sum(layer.shape) for layer in adapted_layers(architecture, job.lora.lora_target_modules))
 
 
 def _elements(file: Path) -> dict[str, int]:

@@ -19,12 +19,14 @@ from headrace.models.architecture import Architecture
 from headrace.models.family import Row
 from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
 from headrace.models.registry import table
-from services.trainer.weights.quantization import dequantized, unpacked_int4
+from services.trainer.weights.quantization import dequantized, unpacked_int4, unpacked_mxfp4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
-_BESIDE = (_SCALE, f".weight{SCALE}", f".weight{SHAPE}")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""What the weights of gpt-oss that are in MXFP4 have in the place of their name's end."""
+_BESIDE = (_SCALE, _SCALES, f".weight{SCALE}", f".weight{SHAPE}")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _STACKED = re.compile(r"(model\..+\.experts)\.(gate_up|down)_proj")
 """All experts of a layer in one tensor, as Qwen3.5 is published: [experts, rows, columns], gate's rows before up's."""
@@ -42,7 +44,7 @@ class _Slice:
 
 
 class HfFolder:
-    """Reads through the index if there is one; FP8 blocks and packed INT4 are multiplied out, stacks are cut."""
+    """Reads through the index if there is one; FP8, packed INT4 and MXFP4 are multiplied out, stacks are cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,21 +54,30 @@ class HfFolder:
     def names(self) -> frozenset[str]:
         """All weights; what quantized ones have beside them is none."""
         return frozenset(self._slices) | frozenset(
-            name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name
+            name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name.removesuffix(_BLOCKS)
             for name in self._files
-            if not name.endswith(_BESIDE) and not _STACKED.fullmatch(name)
+            if not name.endswith(_BESIDE) and not self._is_stack(name)
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         if self._is_packed(name):
             return self._shape_of_packed(name)
+        if self._is_mxfp4(name):
+            *stack, rows, groups, num_bytes = self._shape_in_file(name + _BLOCKS)
+            return (*stack, groups * num_bytes * 2, rows)
         if part := self._slices.get(name):
             return part.last - part.first, part.columns
         return self._shape_in_file(name)
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU; FP8 and INT4 come back as float32."""
+    def tensor(self, name: str, slot: int | None = None) -> Tensor:
+        """One tensor, or the part at `slot` of its first dimension, on the CPU; what is quantized comes as float32."""
+        if self._is_mxfp4(name):
+            if name + _SCALES not in self._files:
+                raise ConfigError(
+                    f"{self.folder}: {name}{_BLOCKS} is there without {name}{_SCALES}: download the whole model"
+                )
+            return unpacked_mxfp4(self._raw(name + _BLOCKS, slot), self._raw(name + _SCALES, slot))
         if self._is_packed(name):
             scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
             return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
@@ -74,7 +85,7 @@ class HfFolder:
             with self._opened(part.stack) as file:
                 expert: Tensor = file.get_slice(part.stack)[part.expert, part.first : part.last]
                 return expert
-        raw = self._raw(name)
+        raw = self._raw(name, slot)
         if raw.dtype not in _FP8:
             return raw
         if name + _SCALE not in self._files:
@@ -83,6 +94,9 @@ class HfFolder:
                 "scales, or in bfloat16"
             )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name not in self._files and name + _BLOCKS in self._files
 
     def _is_packed(self, name: str) -> bool:
         return name not in self._files and name + PACKED in self._files
@@ -97,11 +111,11 @@ class HfFolder:
 
     def parts(self, row: Row) -> list[Tensor]:
         """The tensors that a parameter is made of."""
-        return [self.tensor(tensor.name) for tensor in row.hf]
+        return [self.tensor(tensor.name, tensor.slot) for tensor in row.hf]
 
-    def _raw(self, name: str) -> Tensor:
+    def _raw(self, name: str, slot: int | None = None) -> Tensor:
         with self._opened(name) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if slot is None else file.get_slice(name)[slot]
             return tensor
 
     def _shape_in_file(self, name: str) -> tuple[int, ...]:
@@ -114,7 +128,11 @@ class HfFolder:
     @cached_property
     def _slices(self) -> Mapping[str, _Slice]:
         """By the name that an expert's weight has in a folder without stacks."""
-        return {name: part for stack in self._files if _STACKED.fullmatch(stack) for name, part in self._cut(stack)}
+        return {name: part for stack in self._files if self._is_stack(stack) for name, part in self._cut(stack)}
+
+    def _is_stack(self, name: str) -> bool:
+        """Those of gpt-oss, which have biases, are stacks in its table too."""
+        return _STACKED.fullmatch(name) is not None and f"{name}_bias" not in self._files
 
     def _cut(self, stack: str) -> Iterator[tuple[str, _Slice]]:
         experts, _, projections = stack.rpartition(".")

@@ -63,6 +63,23 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+# A window of 5: most samples are longer.
+_GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 _DELTA_NET = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -150,6 +167,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
     ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -190,8 +208,8 @@ def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
 def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -69,7 +69,7 @@ class Built:
         return EngineGroup(
             name=engine.group,
             num_engines=sum(other.group == engine.group for other in self.parts.fleet.engines),
-            num_gpus_per_engine=engine.tensor_parallel_size,
+            num_gpus_per_engine=engine.shape.devices,
             overrides={name: value for name, value in told["sglang"].items() if name not in self.job.sglang},
         )
 
@@ -169,10 +169,10 @@ ENGINES: Readers = {
     "start_timeout_seconds": [lambda b: same(b.watched("start_seconds"))],
     "rollout_health_check_interval": [lambda b: same(b.watched("check_interval_seconds"))],
     "rollout_health_check_timeout": [lambda b: same(b.watched("check_timeout_seconds"))],
-    "rollout_num_gpus": [lambda b: sum(engine.tensor_parallel_size for engine in b.parts.fleet.engines)],
+    "rollout_num_gpus": [lambda b: sum(engine.shape.devices for engine in b.parts.fleet.engines)],
     "rollout_num_gpus_per_engine": [
-        lambda b: b.parts.fleet.engines[0].tensor_parallel_size,
-        lambda b: b.engine_options["tensor_parallel_size"],
+        lambda b: b.parts.fleet.engines[0].shape.devices,
+        lambda b: b.engine_options["shape"]["devices"],
     ],
     "rollout_max_engines": [lambda b: b.parts.scaler._capacity.most],
     "offload_rollout": [lambda b: b.parts.engine_memory is not None, lambda b: b.engine_options["releases_memory"]],
@@ -181,6 +181,11 @@ ENGINES: Readers = {
         lambda b: b.engine_options["returns_experts"],
         lambda b: b.service._router_client._further["return_routed_experts"],
         lambda b: b.sampler(EngineSampler)._num_layers == 2,
+    ],
+    "keep_sampling_mask": [
+        lambda b: b.engine_options["mask_tokens"] == 4096,
+        lambda b: b.service._router_client._mask_tokens == 4096,
+        lambda b: b.sampler(EngineSampler)._mask_tokens == 4096,
     ],
     "opd_teacher_url": [lambda b: b.service._teacher._client._http.url],
     "update_weight_disk_path": [lambda b: b.parts.receiver._disk._root],
@@ -239,7 +244,7 @@ SUPERVISED: Readers = {
 }
 EXTERNAL: Readers = {
     "rollout_external_engine_addrs": [lambda b: tuple(engine.url.removeprefix("http://") for engine in b.engines)],
-    "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._tensor_parallel_size],
+    "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._num_ranks],
 }
 GROUPS: Readers = {"engine_groups": [lambda b: (b.group(0), b.group(1))]}
 OF_A_SERVER: Readers = {
@@ -315,7 +320,7 @@ def sections(folder: Path) -> dict[str, dict[str, Any]]:
             "max_turns": 17,
         },
         "reward": {"group_rm": True, "reward_timeout_seconds": 53.0, "reward_patience_seconds": 71.0},
-        "train": {"use_rollout_routing_replay": True},
+        "train": {"use_rollout_routing_replay": True, "keep_sampling_mask": True},
         "distillation": {"opd_teacher_url": "http://127.0.0.1:7309"},
         "buffer": {"max_staleness": 5, "prompt_root": folder / "root"},
         "publish": {"update_weight_disk_path": folder / "versions"},

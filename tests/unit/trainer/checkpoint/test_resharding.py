@@ -131,8 +131,8 @@ def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -
     reader = CheckpointReader(*found)
     shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
     for row in table(read_architecture(runs / model)).rows():
-        for layer in (tensor.name.removesuffix(".weight") for tensor in row.hf):
-            of_a, of_b = pair_shardings(row.sharding)
+        for number, layer in enumerate(tensor.name.removesuffix(".weight") for tensor in row.hf):
+            of_a, of_b = pair_shardings(row.sharding, number)
             shardings |= {f"{layer}.lora_A.weight": of_a, f"{layer}.lora_B.weight": of_b}
     tensors = {}
     for name in reader.names:

@@ -28,7 +28,7 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3")
+FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tied": True},
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
@@ -50,6 +50,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "qwen3_next@sp2": (2, SP2),
     "deepseek_v3@pp2": (2, PP2),
+    "gpt_oss@sp2": (2, SP2 | {"expert_tensor_parallel_size": 1}),
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
@@ -73,6 +74,9 @@ if ALL:
         "glm4_moe_lite@pp2": (2, PP2),
         "deepseek_v3@ep2": (2, EP2),
         "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+        "gpt_oss@pp2": (2, PP2),
+        "gpt_oss@ep2": (2, EP2 | SHARDED),
+        "gpt_oss@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
         "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     }
