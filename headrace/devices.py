@@ -186,17 +186,23 @@ def _numa_node(sys_bus: Path, bus_id: str) -> int | None:
 # Gives each GPU to at most one process: first the trainer's ranks, then the engines, or both to the same ones.
 #
 # The trainer takes as many devices on each of the first machines, engines what is left. Devices of one NUMA node are
-# taken together, and an engine lies in one node wherever a node has room for it. Pure: it knows no device but by name.
+# taken together, and an engine lies in one node wherever a node has room for it. An engine of several parts has each on
+# a machine of its own, where there are several machines. Pure: it knows no device but by name.
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A job's demand for devices. `engine_sizes` are GPUs of each engine, in the engines' order."""
+    """A job's demand for devices. `engines` are, in the engines' order, the GPUs of each part of an engine."""
 
     trainer_machines: int
     ranks_per_machine: int
-    engine_sizes: Sequence[int]
+    engines: Sequence[Sequence[int]]
     colocate: bool = False
+
+    @property
+    def num_engine_devices(self) -> int:
+        """The devices of all engines together."""
+        return sum(map(sum, self.engines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +223,10 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The trainer has a share of each of its machines; each engine has one share."""
+    """The trainer has a share of each of its machines, and an engine a share for each of its parts."""
 
     trainer: Sequence[DeviceShare]
-    engines: Sequence[DeviceShare]
+    engines: Sequence[Sequence[DeviceShare]]
 
 
 @dataclass(slots=True)
@@ -266,21 +272,25 @@ def _of_trainer(free: Sequence[_Free], machines: Sequence[Host], wanted: Wanted)
     return [machine.take(wanted.ranks_per_machine) for machine in with_room[: wanted.trainer_machines]]
 
 
-def _of_engines(free: Sequence[_Free], machines: Sequence[Host], wanted: Wanted) -> list[DeviceShare]:
+def _of_engines(free: Sequence[_Free], machines: Sequence[Host], wanted: Wanted) -> list[list[DeviceShare]]:
     """Large engines choose first, so that small ones do not leave them scattered devices."""
-    shares: dict[int, DeviceShare] = {}
-    for number in sorted(range(len(wanted.engine_sizes)), key=lambda number: -wanted.engine_sizes[number]):
-        size = wanted.engine_sizes[number]
-        roomy = next((machine for machine in free if len(machine.devices) >= size), None)
-        if roomy is None:
-            largest = max((len(machine.devices) for machine in free), default=0)
-            raise _too_few(
-                machines,
-                wanted,
-                f"engine {number} wants {size} GPUs of one machine, and no machine has more than {largest} left for it",
-                "rollout_num_gpus",
-            )
-        shares[number] = roomy.take(size)
+    shares: dict[int, list[DeviceShare]] = {}
+    for number in sorted(range(len(wanted.engines)), key=lambda number: -sum(wanted.engines[number])):
+        shares[number] = []
+        for part, size in enumerate(wanted.engines[number]):
+            taken = {share.machine for share in shares[number]} if len(free) > 1 else set()
+            others = [machine for machine in free if machine.name not in taken]
+            roomy = next((machine for machine in others if len(machine.devices) >= size), None)
+            if roomy is None:
+                largest = max((len(machine.devices) for machine in others), default=0)
+                whose = f"engine {number}" + f" on machine {part + 1} of {len(wanted.engines[number])}" * (part > 0)
+                raise _too_few(
+                    machines,
+                    wanted,
+                    f"{whose} wants {size} GPUs of one machine, and no machine has more than {largest} left for it",
+                    "rollout_num_gpus",
+                )
+            shares[number].append(roomy.take(size))
     return [shares[number] for number in sorted(shares)]
 
 
@@ -289,7 +299,7 @@ def _too_few(machines: Sequence[Host], wanted: Wanted, why: str, name: str) -> C
     joined = " shared with" if wanted.colocate else " and"
     there = "; ".join(map(str, machines)) or "no machine"
     return ConfigError(
-        f"the job wants {ranks}{joined} {sum(wanted.engine_sizes)} for {len(wanted.engine_sizes)} engines, and there "
+        f"the job wants {ranks}{joined} {wanted.num_engine_devices} for {len(wanted.engines)} engines, and there "
         f"is {there}: {why}. Lower --actor-num-gpus-per-node or --rollout-num-gpus, or start the rollout service on a "
         "machine of its own",
         field=name,

@@ -91,7 +91,7 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
     if architecture.add_bias_linear and within > 1:
         raise ConfigError(
             f"{within} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
-            "--expert-tensor-parallel-size 1"
+            f"--expert-tensor-parallel-size 1 --expert-model-parallel-size {max(ranks, 2)}"
         )
 
 
@@ -328,12 +328,12 @@ _WEIGHT = ".weight"
 
 
 def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
-    """The weights of the layers that get an adapter, in the table's order.
+    """The weights of the layers that get an adapter, in the table's order: none of experts in one tensor, as in peft.
 
     Raises ConfigError for a name that no layer has.
     """
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf]
+    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf if tensor.slot is None]
     if ALL_LINEAR in wanted:
         return linear
     known = {last_word(tensor.name) for tensor in linear}

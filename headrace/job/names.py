@@ -24,6 +24,6 @@ def reason_of_each(names_by_reason: Mapping[str, Sequence[str]]) -> dict[str, st
 PLACED_BY_US: Mapping[str, tuple[Any, str]] = {
     name: (default, each["why"])
     for each in SGLANG["placed_by_us"]
-    for name, default in (each["defaults"] | dict.fromkeys(each.get("without_default", ()))).items()
+    for name, default in (each.get("defaults", {}) | dict.fromkeys(each.get("without_default", ()))).items()
 }
 """SGLang's arguments that would give an engine other processes or GPUs than it is placed on: (default, why not)."""

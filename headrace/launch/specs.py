@@ -306,8 +306,8 @@ def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]
             found["trainer"][RANK_DEVICES] = _all(plan.trainer)
     each = len(plan.engines) // job.services.rollout_services
     for number, process in enumerate(processes(job, "rollout") if each else ()):
-        share = plan.engines[number * each : (number + 1) * each]
-        found[process] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(share)}
+        shares = [share for engine in plan.engines[number * each : (number + 1) * each] for share in engine]
+        found[process] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(shares)}
     return found
 
 

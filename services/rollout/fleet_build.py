@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
@@ -18,12 +21,23 @@ from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf, alike
-from services.rollout.engine.process import EngineFactory, ExternalEngine, SglangProcess
+from services.rollout.engine.fleet import EngineSlot, Fleet, FleetTiming, SlotOf
+from services.rollout.engine.process import (
+    EngineFactory,
+    EngineNode,
+    EngineProcess,
+    ExternalEngine,
+    SglangProcess,
+    node_log,
+    nodes_here,
+)
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
+from services.rollout.engine.slurm_engine import Allocation, engine_shares, slurm_engine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,46 +98,56 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
     """
     delete_scratch(log_dir, "engine-*")
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
-        size = job.placement.rollout_num_gpus_per_engine
-        return lambda number: ExternalEngine(addresses[number], size)
+        num_ranks = job.placement.rollout_num_gpus_per_engine
+        return lambda number: ExternalEngine(addresses[number], num_ranks)
     options_of = slot_options(job, seed=job.data.rollout_seed + service * job.placement.num_engines)
     if job.placement.rollout_placement == "ray" and job.asks_engines:
         return _ray_factory(options_of, log_dir)
-    return lambda number: SglangProcess(
-        options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
-    )
+    if job.placement.rollout_placement == "slurm" and job.asks_engines:
+        allocation = Allocation.here(job.placement.num_gpus_per_node)
+        shares = engine_shares(job, allocation)
+        return lambda number: slurm_engine(
+            options_of(number), number, log_dir, shares[number], allocation, has_accelerator=has_accelerator
+        )
+    return lambda number: nodes_here(options_of(number), number, log_dir, has_accelerator=has_accelerator)
 
 
 def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
-    from services.rollout.engine.ray_engine import RayEngine, join_cluster  # a package of its own
+    from services.rollout.engine.ray_engine import RayEngine, RayNodes, join_cluster  # a package of its own
 
     has_gpus = join_cluster()
 
-    def factory(number: int) -> RayEngine:
+    def factory(number: int) -> EngineProcess:
         options = replace(options_of(number), first_engine=number, first_gpu=0)  # Ray shows it its own GPUs alone
-        make = partial(_on_its_machine, options, number, log_dir, has_gpus)
-        return RayEngine(make, options.tensor_parallel_size if has_gpus else 0)
+        make, shape = partial(_on_its_machine, options, number, log_dir, has_gpus), options.shape
+        num_gpus = shape.devices_per_node if has_gpus else 0
+        if shape.nodes == 1:
+            return RayEngine(partial(make, None), num_gpus)
+        return RayNodes(lambda node: partial(make, node), shape.nodes, num_gpus)
 
     return factory
 
 
-def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, host: str) -> SglangProcess:
+def _on_its_machine(
+    options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, node: EngineNode | None, host: str
+) -> SglangProcess:
     log_dir.mkdir(parents=True, exist_ok=True)
-    own = replace(options, host=host)
-    return SglangProcess(own, number, log_dir / f"engine-{number}.log", has_accelerator=has_gpus)
+    own, log = replace(options, host=host), node_log(log_dir / f"engine-{number}.log", node.rank if node else 0)
+    return SglangProcess(own, number, log, has_accelerator=has_gpus, node=node)
 
 
 def slots_of(job: Job) -> SlotOf:
     """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
-    groups = _group_of_each(job)
-    if not groups:
-        return alike(job.placement.rollout_num_gpus_per_engine)
-    return lambda number: EngineSlot(_of(groups, number).size, _of(groups, number).name)
+    slots = [
+        EngineSlot(shape, group.name if group else "")
+        for shape, group in zip_longest(engine_shapes(job), _group_of_each(job))
+    ]
+    return lambda number: _of(slots, number)
 
 
 def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], EngineOptions]:
     """The options of each engine by its number: those of the job, with those of its group over them."""
-    options, groups = engine_options(job), _group_of_each(job)
+    options, groups, shapes = engine_options(job), _group_of_each(job), engine_shapes(job)
     options = options if seed is None else replace(options, seed=seed)
     if not groups:
         return lambda _: options
@@ -132,7 +156,7 @@ def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], Engine
     for group in job.placement.engine_groups:
         by_group[group.name] = replace(
             options,
-            tensor_parallel_size=group.size,
+            shape=shapes[first_engine],
             sglang={**options.sglang, **group.overrides},
             first_engine=first_engine,
             first_gpu=first_gpu,
@@ -146,7 +170,7 @@ def engine_options(job: Job) -> EngineOptions:
     share = 0.5 if job.buffer.max_staleness else 1.0
     return EngineOptions(
         hf_checkpoint=job.model.hf_checkpoint,
-        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
+        shape=engine_shapes(job)[0],
         seed=job.data.rollout_seed,
         sglang=job.sglang,
         dtype=megatron(job.megatron).dtype,
@@ -164,8 +188,9 @@ def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
         placement.rollout_placement == "ray" and job.asks_engines
     ):  # whose machines have GPUs and memory that nothing here knows
         return Capacity(most=placement.rollout_max_engines or placement.num_engines)
+    is_planned = has_accelerator or placement.rollout_placement == "slurm"
     return Capacity(
-        num_slots=placement.num_engines if has_accelerator else None,
+        num_slots=placement.num_engines if is_planned else None,
         is_asked=job.asks_engines,
         most=placement.rollout_max_engines,
         elsewhere=bool(placement.rollout_external_engine_addrs),
@@ -177,5 +202,5 @@ def _group_of_each(job: Job) -> list[EngineGroup]:
     return [group for group in job.placement.engine_groups for _ in range(group.count)]
 
 
-def _of(groups: list[EngineGroup], number: int) -> EngineGroup:
-    return groups[min(number, len(groups) - 1)]
+def _of(items: Sequence[T], number: int) -> T:
+    return items[min(number, len(items) - 1)]

@@ -210,7 +210,7 @@ def engine_to_proto(engine: Engine) -> pb.Engine:
         state=pb.EngineState.Value(f"ENGINE_STATE_{engine.state.value}"),
         policy_version=engine.policy_version,
         restarts=engine.restarts,
-        tensor_parallel_size=engine.tensor_parallel_size,
+        tensor_parallel_size=engine.shape.tp_size,
         weights_digest=engine.weights_digest,
         trouble=cut_text(engine.trouble),
         group=engine.group,

@@ -36,7 +36,9 @@ class Stack:
     fleet: Fleet
     receiver: Receiver
     generator: Generator
-    router: Router
+    router: Router | None
+    host: str = "127.0.0.1"
+    """The address at which engines find the sender."""
 
 
 @asynccontextmanager
@@ -90,7 +92,7 @@ async def publish(
         backend="gloo",
         deadline_seconds=240,
         buckets=dict(enumerate(specs)),
-        groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))), joined=sender.joined)],
+        groups=[GroupPlan(sender.name, stack.host, sender.port, tuple(range(len(buckets))), joined=sender.joined)],
         engine_ids=engine_ids,
     )
     begun = await stack.receiver.begin(plan)
@@ -110,12 +112,13 @@ async def publish(
         await receiving
         await sending
     truth = hugging_face_log_probs(stack.model, PROMPT[:1], PROMPT[1:])
+    expected = engine_checksums(weights) if checksums is None else checksums
     probe = Probe(PROMPT, (truth + probe_error).tolist(), max_mean_difference=1e-3)
-    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights), probe)
+    return await stack.receiver.commit(plan.publication_id, expected, probe)
 
 
-def a_group() -> WeightGroup:
-    return WeightGroup(f"group-{uuid.uuid4().hex}", "127.0.0.1", "gloo", 60.0)
+def a_group(host: str = "127.0.0.1") -> WeightGroup:
+    return WeightGroup(f"group-{uuid.uuid4().hex}", host, "gloo", 60.0)
 
 
 def signal_all(engine: Engine, number: signal.Signals) -> None:

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.view.lines import print_no_wrap
-from headrace.devices import gpu_memory_bytes, num_gpus
+from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
+from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
-from headrace.job.rules.machines import device_plan
+from headrace.job.rules.machines import cluster_plan, device_plan
 from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import ELSEWHERE, Scope
 from headrace.job.rules.training import uses_critic, uses_reference
@@ -106,13 +108,22 @@ def _shards(job: Job) -> list[tuple[str, str]]:
 
 def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
     """Nothing where it is not known which GPUs there are."""
-    found = device_plan(job, scope or Scope.of_train(job))
+    found = cluster_plan(job) or device_plan(job, scope or Scope.of_train(job))
     if found is None:
         return []
     who = "trainer and engines in turns" if job.placement.colocate else "trainer"
-    trainer = [f"{who} {share}" for share in found.trainer]
-    engines = [f"engine {number} {share}" for number, share in enumerate(found.engines)]
+    trainer = [f"{who} {_share(share, found)}" for share in found.trainer]
+    engines = [
+        f"engine {number} {' and '.join(_share(share, found) for share in shares)}"
+        for number, shares in enumerate(found.engines)
+    ]
     return [("GPUs", "; ".join([*trainer, *engines]))]
+
+
+def _share(share: DeviceShare, plan: DevicePlan) -> str:
+    """Names the machine where the plan has several."""
+    machines = {each.machine for each in (*plan.trainer, *chain(*plan.engines))}
+    return f"{share.machine} {share}" if len(machines) > 1 else str(share)
 
 
 def _rollout_services(job: Job) -> list[tuple[str, str]]:
@@ -229,13 +240,14 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 def _engines(job: Job) -> str:
     if not job.asks_engines:
         return "none: conversations are trained as they are given, and nothing is evaluated"
-    each, groups = job.placement.rollout_num_gpus_per_engine, job.placement.engine_groups
+    shapes, groups = engine_shapes(job), job.placement.engine_groups
     if groups:
-        own = "".join(f"\n{_group(group)}" for group in groups)
+        first = accumulate((group.count for group in groups), initial=0)
+        own = "".join(f"\n{_group(group, shapes[number])}" for group, number in zip(groups, first, strict=False))
         return f"{job.placement.num_engines} behind the router ({job.rollout.router_policy}), in groups:{own}"
     count, addresses = _engines_of_each(job), ", ".join(job.placement.rollout_external_engine_addrs)
     where = f", started elsewhere: {addresses}" if addresses else ""
-    return f"{count}{where} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+    return f"{count}{where} behind the router ({job.rollout.router_policy}), {shapes[0]} in each"
 
 
 def _engines_of_each(job: Job) -> int:
@@ -244,9 +256,9 @@ def _engines_of_each(job: Job) -> int:
     return elsewhere // job.services.num_rollout_services or job.placement.num_engines
 
 
-def _group(group: EngineGroup) -> str:
+def _group(group: EngineGroup, shape: EngineShape) -> str:
     own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
-    return f"{group.name}: {_count(group.count, 'engine')} of {group.size} tensor-parallel processes, {own}"
+    return f"{group.name}: {_count(group.count, 'engine')} of {shape}, {own}"
 
 
 def _weights(job: Job) -> str:

@@ -114,16 +114,19 @@ def resolve(job: Job) -> Job:
 
 
 def _engine_ranks(job: Job) -> Job:
-    """Moves --sglang-tp-size to rollout_num_gpus_per_engine, which it is another name of."""
+    """Moves --sglang-tp-size to rollout_num_gpus_per_engine, of which it is one stage."""
     if "tp_size" not in job.sglang:
         return job
-    size, each = job.sglang["tp_size"], job.placement.rollout_num_gpus_per_engine
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"--sglang-tp-size {size}: should be a number of 1 or more")
+    tensor, each = job.sglang["tp_size"], job.placement.rollout_num_gpus_per_engine
+    if not isinstance(tensor, int) or isinstance(tensor, bool) or tensor < 1:
+        raise ConfigError(f"--sglang-tp-size {tensor}: should be a number of 1 or more")
+    stages = job.sglang.get("pp_size", 1)
+    size = tensor * stages if isinstance(stages, int) else tensor  # a rule refuses other stages
     if "rollout_num_gpus_per_engine" in job.placement.model_fields_set and size != each:
         raise ConfigError(
-            f"--sglang-tp-size {size} contradicts rollout_num_gpus_per_engine {each}, which is the same setting: "
-            f"leave one out"
+            f"--sglang-tp-size {tensor} contradicts rollout_num_gpus_per_engine {each}, which is the same setting"
+            + (f" times --sglang-pp-size {stages}" if stages != 1 else "")
+            + ": leave one out"
         )
     placement = job.placement.model_copy(update={"rollout_num_gpus_per_engine": size})
     arguments = {name: value for name, value in job.sglang.items() if name != "tp_size"}

@@ -148,6 +148,7 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
         "engines that are started elsewhere have their number and arguments there",
     ),
     ("rollout_placement=ray", "rollout_external_engine_addrs", "those engines are started elsewhere"),
+    ("rollout_placement=slurm", "rollout_external_engine_addrs", "those engines are started elsewhere"),
     ("rollout_external_engine_addrs", "debug_rollout_only", "nothing would give them hf_checkpoint's weights"),
     (
         "rollout_external_engine_addrs",

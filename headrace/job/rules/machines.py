@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.devices import DevicePlan, Host, Wanted, machine_of, plan_devices, this_machine
 from headrace.errors import ConfigError, Unavailable
+from headrace.job.engine_shape import parts_of
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
@@ -119,11 +120,11 @@ def check_transport(job: Job) -> None:
         )
     address = job.services.rollout_address
     is_here = all(each.is_loopback for each in addresses_of(address))
-    on_ray = job.placement.rollout_placement == "ray"
-    if is_here and not on_ray and job.placement.actor_num_nodes == 1:
+    spread = job.placement.rollout_placement != "local"
+    if is_here and not spread and job.placement.actor_num_nodes == 1:
         return
     where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
-    where = "engines that Ray places" if on_ray else where
+    where = f"engines that {job.placement.rollout_placement.capitalize()} places" if spread else where
     if transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "
@@ -299,13 +300,27 @@ def device_plan(job: Job, scope: Scope, *, leaves_the_trainers: bool = True) -> 
     what there is was chosen for them. Raises ConfigError when there are too few.
     """
     machine = _machine(job, scope)
-    engines = _engine_sizes(job, scope)
+    engines = _engine_parts(job, scope)
     trains = "trainer" in scope.services if not leaves_the_trainers else _trains_here(job, scope)
     if machine is None or not (trains or engines):
         return None
     ranks = job.placement.actor_num_gpus_per_node if trains else 0
     plan = plan_devices([machine], Wanted(int(trains), ranks, engines, job.placement.colocate))
     return plan if "trainer" in scope.services else replace(plan, trainer=[])
+
+
+def cluster_plan(job: Job) -> DevicePlan | None:
+    """Where trainer and engines lie on the fewest machines of a cluster that have room; None for engines started here.
+
+    None, too, where nobody knows how many GPUs each machine has. Raises ConfigError for ranks that fit on none.
+    """
+    placement = job.placement
+    if placement.rollout_placement == "local" or placement.num_gpus_per_node is None or not job.asks_engines:
+        return None
+    parts = [*parts_of(job)] * job.services.rollout_services
+    most = placement.actor_num_nodes + sum(map(len, parts))
+    machines = [machine_of(f"machine {number}", placement.num_gpus_per_node) for number in range(most)]
+    return plan_devices(machines, Wanted(placement.actor_num_nodes, placement.actor_num_gpus_per_node, parts))
 
 
 def _machine(job: Job, scope: Scope) -> Host | None:
@@ -330,12 +345,10 @@ def _trains_here(job: Job, scope: Scope) -> bool:
     return "rollout" in scope.services and all(Address.parse(address).is_loopback for address in addresses)
 
 
-def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
-    """GPUs of each engine that is started here, those of one rollout service after those of the service before."""
+def _engine_parts(job: Job, scope: Scope) -> Sequence[Sequence[int]]:
+    """GPUs of each engine that is started here, by its parts; those of one rollout service after the one before's."""
     placement = job.placement
-    elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement == "ray"
+    elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement != "local"
     if "rollout" not in scope.services or elsewhere or job.debug.trains_alone or not job.asks_engines:
         return ()
-    groups = [group.size for group in placement.engine_groups for _ in range(group.count)]
-    of_one = groups or [placement.rollout_num_gpus_per_engine] * placement.num_engines
-    return of_one * job.services.rollout_services
+    return [*parts_of(job)] * job.services.rollout_services

@@ -7,6 +7,7 @@ import os
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
 from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
@@ -30,6 +31,7 @@ def check_production(job: Job) -> None:
     _engine_counts(job)
     _external_engines(job)
     _engine_groups(job)
+    _engine_shapes(job)
     metric = job.checkpoint.keep_best_metric
     if job.checkpoint.keep_best and metric.startswith("eval") and not job.eval.eval_exact_version:
         raise ConfigError(
@@ -200,6 +202,23 @@ def _engine_groups(job: Job) -> None:
         )
 
 
+def _engine_shapes(job: Job) -> None:
+    """What engines of several machines or stages cannot do."""
+    for number, shape in enumerate(engine_shapes(job)):
+        if shape.nodes > 1 and job.placement.colocate:
+            raise ConfigError(
+                f"colocate with engine {number} on {shape.nodes} machines: a machine's engines take turns with its own "
+                "ranks. Choose engines of one machine with --rollout-num-gpus-per-engine, or leave --colocate out"
+            )
+        is_sent = job.publish.update_weight_transport == "collective" and not job.debug.debug_rollout_only
+        if shape.pp_size > 1 and is_sent:
+            raise ConfigError(
+                f"--sglang-pp-size {shape.pp_size} with update_weight_transport collective: SGLang gives the same rank "
+                "to all stages of an engine, and they could not join the group of weights. Pass "
+                "--update-weight-transport disk, or make all GPUs of an engine tensor ranks"
+            )
+
+
 def _check_group(group: EngineGroup) -> None:
     where = f"engine group {group.name}: "
     if (why := SLIME["workers"].get(group.worker_type)) is not None:
@@ -221,6 +240,11 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
         scope.missing(
             f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
             "none: give all groups the same num_gpus_per_engine"
+        )
+    if placement.rollout_placement == "slurm" and "SLURM_JOB_NODELIST" not in os.environ:
+        scope.missing(
+            "rollout_placement slurm starts engines in an allocation, and this process is not in one: see "
+            "deploy/slurm/train.sbatch"
         )
     if placement.rollout_placement == "ray":
         if importlib.util.find_spec("ray") is None:
@@ -251,13 +275,11 @@ def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> No
     """Raises ConfigError when an engine's tensor ranks cannot divide the heads. On a CPU, SGLang adds heads."""
     if not num_gpus() and scope.elsewhere is None:
         return
-    of_groups = {group.size: f"engine group {group.name}: num_gpus_per_engine" for group in job.placement.engine_groups}
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    for ranks, name in (
-        of_groups or {job.placement.rollout_num_gpus_per_engine: "rollout_num_gpus_per_engine"}
-    ).items():
+    for shape in dict.fromkeys(engine_shapes(job)):
+        ranks = shape.tp_size // shape.dp_size
         if heads % ranks or (groups % ranks and ranks % groups):
             raise ConfigError(
-                f"{name} {ranks} does not divide the {heads} heads in {groups} groups of this model: "
-                "choose a divisor of both"
+                f"an engine of {shape.devices} GPUs ({shape}) has {ranks} ranks for the {heads} heads in {groups} "
+                "groups of this model: choose a --rollout-num-gpus-per-engine with which their number divides both"
             )

@@ -81,9 +81,9 @@ class PlacementSection(NodeOptions):
     """With colocate: engines give up weights and KV cache while the trainer trains; absent: on."""
     placement: Annotated[Literal["local", "slurm", "ray"], BeforeValidator(_no_torchrun)] = "local"
     """Who starts the trainer's ranks: headrace, srun in an allocation, or Ray actors."""
-    rollout_placement: Literal["local", "ray"] = "local"
-    """Who starts the engines: the rollout service on its machine, or Ray actors on machines of the cluster of
-    RAY_ADDRESS. Those listen on their machine's address, without a key."""
+    rollout_placement: Literal["local", "slurm", "ray"] = "local"
+    """Who starts the engines: the rollout service on its machine, srun on those of its allocation, or Ray actors on
+    machines of the cluster of RAY_ADDRESS. Engines elsewhere listen on their machine's address, without a key."""
     use_fault_tolerance: bool = False
     """A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."""
     rollout_health_check_interval: Seconds = 2.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.job.engine_shape import EngineShape
 from headrace.job.names import SGLANG
 from headrace.limits import nearest
 from headrace.process.child import run_once
@@ -77,6 +78,7 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_N
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
 _DUMPS: Mapping[str, str] = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _DEFAULT_PRIORITY = 0  # SGLang would put requests that name none last
 
 
@@ -85,7 +87,7 @@ class EngineOptions:
     """Says what a job wants of each of its engines."""
 
     hf_checkpoint: Path
-    tensor_parallel_size: int
+    shape: EngineShape
     seed: int
     """Engine k has this and k more."""
     sglang: Mapping[str, Any]
@@ -121,19 +123,35 @@ def check(sglang: Mapping[str, Any], machine: Machine) -> None:
             raise ConfigError(f"--sglang-{_dashed(name)} is no argument of SGLang's{hint}", field=f"sglang.{name}")
 
 
-def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
-    """Returns the arguments of the server of engine number `engine` on 127.0.0.1:`port`."""
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Says which of an engine's machines a process is for, and the HOST:PORT of machine 0 where they meet."""
+
+    rank: int
+    meets_at: str
+
+
+def words(
+    options: EngineOptions, machine: Machine, *, engine: int, port: int, node: NodeOptions | None = None
+) -> list[str]:
+    """Returns the arguments of the server of engine number `engine` on 127.0.0.1:`port`.
+
+    `node` is for an engine of several machines.
+    """
+    shape = options.shape
     arguments: dict[str, Any] = {
         **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
         "dtype": options.dtype,
         **options.sglang,
         "model_path": str(options.hf_checkpoint),
-        "tp_size": options.tensor_parallel_size,
+        "tp_size": shape.tp_size,
         "host": options.host,
         "port": port,
         "weight_version": str(INITIAL_VERSION),
         "random_seed": options.seed + engine,
     }
+    if node is not None:
+        arguments |= {"nnodes": shape.nodes, "node_rank": node.rank, "dist_init_addr": node.meets_at}
     if _schedules_by_priority(options.sglang):
         arguments.setdefault("default_priority_value", _DEFAULT_PRIORITY)
     if options.returns_experts:
@@ -143,7 +161,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
     if machine.has_accelerator and options.releases_memory:
         arguments["enable_memory_saver"] = True
     if machine.has_accelerator:
-        arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * options.tensor_parallel_size
+        arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * shape.devices
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
 
 
@@ -168,7 +186,15 @@ def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, s
     }
     if has_accelerator:
         return ours
-    return {**ours, **_CPU_ENVIRONMENT, **openmp(options.threads)}
+    return {**ours, **_CPU_ENVIRONMENT, **openmp(options.threads), **_cores(options.shape)}
+
+
+def _cores(shape: EngineShape) -> dict[str, str]:
+    """SGLang would give each rank a NUMA node, and refuse more ranks than there are: here each may use all cores."""
+    if shape.devices == 1 or _CORES in os.environ:
+        return {}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {_CORES: "|".join([cores] * shape.devices_per_node)}
 
 
 def listening_for_weights(address: Address, named: Mapping[str, str]) -> dict[str, str]:

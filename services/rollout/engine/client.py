@@ -173,10 +173,11 @@ class EngineClient:
         found = await self.load(seconds=seconds)
         return found.running + found.waiting
 
-    async def tensor_parallel_size(self, *, seconds: float) -> int:
+    async def num_ranks(self, *, seconds: float) -> int:
         """Returns the number of its ranks. Raises BadAnswer when it says something else."""
         reply = await self._http.request("GET", "/server_info", None, seconds=seconds)
-        return reply.decode(ServerInfo).tp_size
+        found = reply.decode(ServerInfo)
+        return found.tp_size * found.pp_size
 
     async def load(self, *, seconds: float) -> EngineLoad:
         """Returns its requests, running and waiting, and how full its cache is. Raises BadAnswer."""

@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
+from headrace.job.engine_shape import EngineShape
 from headrace.job.schema.placement import PlacementSection
 from headrace.process.exit_status import meaning
 from headrace.rpc.log import kept_running, log
@@ -37,7 +38,7 @@ from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
 class EngineSlot:
     """`group` is the name of the job's engine group; empty where it has none."""
 
-    tensor_parallel_size: int
+    shape: EngineShape
     group: str = ""
 
 
@@ -45,9 +46,9 @@ SlotOf = Callable[[int], EngineSlot]
 """The slot with a number."""
 
 
-def alike(tensor_parallel_size: int) -> SlotOf:
+def alike(shape: EngineShape) -> SlotOf:
     """Slots that are all the same."""
-    slot = EngineSlot(tensor_parallel_size)
+    slot = EngineSlot(shape)
     return lambda _: slot
 
 
@@ -73,7 +74,7 @@ class Engine:
     def __init__(self, number: int, slot: EngineSlot) -> None:
         self.engine_id = f"engine-{number}"
         self.number = number
-        self.tensor_parallel_size, self.group = slot.tensor_parallel_size, slot.group
+        self.shape, self.group = slot.shape, slot.group
         self.state = EngineState.STARTING
         self.policy_version = INITIAL_VERSION
         self.restarts = 0
@@ -360,7 +361,7 @@ class Fleet:
 
         `begins_with_checkpoint`: an engine that starts has hf_checkpoint's weights; else nobody knows which.
         """
-        self._slot_of = alike(slots) if isinstance(slots, int) else slots
+        self._slot_of = alike(EngineShape(slots)) if isinstance(slots, int) else slots
         self.engines: Sequence[Engine] = [Engine(number, self._slot_of(number)) for number in range(count)]
         """All engines by number, including those that leave."""
         self.weights = ServedWeights()

@@ -6,9 +6,11 @@ The names of the job's own arguments are checked here, because only this process
 from __future__ import annotations
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,8 +21,10 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.job.engine_shape import EngineShape
+from headrace.rpc.net import Address
 from services.rollout.engine import arguments, cpu
-from services.rollout.engine.arguments import EngineOptions, Machine
+from services.rollout.engine.arguments import EngineOptions, Machine, NodeOptions
 
 # The start of an engine on a CPU does once, or not at all, what is half of its seconds and more of its processor time.
 # The scheduler and the detokenizer are forks of the server. SGLang would start new interpreters, and each would import
@@ -134,7 +138,7 @@ def always_returned(options: EngineOptions) -> None:
 def _has_mask(request: Any, mask_tokens: int) -> bool:
     """SGLang returns the masks of requests with such a top_k. In a stream each event would have all of them again."""
     params = request.sampling_params
-    return isinstance(params, dict) and 1 <= params.get("top_k", 0) <= mask_tokens and not request.stream
+    return isinstance(params, dict) and 1 <= (params.get("top_k") or 0) <= mask_tokens and not request.stream
 
 
 REFUSED = 78
@@ -143,11 +147,12 @@ NAME = "engine"
 """That line begins with it."""
 
 
-def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
-    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
+def command(options: EngineOptions, *, engine: int, port: int, node: NodeOptions | None = None) -> list[str]:
+    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`, or one of its machines' processes."""
     given = msgspec.json.encode({**asdict(options), "hf_checkpoint": str(options.hf_checkpoint)}).decode()
     program = [sys.executable, "-m", "services.rollout.engine.launch"]
-    return [*program, "--engine", str(engine), "--port", str(port), given]
+    part = [] if node is None else ["--node-rank", str(node.rank), "--meets-at", node.meets_at]
+    return [*program, "--engine", str(engine), "--port", str(port), *part, given]
 
 
 def main() -> int:
@@ -155,20 +160,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.launch")
     parser.add_argument("--engine", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--meets-at", metavar="HOST:PORT", help="for one of an engine's machines: with --node-rank")
     parser.add_argument("options", help="EngineOptions as JSON")
     given = parser.parse_args()
     fields = msgspec.json.decode(given.options)
-    options = EngineOptions(**{**fields, "hf_checkpoint": Path(fields["hf_checkpoint"])})
+    own_types = {"hf_checkpoint": Path(fields["hf_checkpoint"]), "shape": EngineShape(**fields["shape"])}
+    options = EngineOptions(**{**fields, **own_types})
+    node = None if given.node_rank is None else NodeOptions(given.node_rank, given.meets_at)
+    os.environ.update(arguments.listening_for_weights(Address(options.host, given.port), os.environ))
+    if not (scratch := Path(os.environ.get("TMPDIR", tempfile.gettempdir()))).is_dir():  # another machine's
+        scratch.mkdir(mode=0o700)
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     machine = _machine(options.hf_checkpoint)
     try:
         arguments.check(options.sglang, machine)
-        words = arguments.words(options, machine, engine=given.engine, port=given.port)
+        words = arguments.words(options, machine, engine=given.engine, port=given.port, node=node)
     except ConfigError as error:
         print(f"{NAME}: {error}", file=sys.stderr)  # noqa: T201  # one line to a person
         return REFUSED
     if not machine.has_accelerator:
         fork_processes()
-    always_returned(options)
+    if options.returns_experts or options.mask_tokens is not None:
+        always_returned(options)
     sys.argv = ["sglang.launch_server", *words]
     runpy.run_module("sglang.launch_server", run_name="__main__")
     return 0

@@ -427,6 +427,7 @@ class ServerInfo(Struct, frozen=True):
     """The reply of /server_info."""
 
     tp_size: Annotated[int, Meta(ge=1)]
+    pp_size: Annotated[int, Meta(ge=1)] = 1
 
 
 class _RankChecksums(Struct, frozen=True):

@@ -218,7 +218,7 @@ class Receiver:
         transport = self._transport(plan)
         transport.require_usable(plan, engines)
         members = Members(
-            world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
+            world_size=1 + sum(engine.shape.devices for engine in engines),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
         publication = Publication(plan, engines, members, self._fleet)
@@ -416,9 +416,9 @@ class Receiver:
                 wrong[engine.engine_id] = difference
 
         await publication.participants.each(check)
-        size_of = {e.engine_id: e.tensor_parallel_size for e in publication.participants.remaining}
-        right = {(size_of[i], digests[i]) for i in publication.state.remaining if i not in wrong}
-        if not right or len(right) != len({size for size, _ in right}):  # each size cuts the weights in its own way
+        shape_of = {e.engine_id: e.shape for e in publication.participants.remaining}
+        right = {(shape_of[i], digests[i]) for i in publication.state.remaining if i not in wrong}
+        if not right or len(right) != len({shape for shape, _ in right}):  # each cuts the weights in its own way
             why = "; ".join(f"{i}: {w}" for i, w in wrong.items()) or f"engines differ from each other: {digests}"
             await self.abort(publication.plan.publication_id, why)
             raise ChecksumMismatch(f"the weights did not arrive as they were sent: {why}")

@@ -109,7 +109,7 @@ class CollectiveInbound(Inbound):
         rank = 1
         for engine in engines:
             offsets[engine.engine_id] = rank
-            rank += engine.tensor_parallel_size
+            rank += engine.shape.devices
 
         async def join(engine: Engine) -> None:
             if group.name in self._groups:

@@ -140,7 +140,7 @@ class TrainerBuild:
                 file_bytes=publish.update_weight_buffer_size,
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
                 form=form,
-                hashes=self.knows_checksums(layout),
+                hashes=self.knows_checksums,
                 leaves=self._job.placement.colocate,
             )
         return WeightSender(
@@ -151,7 +151,7 @@ class TrainerBuild:
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
             form=form,
-            hashes=self.knows_checksums(layout),
+            hashes=self.knows_checksums,
         )
 
     def _engines_are_here(self) -> bool:
@@ -171,9 +171,10 @@ class TrainerBuild:
             return host_towards(far[0])
         return "127.0.0.1" if self._engines_are_here() else socket.gethostbyname(socket.gethostname())
 
-    def knows_checksums(self, layout: Layout) -> bool:
-        """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
-        return layout.device.type == "cpu" or self._job.placement.engine_sizes == (1,)
+    @property
+    def knows_checksums(self) -> bool:
+        """True where senders have the tensors that engines hash: those of several ranks hash shards."""
+        return self._job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""
@@ -270,7 +271,7 @@ class TrainerBuild:
 
     def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
         backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.publish
-        hashes = self.knows_checksums(built.layout)
+        hashes = self.knows_checksums
         written = None if publish.update_weight_disk_path is None else RunFolder(self._run_dir).written_weights
         transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices, written=written)
         return Publisher(

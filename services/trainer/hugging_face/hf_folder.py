@@ -44,7 +44,7 @@ class _Slice:
 
 
 class HfFolder:
-    """Reads through the index if there is one; what is quantized is multiplied out, and stacks are cut."""
+    """Reads through the index if there is one; FP8, packed INT4 and MXFP4 are multiplied out, stacks are cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,7 +131,7 @@ class HfFolder:
         return {name: part for stack in self._files if self._is_stack(stack) for name, part in self._cut(stack)}
 
     def _is_stack(self, name: str) -> bool:
-        """gpt-oss has stacks of another form, with biases, whose parts its table names."""
+        """Those of gpt-oss, which have biases, are stacks in its table too."""
         return _STACKED.fullmatch(name) is not None and f"{name}_bias" not in self._files
 
     def _cut(self, stack: str) -> Iterator[tuple[str, _Slice]]:

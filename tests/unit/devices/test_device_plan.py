@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,17 @@ BY_HAND = [
 
 
 def shown(plan: DevicePlan) -> tuple[list[str], list[str]]:
-    trainer, engines = ([f"{share.machine} {share.visible}" for share in part] for part in (plan.trainer, plan.engines))
-    return trainer, engines
+    trainer = [f"{share.machine} {share.visible}" for share in plan.trainer]
+    return trainer, [" + ".join(f"{share.machine} {share.visible}" for share in shares) for shares in plan.engines]
 
 
 @pytest.mark.parametrize(("machines", "ranks", "sizes", "colocate", "trainer", "engines"), BY_HAND)
 def test_devices_are_given_as_the_table_says(machines, ranks, sizes, colocate, trainer, engines) -> None:
-    assert shown(plan_devices(machines, Wanted(ranks[0], ranks[1], sizes, colocate))) == (trainer, engines)
+    assert shown(plan_devices(machines, Wanted(ranks[0], ranks[1], in_one_part(sizes), colocate))) == (trainer, engines)
+
+
+def in_one_part(sizes: Sequence[int]) -> list[list[int]]:
+    return [[size] for size in sizes]
 
 
 SHAPES = [
@@ -68,17 +73,18 @@ def test_whatever_fits_is_placed_and_no_device_is_given_twice() -> None:
     """Shapes of which a machine has too few devices are refused; all others are placed, each engine on one machine."""
     placed = 0
     for machines, trainer_machines, ranks, size, count, colocate in SHAPES:
-        wanted = Wanted(trainer_machines, ranks, [size] * count, colocate)
+        wanted = Wanted(trainer_machines, ranks, [[size]] * count, colocate)
         if not fits(machines, wanted):
             with pytest.raises(ConfigError):
                 plan_devices(machines, wanted)
             continue
         plan = plan_devices(machines, wanted)
         placed += 1
-        trainer, engines = ([(s.machine, d) for s in part for d in s.devices] for part in (plan.trainer, plan.engines))
+        parts = (plan.trainer, [share for shares in plan.engines for share in shares])
+        trainer, engines = ([(s.machine, d) for s in part for d in s.devices] for part in parts)
         assert len({share.machine for share in plan.trainer}) == trainer_machines
         assert [len(share.devices) for share in plan.trainer] == [ranks] * trainer_machines
-        assert [len(share.devices) for share in plan.engines] == [size] * count
+        assert [[len(share.devices) for share in shares] for shares in plan.engines] == [[size]] * count
         assert len(set(trainer)) == len(trainer)
         assert len(set(engines)) == len(engines)
         assert set(engines) <= set(trainer) if colocate else not set(engines) & set(trainer)
@@ -97,19 +103,19 @@ def fits(machines: list[Host], wanted: Wanted) -> bool:
         left = [wanted.ranks_per_machine if k in large else 0 for k in range(len(left))]
     else:
         left = [count - wanted.ranks_per_machine * (k in large) for k, count in enumerate(left)]
-    size = wanted.engine_sizes[0]
-    return sum(count // size for count in left) >= len(wanted.engine_sizes)
+    (size,) = wanted.engines[0]
+    return sum(count // size for count in left) >= len(wanted.engines)
 
 
 def test_too_few_devices_are_refused_with_what_is_there_and_the_way_out() -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_devices([machine("node-1", 0, 0, 1, 1)], Wanted(1, 4, [2, 2]))
+        plan_devices([machine("node-1", 0, 0, 1, 1)], Wanted(1, 4, [[2], [2]]))
     for said in ("1 x 4 for the trainer and 4 for 2 engines", "GPU 2-3 (NUMA 1)", "--actor-num-gpus-per-node"):
         assert said in refused.value.message
     with pytest.raises(ConfigError, match=r"0 of 1 have 16 GPUs for the trainer, and it wants 1 such machine"):
-        plan_devices(EIGHT, Wanted(1, 16, [1]))
+        plan_devices(EIGHT, Wanted(1, 16, [[1]]))
     with pytest.raises(ConfigError, match=r"shared with 8 for 1 engines.*no machine has more than 4 left"):
-        plan_devices(EIGHT, Wanted(1, 4, [8], colocate=True))
+        plan_devices(EIGHT, Wanted(1, 4, [[8]], colocate=True))
 
 
 def test_names_of_devices_are_short() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_check_for_other_machines_plans_with_num_gpus_per_node() -> None:
     job = job_of(actor_num_nodes=2, actor_num_gpus_per_node=4, rollout_num_gpus=4, num_gpus_per_node=8)
     found = device_plan(job, Scope(ALL, "--elsewhere"))
     assert found is not None
-    assert [share.visible for share in (*found.trainer, *found.engines)] == ["0,1,2,3", "4", "5", "6", "7"]
+    assert [share.visible for share in (*found.trainer, *chain(*found.engines))] == ["0,1,2,3", "4", "5", "6", "7"]
     assert device_plan(job_of(), Scope(ALL, "--elsewhere")) is None
 
 
@@ -113,4 +114,4 @@ def test_engines_of_groups_have_as_many_as_their_group_says() -> None:
     ]
     found = device_plan(job_of(actor_num_gpus_per_node=2, rollout_num_gpus=6, engine_groups=groups), Scope(ALL))
     assert found is not None
-    assert [share.visible for share in found.engines] == ["2,3,4,5", "6", "7"]
+    assert [share.visible for share in chain(*found.engines)] == ["2,3,4,5", "6", "7"]

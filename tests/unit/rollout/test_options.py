@@ -69,7 +69,7 @@ class Built:
         return EngineGroup(
             name=engine.group,
             num_engines=sum(other.group == engine.group for other in self.parts.fleet.engines),
-            num_gpus_per_engine=engine.tensor_parallel_size,
+            num_gpus_per_engine=engine.shape.devices,
             overrides={name: value for name, value in told["sglang"].items() if name not in self.job.sglang},
         )
 
@@ -169,10 +169,10 @@ ENGINES: Readers = {
     "start_timeout_seconds": [lambda b: same(b.watched("start_seconds"))],
     "rollout_health_check_interval": [lambda b: same(b.watched("check_interval_seconds"))],
     "rollout_health_check_timeout": [lambda b: same(b.watched("check_timeout_seconds"))],
-    "rollout_num_gpus": [lambda b: sum(engine.tensor_parallel_size for engine in b.parts.fleet.engines)],
+    "rollout_num_gpus": [lambda b: sum(engine.shape.devices for engine in b.parts.fleet.engines)],
     "rollout_num_gpus_per_engine": [
-        lambda b: b.parts.fleet.engines[0].tensor_parallel_size,
-        lambda b: b.engine_options["tensor_parallel_size"],
+        lambda b: b.parts.fleet.engines[0].shape.devices,
+        lambda b: b.engine_options["shape"]["devices"],
     ],
     "rollout_max_engines": [lambda b: b.parts.scaler._capacity.most],
     "offload_rollout": [lambda b: b.parts.engine_memory is not None, lambda b: b.engine_options["releases_memory"]],
@@ -244,7 +244,7 @@ SUPERVISED: Readers = {
 }
 EXTERNAL: Readers = {
     "rollout_external_engine_addrs": [lambda b: tuple(engine.url.removeprefix("http://") for engine in b.engines)],
-    "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._tensor_parallel_size],
+    "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._num_ranks],
 }
 GROUPS: Readers = {"engine_groups": [lambda b: (b.group(0), b.group(1))]}
 OF_A_SERVER: Readers = {

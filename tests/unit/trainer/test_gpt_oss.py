@@ -19,9 +19,11 @@ from headrace.job.model import check_layout, contradictions
 from headrace.models.family import TransposedGateUp
 from headrace.models.folders import BlockFp8
 from headrace.models.registry import PRESETS, architecture, table
+from headrace.models.torch_dist import rows_of
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.rewrite.to_plain import to_plain
 from services.trainer.hugging_face.shards import cut, merge
+from services.trainer.hugging_face.torch_dist import TorchDistFolder, write_torch_dist
 from tests.support.models.tiny_families import tiny_config
 
 SIZES = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
@@ -98,6 +100,19 @@ def test_mxfp4_is_read_bit_for_bit_as_transformers_reads_it(mxfp4: Path, tmp_pat
         BlockFp8.of(mxfp4)
 
 
+def test_a_megatron_checkpoint_gives_back_the_tensors_that_it_was_written_from(mxfp4: Path, tmp_path: Path) -> None:
+    source, a = HfFolder(mxfp4), architecture(tiny_config("gpt_oss"))
+    rows = [row for row, _ in rows_of(a)]
+    write_torch_dist(
+        tmp_path / "megatron",
+        a,
+        {row.hf[0].key: cut(row.sharding, source.parts(row), 0, 1).contiguous() for row in rows},
+    )
+    written = TorchDistFolder(tmp_path / "megatron", a)
+    for row in rows:
+        assert all(one.equal(other) for one, other in zip(written.parts(row), source.parts(row), strict=True)), row
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
@@ -139,7 +154,8 @@ def test_an_expert_is_not_divided_because_it_has_biases() -> None:
     a, layout = architecture(CONFIG), {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     with pytest.raises(ConfigError, match="2 tensor ranks in each expert: .* pass --expert-tensor-parallel-size 1"):
         check_layout(a, MegatronArgs.model_validate(layout))
-    check_layout(a, MegatronArgs.model_validate(layout | {"expert_tensor_parallel_size": 1}))
+    way_out = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+    check_layout(a, MegatronArgs.model_validate(layout | way_out))
 
 
 def test_flags_of_a_launch_script_agree_with_the_checkpoint_where_they_say_the_same() -> None:

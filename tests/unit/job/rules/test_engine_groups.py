@@ -9,6 +9,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
+from headrace.job.engine_shape import EngineShape
 from headrace.job.load.load import load
 from headrace.job.schema.job import to_toml
 from headrace.job.schema.production import ContextLimit
@@ -55,7 +56,10 @@ def test_engine_groups_give_each_engine_the_arguments_of_its_group(job_file: Pat
         {"max_running_requests": 4, "context_length": 1500},
         *[{"max_running_requests": 64}] * 3,
     ]
-    assert [slots_of(job)(number) for number in range(4)] == [EngineSlot(1, "long"), *[EngineSlot(1, "group-2")] * 3]
+    assert [slots_of(job)(number) for number in range(4)] == [
+        EngineSlot(EngineShape(1), "long"),
+        *[EngineSlot(EngineShape(1), "group-2")] * 3,
+    ]
     assert load(job_file, (), {}).placement == load_again(job_file, to_toml(load(job_file, (), {})))
 
 

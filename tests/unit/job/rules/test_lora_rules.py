@@ -54,6 +54,7 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
         ("qwen3", ("q_norm",), "q_norm is not a linear layer"),
         ("qwen3_moe", ("gate",), "gate is not a linear layer"),
         ("deepseek_v3", ("q_proj",), "q_proj is not a linear layer"),
+        ("gpt_oss", ("gate_up_proj",), "gate_up_proj is not a linear layer of this model: choose from k_proj"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:

@@ -122,7 +122,7 @@ async def test_one_that_goes_away_is_tried_again_and_is_not_trusted_when_it_come
 async def test_an_engine_of_another_size_is_refused_and_one_that_is_not_there_is_waited_for(
     others: FakeEngine,
 ) -> None:
-    with pytest.raises(FailedPrecondition, match="tensor-parallel size of 1, and rollout_num_gpus_per_engine is 2"):
+    with pytest.raises(FailedPrecondition, match="has 1 ranks, and rollout_num_gpus_per_engine is 2"):
         await ExternalEngine(address_of(others), 2).start(seconds=60)
     nobody = ExternalEngine(Address("127.0.0.1", free_port()), 1)
     with pytest.raises(Unavailable, match="did not answer within 0.6 s .* take its address out"):

@@ -17,6 +17,7 @@ from headrace.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from headrace.job.engine_shape import EngineShape
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.engine.scaling import Capacity, Scaler
@@ -226,7 +227,7 @@ async def test_engines_of_one_size_are_compared_with_each_other(fakes: FakeFleet
     async with scaled(fakes) as (scaler, receiver):
         await scaler.scale(3, drain_seconds=0)
         await to_be(fakes, engine_0=READY, engine_1=READY, engine_2=READY)
-        fakes.fleet.engines[1].tensor_parallel_size = 2
+        fakes.fleet.engines[1].shape = EngineShape(2)
         begun = await receiver.begin(PLAN)
         assert begun.world_size == 1 + 1 + 2 + 1
         await receiver.receive("p1", 0)

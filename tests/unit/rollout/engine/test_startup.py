@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,16 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError, Unavailable
+from headrace.job.engine_shape import EngineShape
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.job.schema.services import BufferSection
 from headrace.process.scratch import Scratch
 from services.rollout.engine import arguments, launch
-from services.rollout.engine.arguments import EngineOptions, Machine
+from services.rollout.engine.arguments import EngineOptions, Machine, NodeOptions
 from services.rollout.engine.cpu.served import add_gated
-from services.rollout.engine.process import SglangProcess
-from services.rollout.fleet_build import engine_options, sglang_factory
+from services.rollout.engine.process import EngineProcess, NodesProcess, SglangProcess, nodes_here
+from services.rollout.fleet_build import engine_options, sglang_factory, slot_options
 from tests.long_forms import whole_run
 from tests.support.models.tiny_model import make_tiny_qwen3
 
@@ -91,9 +94,10 @@ FLAGS = {
         *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
         *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
         *("enable_priority_scheduling", "default_priority_value", "load_snapshot_publish_interval"),
-        "enable_memory_saver",
+        *("enable_memory_saver", "nnodes", "node_rank", "dist_init_addr", "pp_size", "dp_size"),
     )
 }
+_OF_NODES = ("--nnodes", "--node-rank", "--dist-init-addr", "--tp-size", "--pp-size", "--dp-size", "--base-gpu-id")
 CPU = Machine(has_accelerator=False, flags=FLAGS)
 GPU = Machine(has_accelerator=True, flags=FLAGS)
 
@@ -112,6 +116,38 @@ def test_rollout_num_gpus_per_engine_is_the_tensor_parallel_size_of_an_engine() 
     told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
     words = arguments.words(engine_options(told), CPU, engine=0, port=5)
     assert words[words.index("--tp-size") + 1] == "2"
+
+
+def test_each_machine_of_an_engine_is_told_which_it_is_and_which_gpus_it_has() -> None:
+    placement = {"rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 8, "num_gpus_per_node": 4}
+    sglang = {"pp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement, "sglang": sglang})
+    flags = FLAGS | {"enable_dp_attention": ("--enable-dp-attention", False)}
+    options = slot_options(told)(1)
+    for rank, first_gpu in ((0, "8"), (1, "12")):
+        node = NodeOptions(rank, "10.0.0.7:5000")
+        words = arguments.words(replace(options, first_gpu=4 * rank), Machine(True, flags), engine=1, port=5, node=node)
+        assert {flag: words[words.index(flag) + 1] for flag in words if flag in _OF_NODES} == {
+            "--nnodes": "2",
+            "--node-rank": str(rank),
+            "--dist-init-addr": "10.0.0.7:5000",
+            "--tp-size": "4",
+            "--pp-size": "2",
+            "--dp-size": "2",
+            "--base-gpu-id": first_gpu,
+        }
+        assert "--enable-dp-attention" in words
+
+
+def test_on_a_cpu_each_rank_of_an_engine_may_use_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would give each a memory node of its own, and refuse to start."""
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    placement = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}
+    told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement, "sglang": {"nnodes": 2}})
+    assert arguments.environment(engine_options(told), has_accelerator=False)["SGLANG_CPU_OMP_THREADS_BIND"] == (
+        "0,1|0,1"
+    )
 
 
 def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_it() -> None:
@@ -180,7 +216,7 @@ def test_engines_that_schedule_by_priority_take_evaluations_last(
 
 
 ENGINE = """
-import json, os, sys, tempfile
+import json, os, sys, tempfile, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -188,6 +224,8 @@ Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://
 tempfile.NamedTemporaryFile(delete=False)  # as SGLang does for its sockets
 if sys.argv[2] == "fails":
     sys.exit(3)
+if sys.argv[2] == "hangs":
+    time.sleep(600)
 if sys.argv[2] == "refused":
     print("engine: --sglang-statik is no argument of SGLang's", file=sys.stderr)
     sys.exit(78)
@@ -216,13 +254,16 @@ class Engines:
         self.temporary = temporary
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
 
-    def __call__(self, behaviour: str) -> SglangProcess:
-        def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
-            return [sys.executable, "-c", ENGINE, str(port), behaviour]
+    def __call__(self, *behaviours: str) -> EngineProcess:
+        """An engine that does so on each of its machines."""
+
+        def command(options: EngineOptions, *, engine: int, port: int, node: NodeOptions | None) -> list[str]:
+            return [sys.executable, "-c", ENGINE, str(port), behaviours[node.rank if node else 0]]
 
         self._monkeypatch.setattr(launch, "command", command)
-        options = EngineOptions(self._folder, 1, 0, {}, threads=1)
-        return SglangProcess(options, 0, self._folder / "engine.log", has_accelerator=False)
+        shape = EngineShape(len(behaviours), nodes=len(behaviours))
+        options = EngineOptions(self._folder, shape, 0, {}, threads=1)
+        return nodes_here(options, 0, self._folder, has_accelerator=False)
 
 
 @pytest.fixture
@@ -254,6 +295,30 @@ async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) ->
     await engine.start(seconds=50.0)
     assert list(engines.temporary.iterdir())
     await engine.stop()
+    assert not list(engines.temporary.iterdir())
+
+
+async def test_an_engine_of_several_machines_is_at_the_address_of_the_first_and_ends_with_any(engines: Engines) -> None:
+    engine = engines("serves", "serves")
+    assert isinstance(engine, NodesProcess)
+    first, other = engine.nodes
+    assert isinstance(other, SglangProcess)
+    await engine.start(seconds=50.0)
+    assert engine.url == first.url != other.url
+    assert engine.exit_code is None
+    assert (engine.memory_bytes() or 0) > (first.memory_bytes() or 0)
+    os.killpg(other.pid, signal.SIGKILL)
+    assert await engine.wait() == 128 + signal.SIGKILL
+    assert first.exit_code is not None
+    assert "on machine 1" in engine.last_lines()
+    assert not list(engines.temporary.iterdir())
+
+
+async def test_an_engine_does_not_start_when_one_of_its_machines_does_not(engines: Engines) -> None:
+    engine = engines("hangs", "fails")
+    with pytest.raises(Unavailable, match="process on machine 1 ended with exit code 3"):
+        await engine.start(seconds=50.0)
+    assert engine.exit_code is not None
     assert not list(engines.temporary.iterdir())
 
 
