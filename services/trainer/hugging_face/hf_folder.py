@@ -82,9 +82,7 @@ class HfFolder:
             scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
             return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
         if part := self._slices.get(name):
-            with self._opened(part.stack) as file:
-                expert: Tensor = file.get_slice(part.stack)[part.expert, part.first : part.last]
-                return expert
+            return self._raw(part.stack, part.expert)[part.first : part.last]
         raw = self._raw(name, slot)
         if raw.dtype not in _FP8:
             return raw

@@ -10,6 +10,7 @@ from headrace.cli.view.plan import plan
 from headrace.devices import DevicePlan, Wanted, machine_of, plan_devices
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import EngineShape, engine_shapes
+from headrace.job.load.resolve import resolve
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 
@@ -94,7 +95,8 @@ PLACED = [
 def plan_of(machines, trainer, engines) -> DevicePlan:
     count, each = machines
     there = [machine_of(f"m{number}", each) for number in range(count)]
-    return plan_devices(there, Wanted(*trainer, [[gpus] * parts for parts, gpus in engines]))
+    nodes, ranks = trainer
+    return plan_devices(there, Wanted(nodes, ranks, [[gpus] * parts for parts, gpus in engines]))
 
 
 @pytest.mark.parametrize(("machines", "trainer", "engines", "expected"), PLACED)
@@ -170,8 +172,11 @@ LARGE = [
 @pytest.mark.parametrize("starter", ["slurm", "ray"])
 def test_check_shows_the_machines_of_large_engines(name, placement, sglang, engines, gpus, starter) -> None:
     placement |= {"actor_num_gpus_per_node": 8, "num_gpus_per_node": 8, "rollout_placement": starter}
-    job = Job.model_validate({"model": {"hf_checkpoint": name}, "placement": placement, "sglang": sglang})
-    shown = dict(plan(job, Scope(("buffer", "reward", "rollout", "trainer"), "--elsewhere")))
+    steps = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "num_rollout": 1}
+    job = Job.model_validate(
+        {"model": {"hf_checkpoint": name}, "placement": placement, "sglang": sglang, "rollout": steps}
+    )
+    shown = dict(plan(resolve(job), Scope(("buffer", "reward", "rollout", "trainer"), "--elsewhere")))
     assert (shown["engines"], shown["GPUs"]) == (engines, gpus)
 
 

@@ -117,6 +117,8 @@ def expected(name: str, messages: Messages) -> str:
             continue
         if name == OPENS_A_THOUGHT and i < len(messages) - 1:
             continue
+        if name == "qwen3.5" and i < last:  # its prompts open a thought, too, and it drops those before a question
+            continue
         content = NO_THOUGHT.get(name, "") + said(name, message["content"])
         if name == "qwen3" and i > last and i == len(messages) - 1:
             content = content.lstrip("\n")  # behind the thought that the template leaves empty
@@ -183,6 +185,8 @@ def test_thoughts_are_trained_where_the_template_keeps_them() -> None:
 def test_keep_earlier_thoughts_trains_those_of_every_turn() -> None:
     kept = trained("qwen3", THOUGHTFUL, keep_earlier_thoughts=True)
     assert kept == THOUGHT.format("first", "one") + THOUGHT.format("second", "two")
+    behind_prompts = "first\n</think>\n\none<|im_end|>second\n</think>\n\ntwo<|im_end|>"
+    assert trained("qwen3.5", THOUGHTFUL, keep_earlier_thoughts=True) == behind_prompts
     kept = trained("glm4.6", THOUGHTFUL, keep_earlier_thoughts=True)
     assert kept == "\n<think>first</think>\none<|user|>\n<think>second</think>\ntwo<|user|>"
 
@@ -251,6 +255,8 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
         answers = [f"\n</think>\n\n\n7{stop}"]
     if name == "gpt_oss":
         answers = [f"{FINAL}The answer is 3.", f"{FINAL}\n7{stop}"]
+    if name == "qwen3.5":
+        answers = answers[1:]
     assert texts == answers
     assert encoder.tokenizer.decode(list(encoded.tokens)) == encoded.text
 

@@ -130,14 +130,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     checkpoint = make_tiny_qwen3(folder / "model")
     model = network(checkpoint)
     samples = [drawn(model, number) for number in range(6)]
-    write(folder / "given", samples)
-    write(folder / "bare", [without_mask(sample, model) for sample in samples])
-    write(folder / "mixed", [s if i % 2 else without_mask(s, model) for i, s in enumerate(samples)])
+    write(folder / "given.samples", samples)
+    write(folder / "bare.samples", [without_mask(sample, model) for sample in samples])
+    write(folder / "mixed.samples", [s if i % 2 else without_mask(s, model) for i, s in enumerate(samples)])
 
     def case(name: str, samples: str, train: Any, megatron: Any, ranks: int) -> SentCase:
         rollout = {"rollout_temperature": TEMPERATURE, "rollout_top_p": TOP_P, "rollout_top_k": TOP_K}
         sections = {"train": train, "megatron": megatron, "rollout": rollout}
-        return SentCase(name, str(folder), str(checkpoint), sections, ranks, str(folder / samples))
+        return SentCase(name, str(folder), str(checkpoint), sections, ranks, str(folder / f"{samples}.samples"))
 
     tp2 = {"tensor_model_parallel_size": 2}
     cases = [
