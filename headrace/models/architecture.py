@@ -39,8 +39,8 @@ class YarnRope:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
-    truncate: bool
-    """The range of frequencies that are mixed is widened to whole numbers."""
+    has_exact_range: bool
+    """The range of frequencies that are mixed is not widened to whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def yarn_rope(raw: Mapping[str, Any]) -> YarnRope | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
-        truncate=bool(rope.get("truncate", True)),
+        has_exact_range=not rope.get("truncate", True),
     )
 
 
