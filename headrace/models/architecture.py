@@ -275,7 +275,7 @@ def _require_whole_attention(raw: Mapping[str, Any]) -> None:
     windowed = [number for number, kind in enumerate(raw.get("layer_types") or ()) if kind != "full_attention"]
     if windowed or raw.get("use_sliding_window"):
         which = f"layer {windowed[0]} is {raw['layer_types'][windowed[0]]!r}" if windowed else "use_sliding_window true"
-        raise ConfigError(f"{which}: headrace trains full attention only")
+        raise ConfigError(f"{which}: headrace trains windows in gpt_oss only")
 
 
 def _is_swiglu(raw: Mapping[str, Any]) -> bool:
