@@ -302,7 +302,7 @@ def object_of_line(line: str | bytes) -> dict[str, Any] | None:
 
 def read_json(text: str) -> Any:
     """Parses like `json.loads`, but refuses NaN, Infinity, and numbers that a float holds as infinite."""
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    return _DECODER.decode(text)
 
 
 def _refuse(number: str) -> NoReturn:
@@ -314,6 +314,9 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         _refuse(text)
     return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _check_depth(text: str, value: Mapping[str, Any]) -> None:
@@ -462,6 +465,8 @@ def _json(text: str, field: str) -> Any:
         raise InvalidArgument(f"{field} is not JSON: {shown(text)}: {error}", field=field) from error
     if _depth(value) > MAX_JSON_DEPTH:
         raise InvalidArgument(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels", field=field)
+    if "\\u" in text:
+        _check_encodable(value)
     return value
 
 

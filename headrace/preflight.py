@@ -199,13 +199,12 @@ async def _check_services(
     job: Job, scope: Scope, words: Sequence[str], report: Report, tell: Callable[[str], None]
 ) -> None:
     environment = {**os.environ, **slime_environment(job.run.slime_imports), **openmp(1)}
-    # The trainer's check has its hooks to load, and adapters to know about.
-    has_to_look = job.lora.lora_rank is not None or any(path is not None for _, path in job.hooks)
+    has_hooks = any(path is not None for _, path in job.hooks)
     services = [name for name in ("buffer", "reward", "rollout", "trainer") if name in scope.services]
     started: dict[str, OneShot] = {}
     try:
         for name in services:
-            if name != "trainer" or has_to_look:
+            if name != "trainer" or has_hooks:
                 command = [*job.services.python_of(name), "-m", f"services.{name}.check", *words]
                 started[name] = await OneShot.start(command, environment)
         of_buffer = await report_of("buffer", started["buffer"], b"", tell) if "buffer" in started else Report()

@@ -97,15 +97,12 @@ class ScoreItem:
         """Raises InvalidArgument for metadata that is no JSON object, and for what no sample could have."""
         if packed.status not in _STATUSES:
             raise InvalidArgument(f"status is {shown(packed.status)}, must be one of {', '.join(_STATUSES)}")
-        has_metadata = packed.metadata_json not in ("", "{}")
-        if has_metadata:
-            require_json_object(packed.metadata_json, "metadata_json")
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,
             response=packed.response,
             label=packed.label if packed.HasField("label") else None,
-            metadata=from_json(packed.metadata_json) if has_metadata else {},
+            metadata=require_json_object(packed.metadata_json, "metadata_json"),
             group_id=packed.group_id,
             status=packed.status,
             response_tokens=packed.response_tokens,
@@ -120,9 +117,9 @@ def scored_columns(sample: Sample) -> dict[str, NDArray[Any]]:
 
 
 def _columns(packed: pb.ScoreItem) -> dict[str, NDArray[Any]]:
+    if not packed.columns:
+        return {}
     columns = {column.name: unpack_column(column) for column in packed.columns}
-    if not columns:
-        return columns
     if len(packed.columns) != len(SCORED_COLUMNS) or columns.keys() != set(SCORED_COLUMNS):
         named = [column.name[:80] for column in packed.columns][:8]
         raise InvalidArgument(f"columns are {named}, must be {', '.join(SCORED_COLUMNS)}, or none")
@@ -159,7 +156,8 @@ ScoreResult = Score | ScoreError
 def pack_result(item_id: str, result: ScoreResult) -> pb.ScoreResult:
     match result:
         case Score(value, scorer, version, parts, metadata):
-            score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts)
+            # An empty map costs more than all the rest.
+            score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts or None)
             if metadata is not None:
                 score.metadata_json = to_json(metadata)
             return pb.ScoreResult(item_id=item_id, score=score)

@@ -87,6 +87,10 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 TEACHER_LOG_PROBS = "teacher_log_probs"
 ROUTED_EXPERTS = "rollout_routed_experts"
 """Column int16 [T - 1, layers, experts of a token]: where engines sent each token but the last; -1 where unknown."""
+SAMPLING_MASK = "sampling_mask"
+"""Column int32: the token ids that the engine sampled a response token from, one response token behind the other."""
+SAMPLING_MASK_COUNTS = "sampling_mask_counts"
+"""Column int32 [R] beside it: how many ids each has; 0 where a token was sampled from all, or not sampled."""
 
 COLUMN_DTYPES: Mapping[str, np.dtype[Any]] = {
     TOKENS: np.dtype("<i4"),
@@ -94,6 +98,8 @@ COLUMN_DTYPES: Mapping[str, np.dtype[Any]] = {
     ROLLOUT_LOG_PROBS: np.dtype("<f4"),
     TEACHER_LOG_PROBS: np.dtype("<f4"),
     ROUTED_EXPERTS: np.dtype("<i2"),
+    SAMPLING_MASK: np.dtype("<i4"),
+    SAMPLING_MASK_COUNTS: np.dtype("<i4"),
 }
 _largest, _smallest = np.maximum.reduce, np.minimum.reduce
 """The maximum and minimum of a flat array in half the time of `max` and `min`: every sample that is put passes here."""
@@ -197,6 +203,29 @@ def check_experts(name: str, experts: object, num_tokens: int) -> None:
         raise InvalidArgument(f"{name} has {experts.min()}, must be an expert's number, or -1 for unknown")
 
 
+def check_sampling_mask(prefix: str, response: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> None:
+    """Requires both columns, and each response token in its own set. `prefix` stands before the columns' names."""
+    mask, counts = columns.get(SAMPLING_MASK), columns.get(SAMPLING_MASK_COUNTS)
+    if mask is None or counts is None:
+        raise InvalidArgument(
+            f"{prefix}{SAMPLING_MASK} and {SAMPLING_MASK_COUNTS}: one of them is missing, give both or none"
+        )
+    check_row(f"{prefix}{SAMPLING_MASK}", mask)
+    check_token_ids(f"{prefix}{SAMPLING_MASK}", mask)
+    check_row(f"{prefix}{SAMPLING_MASK_COUNTS}", counts, len(response))
+    total = int(counts.sum(dtype=np.int64))
+    if (len(counts) and _smallest(counts) < 0) or total != len(mask):
+        raise InvalidArgument(
+            f"{prefix}{SAMPLING_MASK_COUNTS} are {total} together, 0 or more each: {SAMPLING_MASK} has {len(mask)} ids"
+        )
+    owners = np.repeat(np.arange(len(counts)), counts)
+    is_held = counts == 0
+    is_held[owners[mask == response[owners]]] = True
+    if not is_held.all():
+        place = int(np.flatnonzero(~is_held)[0])
+        raise InvalidArgument(f"{prefix}{SAMPLING_MASK} of response token {place} lacks that token, {response[place]}")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
     """Limits that a model sets for token ids and routed experts."""
@@ -219,6 +248,8 @@ class ModelBounds:
     def check(self, sample_id: str, tokens: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> None:
         """Raises InvalidArgument for token ids and experts that the model does not have."""
         check_token_ids(f"sample {sample_id}: {TOKENS}", tokens, self.vocab_size)
+        if (mask := columns.get(SAMPLING_MASK)) is not None:
+            check_token_ids(f"sample {sample_id}: {SAMPLING_MASK}", mask, self.vocab_size)
         experts = columns.get(ROUTED_EXPERTS)
         if experts is None or self.num_experts is None:
             return
@@ -387,6 +418,8 @@ class Sample:
             check_log_probs(f"{name} {TEACHER_LOG_PROBS}", teacher)
         if (experts := self.columns.get(ROUTED_EXPERTS)) is not None:
             check_experts(f"{name} {ROUTED_EXPERTS}", experts, total)
+        if SAMPLING_MASK in self.columns or SAMPLING_MASK_COUNTS in self.columns:
+            check_sampling_mask(f"{name} ", self.tokens[self.prompt_length :], self.columns)
 
     @property
     def response_length(self) -> int:

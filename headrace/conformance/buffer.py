@@ -103,31 +103,34 @@ class _Stream:
 
     async def answered(self, number: int) -> list[pb.GroupPut]:
         """Leases so many groups and puts them; returns what was put."""
-        puts = [put_of(lease) for lease in (await self.lease(number, wait_seconds=_WAIT_SECONDS)).leases]
+        puts = [complete_put(lease) for lease in (await self.lease(number, wait_seconds=_WAIT_SECONDS)).leases]
         require(len(puts) == number, f"{len(puts)} groups were leased, not {number}")
         for result in await self.put(*puts):
             require(not result.HasField("refused"), f"a put was refused: {result.refused.reason}")
         return puts
 
 
-def put_of(lease: pb.GroupLease, reward: float = 1.0) -> pb.GroupPut:
-    """A whole group: each sample has five tokens, two of them the response."""
-    samples = [
-        Sample(
-            sample_id=f"{lease.lease_id}/{index}",
-            group_id=lease.group_id,
-            index=index,
-            prompt=lease.prompt.text,
-            response="ok",
-            tokens=np.array([1, 2, 3, 10 + index, 5], np.int32),
-            loss_mask=np.ones(2, np.uint8),
-            rollout_log_probs=np.zeros(2, np.float32),
-            status=Status.COMPLETED,
-            reward=reward,
-            policy_ranges=[PolicyRange(lease.policy_version, 0, 2)],
-        ).pack()
-        for index in range(lease.n_samples)
-    ]
+def completed_sample(lease: pb.GroupLease, index: int, policy_version: int, reward: float = 1.0) -> Sample:
+    """Five tokens, two of them the response."""
+    return Sample(
+        sample_id=f"{lease.lease_id}/{index}",
+        group_id=lease.group_id,
+        index=index,
+        prompt=lease.prompt.text,
+        response="ok",
+        tokens=np.array([1, 2, 3, 10 + index, 5], np.int32),
+        loss_mask=np.ones(2, np.uint8),
+        rollout_log_probs=np.zeros(2, np.float32),
+        status=Status.COMPLETED,
+        reward=reward,
+        policy_ranges=[PolicyRange(policy_version, 0, 2)],
+    )
+
+
+def complete_put(lease: pb.GroupLease, policy_version: int | None = None, *, reward: float = 1.0) -> pb.GroupPut:
+    """A whole group for a lease."""
+    version = lease.policy_version if policy_version is None else policy_version
+    samples = [completed_sample(lease, index, version, reward).pack() for index in range(lease.n_samples)]
     return pb.GroupPut(
         lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples
     )
@@ -189,7 +192,7 @@ async def an_expired_lease_is_lost(subject: BufferSubject) -> None:
         (first,) = (await stream.lease(1)).leases
         second = (await stream.lease(1, wait_seconds=_WAIT_SECONDS)).leases
         require([each.group_id for each in second] == [first.group_id], "the group was not leased again")
-        (late,) = await stream.put(put_of(first))
+        (late,) = await stream.put(complete_put(first))
         require(late.refused.reason == "LEASE_LOST", f"the late put has {late.refused.reason or 'no refusal'}")
 
 
@@ -207,11 +210,11 @@ async def a_put_may_be_repeated(subject: BufferSubject) -> None:
     """A put that is repeated is a duplicate; with other samples under the same ids it is ALREADY_EXISTS."""
     async with subject.stream(prompts=1) as stream:
         (lease,) = (await stream.lease(1)).leases
-        (first,) = await stream.put(put_of(lease))
-        (second,) = await stream.put(put_of(lease))
+        (first,) = await stream.put(complete_put(lease))
+        (second,) = await stream.put(complete_put(lease))
         require((first.duplicate, second.duplicate) == (False, True), f"{first.duplicate}, then {second.duplicate}")
         with refused("a put of other samples with known ids", "ALREADY_EXISTS"):
-            (third,) = await stream.put(put_of(lease, reward=0.5))
+            (third,) = await stream.put(complete_put(lease, reward=0.5))
             if third.HasField("refused"):
                 raise AlreadyExists(third.refused.message)
 
@@ -219,7 +222,7 @@ async def a_put_may_be_repeated(subject: BufferSubject) -> None:
 async def a_damaged_sample_is_refused(subject: BufferSubject) -> None:
     """A payload that does not have its digest is DATA_LOSS, and nothing of the call is stored."""
     async with subject.stream(prompts=2) as stream:
-        good, bad = [put_of(lease) for lease in (await stream.lease(2)).leases]
+        good, bad = [complete_put(lease) for lease in (await stream.lease(2)).leases]
         bad.samples[0].payload += b"x"
         with refused("a damaged payload", "DATA_LOSS", "INVALID_ARGUMENT"):
             await stream.put(good, bad)
@@ -316,7 +319,7 @@ async def waiting_calls_are_woken(subject: BufferSubject) -> None:
         leases = list((await producer).leases)
         if len(leases) < _GROUPS:
             leases += (await stream.lease(_GROUPS - len(leases), wait_seconds=_WAIT_SECONDS)).leases
-        await stream.put(*(put_of(lease) for lease in leases))
+        await stream.put(*(complete_put(lease) for lease in leases))
         require((await trainer).ready, "the trainer's wait ended without the batch")
 
 

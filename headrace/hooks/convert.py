@@ -18,6 +18,8 @@ from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    SAMPLING_MASK_COUNTS,
     TEACHER_LOG_PROBS,
     TOKENS,
     TURNS,
@@ -45,6 +47,7 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         weight_versions=kept.weight_versions or [str(r.policy_version) for r in sample.policy_ranges],
         rollout_log_probs=sample.rollout_log_probs.tolist(),
         rollout_routed_experts=sample.columns.get(ROUTED_EXPERTS),
+        rollout_sampling_mask=_kept_ids(sample),
         teacher_log_probs=None if teacher is None else teacher.tolist(),
         status=sample.status,
         metadata=dict(sample.metadata),
@@ -258,8 +261,20 @@ def _columns(name: str, sample: Sample) -> dict[str, Any]:
         columns[TEACHER_LOG_PROBS] = _floats(f"{name} {TEACHER_LOG_PROBS}", sample.teacher_log_probs)
     if sample.rollout_routed_experts is not None:
         columns[ROUTED_EXPERTS] = _integers(f"{name} {ROUTED_EXPERTS}", sample.rollout_routed_experts, np.int16)
+    if sample.rollout_sampling_mask is not None:
+        sets = [_integers(f"{name} {SAMPLING_MASK}", ids, np.int32) for ids in sample.rollout_sampling_mask]
+        columns[SAMPLING_MASK] = np.concatenate([np.empty(0, np.int32), *sets])
+        columns[SAMPLING_MASK_COUNTS] = np.array([len(ids) for ids in sets], np.int32)
     columns |= raw_columns(name, sample.multimodal_inputs)
     return columns | processed_columns(name, sample.multimodal_train_inputs)
+
+
+def _kept_ids(sample: WireSample) -> list[list[int]] | None:
+    mask = sample.columns.get(SAMPLING_MASK)
+    if mask is None:
+        return None
+    ends = np.cumsum(sample.columns[SAMPLING_MASK_COUNTS])
+    return [ids.tolist() for ids in np.split(mask, ends[:-1])][: len(ends)]
 
 
 def _kind(value: Any) -> str:

@@ -82,6 +82,7 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "tokens": _listed,
     "loss_mask": _mask,
     "rollout_log_probs": _listed,
+    "rollout_sampling_mask": lambda rows: [_listed(row) for row in rows],
     "teacher_log_probs": _listed,
     "label": label_as_given,
     "rollout_id": _text,

@@ -93,6 +93,9 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any = None
     """Anything numpy reads as an int16 array [T - 1, layers, top-k]."""
+    rollout_sampling_mask: list[list[int]] | None = None
+    """The token ids that each response token was sampled from; none where that was the whole vocabulary. Without
+    --keep-sampling-mask: None."""
     remove_sample: bool = False
     """Keep it out of the loss, by an all-zero mask."""
     teacher_log_probs: list[float] | None = None

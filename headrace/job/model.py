@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from headrace.models.architecture import (
     YarnRope,
     is_same_setting,
 )
-from headrace.models.family import Row
+from headrace.models.family import HfTensor, Row
 from headrace.models.registry import table
 
 _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
@@ -74,12 +74,23 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
             f"expert_model_parallel_size {ranks} does not divide the {architecture.experts.count} experts: "
             "choose a divisor of it"
         )
-    tensor = args.tensor_model_parallel_size
+    tensor, within = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if ranks == 1 and within not in (None, tensor):
+        raise ConfigError(
+            f"expert_tensor_parallel_size {within} with tensor_model_parallel_size {tensor}: Megatron-core sums the "
+            "gradients of such experts over too few ranks: add --expert-model-parallel-size 2 or more, or leave "
+            "--expert-tensor-parallel-size out"
+        )
     if tensor > 1 and not args.sequence_parallel:
         raise ConfigError(
             f"tensor_model_parallel_size {tensor} with experts: Megatron-core trains them only with "
             "--sequence-parallel: add it, or divide the experts alone: "
             f"--expert-model-parallel-size {tensor}"
+        )
+    if architecture.add_bias_linear and (within or tensor) > 1:
+        raise ConfigError(
+            f"{within or tensor} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
+            "--expert-tensor-parallel-size 1 with --expert-model-parallel-size 2 or more"
         )
 
 
@@ -148,7 +159,6 @@ def _cuts_otherwise(args: MegatronArgs) -> list[str]:
 _ALWAYS = {
     "position_embedding_type": "rope",
     "no_position_embedding": True,
-    "disable_bias_linear": True,
     "tokenizer_type": "HuggingFaceTokenizer",
     "use_rotary_position_embeddings": True,
 }
@@ -166,7 +176,7 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": a.norm_epsilon,
         "normalization": a.normalization,
         "gated_linear_unit": a.swiglu,
-        "add_bias_linear": False,
+        "add_bias_linear": a.add_bias_linear,
         "add_qkv_bias": a.add_qkv_bias,
         # Latent attention always has its norms.
         "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
@@ -177,6 +187,13 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         if a.unrotated_layers
         else None,
     }
+    if a.attention_sinks:
+        fields["softmax_type"] = "learnable"
+    if a.windows:
+        fields["window_size"] = (a.windows.size - 1, 0)  # so many before it, and none behind it
+        fields["window_attn_skip_freq"] = [int(layer in a.windows.layers) for layer in range(a.num_layers)]
+    if a.swiglu_limit is not None:
+        fields |= {"activation_func_clamp_value": a.swiglu_limit, "glu_linear_offset": 1.0}
     if a.experts:
         fields |= _expert_fields(a.experts, a.num_layers)
     if a.latent_attention:
@@ -248,12 +265,13 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
     return {
         "group_query_attention": a.num_query_groups < a.num_attention_heads,
         "multi_latent_attention": a.latent_attention is not None,
+        "disable_bias_linear": not a.add_bias_linear,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
         "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
-        "spec": given.spec if family == a.family else a.family,
+        "spec": given.spec if family in (a.family, a.family.removesuffix("_text").removesuffix("_moe")) else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
 
 
@@ -272,6 +290,8 @@ def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
     if name == "no_rope_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
     if name == "linear_attention_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
+    if name == "window_attn_skip_freq" and isinstance(wanted, int):
         return list(said or ()) == [int(bool((layer + 1) % wanted)) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
@@ -306,28 +326,38 @@ def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
 _WEIGHT = ".weight"
 
 
-def lora_targets(architecture: Architecture, wanted: Sequence[str]) -> frozenset[str]:
-    """The last words of the names of the layers that get an adapter, as `q_proj`.
+def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
+    """The weights of the layers that get an adapter, in the table's order: none of experts in one tensor, as in peft.
 
-    Raises ConfigError for a family whose layers cannot be adapted, and for a name that no layer has or experts have.
+    Raises ConfigError for a name that no layer has.
     """
-    _require_family(architecture)
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    linear = [row for row in rows if _is_linear(row)]
-    of_experts = _names(row for row in linear if _is_of_experts(row))
-    found = _names(linear) - of_experts
-    chosen = found | of_experts if ALL_LINEAR in wanted else frozenset(wanted)
-    if unknown := sorted(chosen - found - of_experts):
+    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf if tensor.slot is None]
+    if ALL_LINEAR in wanted:
+        return linear
+    known = {last_word(tensor.name) for tensor in linear}
+    if unknown := sorted(set(wanted) - known):
         raise ConfigError(
             f"lora_target_modules {unknown[0]} is not a linear layer of this model: choose from "
-            f"{', '.join(sorted(found))}, or {ALL_LINEAR}"
+            f"{', '.join(sorted(known))}, or {ALL_LINEAR}"
         )
-    if refused := sorted(chosen & of_experts):
+    return [tensor for tensor in linear if last_word(tensor.name) in wanted]
+
+
+def check_adapters(architecture: Architecture, args: MegatronArgs, wanted: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no layer has, and for experts whose adapters this layout cannot train."""
+    layers, within = adapted_layers(architecture, wanted), args.expert_tensor_parallel_size
+    tensor = args.tensor_model_parallel_size
+    if any(args.given(frozenset({"use_transformer_engine_op_fuser"})).values()):
         raise ConfigError(
-            f"lora_target_modules {', '.join(refused)}: layers of experts have no adapters here: choose from "
-            f"{', '.join(sorted(found))}"
+            "use_transformer_engine_op_fuser with lora_rank: its fused MLP passes by the layers that have adapters: "
+            "leave one of them out"
         )
-    return chosen
+    if within not in (None, 1, tensor) and any(".experts." in layer.name for layer in layers):
+        raise ConfigError(
+            f"expert_tensor_parallel_size {within} with adapters on experts: it must be 1 or "
+            f"tensor_model_parallel_size, {tensor}: change it, or leave the experts out of --lora-target-modules"
+        )
 
 
 def layer_name(tensor: str) -> str:
@@ -340,26 +370,6 @@ def last_word(tensor: str) -> str:
     return layer_name(tensor).rpartition(".")[2]
 
 
-def _names(rows: Iterable[Row]) -> frozenset[str]:
-    return frozenset(last_word(tensor.name) for row in rows for tensor in row.hf)
-
-
 def _is_linear(row: Row) -> bool:
-    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron
-
-
-def _is_of_experts(row: Row) -> bool:
-    return row.expert is not None or ".shared_experts." in row.megatron
-
-
-def _require_family(architecture: Architecture) -> None:
-    for has_it, what in (
-        (architecture.latent_attention, "latent attention"),
-        (architecture.linear_attention, "linear attention"),
-        (architecture.vision, "a vision tower"),
-    ):
-        if has_it is not None:
-            raise ConfigError(
-                f"lora_rank with {what} ({architecture.family}): such models have no adapters here: leave --lora-rank "
-                "out"
-            )
+    """False for experts that a checkpoint has in one tensor: peft's form of their adapters is another."""
+    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron and row.hf[0].name.endswith(_WEIGHT)

@@ -39,6 +39,18 @@ class YarnRope:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    truncate: bool
+    """The range of frequencies that are mixed is widened to whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers whose attention sees the last tokens only."""
+
+    size: int
+    """So many tokens, the asking one among them."""
+    layers: Sequence[int]
+    """Counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,14 @@ class Architecture:
     untie_embeddings_and_output_weights: bool
     rope_scaling: Llama3Rope | YarnRope | None
     experts: Experts | None
+    windows: Windows | None
+    attention_sinks: bool
+    """Each head has one more logit than it has keys, which is learned and takes weight from them
+    (https://arxiv.org/abs/2309.17453)."""
+    add_bias_linear: bool
+    """Every linear layer has a bias: those of attention, of routers and of experts."""
+    swiglu_limit: float | None
+    """Gate and up are clamped to it; gate × sigmoid(1.702 gate) × (up + 1) is in the place of SwiGLU."""
     latent_attention: LatentAttention | None
     linear_attention: LinearAttention | None
     attention_output_gate: bool
@@ -180,6 +200,10 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
         "rope_scaling": llama3_rope(raw),
         "experts": None,
+        "windows": None,
+        "attention_sinks": False,
+        "add_bias_linear": False,
+        "swiglu_limit": None,
         "latent_attention": None,
         "linear_attention": None,
         "attention_output_gate": False,
@@ -242,6 +266,7 @@ def yarn_rope(raw: Mapping[str, Any]) -> YarnRope | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        truncate=bool(rope.get("truncate", True)),
     )
 
 

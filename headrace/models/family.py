@@ -57,15 +57,39 @@ class Sections:
     """So often each tensor repeats its sections, with as many times fewer rows."""
 
 
-Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue | Sections
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """in × out in the checkpoint. Cut along `in`: of a row-parallel layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedGateUp:
+    """Divided like GateUp; one tensor, in × out, has gate and up in turns along `out`."""
+
+
+Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue | Sections | Transposed | TransposedGateUp
 
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """A tensor of the Hugging Face checkpoint."""
+    """A tensor of the Hugging Face checkpoint, or one of the experts' in a tensor that holds those of a layer."""
 
     name: str
     shape: tuple[int, ...]
+    slot: int | None = None
+    """Its place along a first dimension that `shape` leaves out."""
+    slots: int = 1
+    """The size of that dimension. The rows of all its slots follow each other."""
+
+    @property
+    def key(self) -> str:
+        """The name, and the slot where others have the same name."""
+        return self.name if self.slot is None else f"{self.name}.{self.slot}"
+
+    @property
+    def whole(self) -> HfTensor:
+        """The tensor of the checkpoint that has this name."""
+        return self if self.slot is None else HfTensor(self.name, (self.slots, *self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +125,7 @@ class Table:
     def tensors(self) -> Iterator[HfTensor]:
         """The tensors of the Hugging Face checkpoint."""
         for row in self.rows():
-            yield from row.hf
+            yield from (tensor.whole for tensor in row.hf if not tensor.slot)
 
     @property
     def num_parameters(self) -> int:
@@ -149,6 +173,8 @@ def attention(a: Architecture, hf: str) -> list[Row]:
         rows += [norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", a.kv_channels) for p in "qk"]
     output = (a.hidden_size, a.num_attention_heads * a.kv_channels)
     rows.append(one("self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", output, Split(1)))
+    if a.add_bias_linear:
+        rows.append(one("self_attention.linear_proj.bias", f"{hf}.self_attn.o_proj.bias", output[:1], Replicated()))
     return rows
 
 

@@ -95,6 +95,11 @@ def _length_by_header(path: Path) -> int:
 # float8_e4m3fn and `X.weight_scale_inv` in float32, by which it is multiplied.
 
 SCALE = "_scale_inv"
+_READ_ONLY = {
+    METHOD: (f"INT4 ({METHOD})", ", or python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER"),
+    "mxfp4": ("MXFP4", ""),
+}
+"""Methods whose folders are read and never written: what to call them, and another way than bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +143,11 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
         if scale_format not in (None, "float")
         else None
     )
-    if method == METHOD:
+    if method in _READ_ONLY:
+        form, other = _READ_ONLY[method]
         raise ConfigError(
-            f"{folder} is in INT4 ({METHOD}), in which engines cannot be given new weights: write it in another form "
-            f"and name that folder: {TO_PLAIN}, or python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER",
+            f"{folder} is in {form}, in which engines cannot be given new weights: write it in another form and name "
+            f"that folder: {TO_PLAIN}{other}",
             field="hf_checkpoint",
         )
     if wrong:

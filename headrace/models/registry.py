@@ -17,35 +17,31 @@ from headrace.models.families import (
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     mistral,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
     smollm3,
 )
 from headrace.models.family import Family, Preset, Table
 
-_LINEAR = (
-    "its gated delta net is computed by Megatron-core through flash-linear-attention, whose kernels need a GPU, so "
-    "no CPU could check it"
-)
 _SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
-_IMAGES = "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL"
+_IMAGES = (
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
+)
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
 _WINDOWS = "it attends within windows, and headrace trains full attention only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "qwen3_5": (_LINEAR, ("qwen3",)),
-    "qwen3_5_text": (_LINEAR, ("qwen3",)),
-    "qwen3_5_moe": (_LINEAR, ("qwen3_moe",)),
-    "qwen3_5_moe_text": (_LINEAR, ("qwen3_moe",)),
-    "kimi_linear": (_LINEAR, ("kimi_k2", "deepseek_v3")),
+    "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
     "deepseek_v32": (_SPARSE, ("deepseek_v3",)),
     "glm_moe_dsa": (_SPARSE, ("glm4_moe", "glm4_moe_lite")),
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
@@ -60,7 +56,6 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
-    "gpt_oss": (f"{_WINDOWS}, and its attention has sinks", ("qwen3_moe",)),
     "gemma2": (_WINDOWS, ("llama",)),
     "gemma3": (_WINDOWS, ("llama",)),
     "gemma3_text": (_WINDOWS, ("llama",)),
@@ -93,10 +88,12 @@ FAMILIES: Sequence[Family] = (
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
+    qwen3_5.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture, is_same_setting
-from headrace.models.family import FusedGateUp, GateUp, Row
+from headrace.models.family import FusedGateUp, GateUp, Row, Transposed, TransposedGateUp
 from headrace.models.registry import table
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -277,6 +277,8 @@ def rows_of(architecture: Architecture) -> Iterator[tuple[Row, int | None]]:
 def whole_shape(row: Row) -> tuple[int, ...]:
     """The shape of Megatron's parameter on a single rank."""
     first = row.hf[0].shape
+    if isinstance(row.sharding, Transposed | TransposedGateUp):
+        return first[::-1]
     return (sum(tensor.shape[0] for tensor in row.hf), *first[1:])
 
 
@@ -284,7 +286,7 @@ def names(architecture: Architecture, row: Row, layer: int | None) -> Iterator[N
     """Every name that a version of Megatron-core may have given the weight."""
     for name in whole_names(architecture, row, layer):
         yield name
-        if isinstance(row.sharding, GateUp | FusedGateUp):
+        if isinstance(row.sharding, GateUp | FusedGateUp | TransposedGateUp):
             yield Name(tuple(name.keys[0] + half for half in _HALVES), name.index, name.stack)
 
 
@@ -452,7 +454,7 @@ _SHOWN_TENSORS = 5
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A checkpoint that holds the model: its tensors, and the name of every row by its first Hugging Face tensor."""
+    """A checkpoint that holds the model: its tensors, and each row's name by its first Hugging Face tensor's key."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -461,6 +463,11 @@ class Matched:
 
 def matched(folder: Path, architecture: Architecture) -> Matched:
     """Raises ConfigError that names missing and extra tensors, and those of another shape. Reads no weights."""
+    if architecture.linear_attention:
+        raise ConfigError(
+            f"{folder}: Megatron's checkpoints of {architecture.family} are not read, because its gated delta nets "
+            "have other weights there: name a Hugging Face folder"
+        )
     chosen = iteration_folder(folder)
     require_same_arguments(chosen, architecture)
     tensors = read_tensors(chosen)
@@ -475,7 +482,7 @@ def matched(folder: Path, architecture: Architecture) -> Matched:
         elif difference := _difference(tensors, there[0], row):
             differing.append(difference)
         else:
-            found[row.hf[0].name] = there[0]
+            found[row.hf[0].key] = there[0]
     _refuse(chosen, "lacks {} tensors of this model", missing)
     _refuse(chosen, "is of another model: {} tensors differ", list(dict.fromkeys(differing)))
     _refuse(chosen, "holds {} tensors that this model does not have", _extra(tensors, known, architecture))

@@ -163,11 +163,9 @@ class RunData:
         return {"step": step, "groups": groups}
 
     def evaluation(self, step: int) -> Value:
-        """The samples of the evaluation after a step, by data set."""
-        by_set: dict[str, list[Answer]] = {}
-        for answer in self.log.of_evaluation(step):
-            by_set.setdefault(answer.group_id.removeprefix("eval/").rpartition("/")[0], []).append(answer)
-        return {"step": step, "sets": [{"name": name, "groups": _groups(each)} for name, each in by_set.items()]}
+        """The groups of the evaluation after a step, one data set after the other."""
+        groups = _groups(self.log.of_evaluation(step))
+        return {"step": step, "groups": sorted(groups, key=lambda group: str(group["set"]))}
 
     def untrained(self) -> Value:
         """Groups that failed or were filtered, the newest first."""
@@ -246,11 +244,17 @@ def _groups(answers: Iterable[Answer], with_tokens: set[str] | frozenset[str] = 
             "id": group_id,
             "prompt": samples[0].prompt,
             "label": samples[0].label,
+            "set": _data_set(group_id),
             "version": min((version for each in samples for version, *_ in each.policy_ranges), default=None),
             "samples": [_sample(each, each.sample_id in with_tokens) for each in sorted(samples, key=_index)],
         }
         for group_id, samples in by_group.items()
     ]
+
+
+def _data_set(group_id: str) -> str | None:
+    """That of an evaluation's group, whose id is eval/NAME/ROW; None of others."""
+    return group_id.removeprefix("eval/").rpartition("/")[0] if group_id.startswith("eval/") else None
 
 
 def _index(answer: Answer) -> int:

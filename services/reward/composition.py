@@ -7,7 +7,7 @@ the reward is 0, and no other part is asked. A part that abstains, or scores oth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,11 @@ class Part:
         )
 
     def clipped(self, value: float) -> float:
-        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
+        return clipped(value, self.clip)
+
+
+def clipped(value: float, clip: tuple[float, float] | None) -> float:
+    return value if clip is None else min(max(value, clip[0]), clip[1])
 
 
 def is_passed(parts: Sequence[Part], values: Mapping[str, float]) -> bool:
@@ -44,20 +48,19 @@ def is_passed(parts: Sequence[Part], values: Mapping[str, float]) -> bool:
     return all(part.gate is None or values.get(part.label, part.gate) >= part.gate for part in parts)
 
 
-def combined(parts: Sequence[Part], values: Mapping[str, float], combine: Combine) -> float | None:
+_COMBINES: Mapping[Combine, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
+
+
+def combined(
+    parts: Sequence[Part], values: Mapping[str, float], combine: Combine, clip: tuple[float, float] | None = None
+) -> float | None:
     """The reward of clipped values by label; None where no part that counts has one: the composition abstains."""
     if not is_passed(parts, values):
         return 0.0
     terms = [part.weight * values[part.label] for part in parts if part.weight and part.label in values]
     if not terms:
         return None
-    match combine:
-        case "sum":
-            return sum(terms)
-        case "min":
-            return min(terms)
-        case "max":
-            return max(terms)
+    return clipped(_COMBINES[combine](terms), clip)
 
 
 def digest_of(settings: Any) -> str:

@@ -22,7 +22,7 @@ from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, Inva
 from headrace.hooks.kit.sandbox import require_sandbox
 from headrace.hooks.reward import RewardForm, RewardHook, reward_hook_by_name
 from headrace.job.schema.section import Section
-from headrace.job.schema.services import RewardPart, RewardSection
+from headrace.job.schema.services import Clip, RewardPart, RewardSection
 from headrace.limits import MAX_SCORE_ITEMS, require_id, require_path
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
@@ -333,8 +333,7 @@ def _with_live(swap: Swap, version: str) -> Swap:
 def _said_of(reward: RewardSection) -> str:
     """What the job says of its scorer."""
     if reward.reward_parts:
-        parts = [part.model_dump(mode="json") for part in reward.reward_parts]
-        return f"{COMPOSED} {digest_of([parts, reward.reward_combine])}"
+        return f"{COMPOSED} {digest_of(_rules_of(reward))}"
     return reward.custom_rm_path or reward.rm_type or ""
 
 
@@ -391,8 +390,7 @@ async def scorer_named(registry: Registry, reward: RewardSection, name: str) -> 
     if name.startswith(REMOTE):
         return remote_scorer(name)
     if name.endswith(".toml"):
-        parts = parts_in(Path(name))
-        return await composed(registry, reward, parts.reward_parts, parts.reward_combine, beside=Path(name).parent)
+        return await composed(registry, reward, parts_in(Path(name)), beside=Path(name).parent)
     try:
         found = registry.require(name)
     except NotFound as error:
@@ -433,10 +431,11 @@ def settings_of(reward: RewardSection) -> dict[str, str]:
 
 
 class PartsFile(Section):
-    """What a file of a composed reward has: the two keys of a job's [reward]."""
+    """What a file of a composed reward has: keys of a job's [reward]."""
 
     reward_parts: tuple[RewardPart, ...] = Field(min_length=1)
     reward_combine: Combine = "sum"
+    reward_clip: Clip | None = None
 
 
 def parts_in(file: Path) -> PartsFile:
@@ -452,14 +451,13 @@ def parts_in(file: Path) -> PartsFile:
 async def composed(
     registry: Registry,
     reward: RewardSection,
-    parts: Sequence[RewardPart],
-    combine: Combine,
+    rules: RewardSection | PartsFile,
     *,
     beside: Path | None = None,
 ) -> Scorer:
-    """A reward of several parts. Functions of files are found `beside` it. Raises InvalidArgument."""
+    """A reward of several parts, by these `rules`. Functions of files are found `beside` it. Raises InvalidArgument."""
     scored = []
-    for part in parts:
+    for part in rules.reward_parts:
         name = part.scorer
         if beside and ".py:" in name and (beside / name.rpartition(":")[0]).is_file():
             name = str(beside / name)
@@ -472,7 +470,14 @@ async def composed(
         raise InvalidArgument("two parts of the reward have one name: give them a name", field="reward_parts")
     if not any(each.part.weight for each in scored):
         raise InvalidArgument("no part of the reward counts: give one a weight", field="reward_parts")
-    said = [part.model_dump(mode="json") for part in parts]
-    version = digest_of([combine, said, [each.scorer.version for each in scored]])
+    version = digest_of([*_rules_of(rules), [each.scorer.version for each in scored]])
     labels = ", ".join(each.part.label for each in scored)
-    return Scorer(COMPOSED, version, f"The {combine} of {labels}.", composition=Composition(tuple(scored), combine))
+    composition = Composition(tuple(scored), rules.reward_combine, rules.reward_clip)
+    return Scorer(COMPOSED, version, f"The {rules.reward_combine} of {labels}.", composition=composition)
+
+
+def _rules_of(rules: RewardSection | PartsFile) -> list[Any]:
+    """What a composed reward's version depends on, beside the scorers' own."""
+    parts = [part.model_dump(mode="json") for part in rules.reward_parts]
+    clip = [rules.reward_clip] if rules.reward_clip else []
+    return [rules.reward_combine, parts, *clip]

@@ -235,6 +235,7 @@ def code_digest(module: str) -> str:
 _BY_NAME = {each.name: each for each in BUILTINS}
 
 
+@cache
 def _function(name: str) -> Callable[..., Any]:
     """Imports it."""
     builtin = _BY_NAME[name]
@@ -376,6 +377,7 @@ class Composition:
 
     parts: tuple[ScoredPart, ...]
     combine: Combine
+    clip: tuple[float, float] | None = None
 
     @property
     def rules(self) -> Sequence[Part]:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,8 +69,10 @@ class RewardMetrics:
         for metric in (self._items, self._seconds, self._waiting):
             registry.register(metric)
 
-    def count(self, scorer: str, result: ScoreResult) -> None:
-        self._items.labels(scorer, result.reason if isinstance(result, ScoreError) else "SCORED").inc()
+    def count(self, scorer: str, results: Iterable[ScoreResult]) -> None:
+        outcomes = Counter(each.reason if isinstance(each, ScoreError) else "SCORED" for each in results)
+        for outcome, number in outcomes.items():
+            self._items.labels(scorer, outcome).inc(number)
 
     def observe(self, scorer: str, seconds: float) -> None:
         """Adds the time of one call."""
@@ -142,7 +144,8 @@ class BatchScorer:
         try:
             failures = await self._load_own(items)
             with self._live.call() if self._live else nullcontext():
-                choices = [self._choice(_own_failure(item, failures) or item, scorer, evaluation) for item in items]
+                known = [_own_failure(item, failures) or item for item in items] if failures else items
+                choices = [self._choice(item, scorer, evaluation) for item in known]
                 results = await self._scored(choices, next(self._calls))
             if self._live and not evaluation:
                 self._live.shadow(items, choices, results, self.score_with)
@@ -155,8 +158,8 @@ class BatchScorer:
     async def _load_own(self, items: Sequence[ScoreItem | ScoreError]) -> dict[str, ScoreError]:
         """Loads functions that items name themselves, once each. Returns why some of them cannot be called."""
         failures: dict[str, ScoreError] = {}
-        for path in {own_function(item) or "" for item in items if isinstance(item, ScoreItem)} - {""}:
-            if self.registry.knows(path):
+        for path in {own_function(item) for item in items if isinstance(item, ScoreItem)}:
+            if path is None or self.registry.knows(path):
                 continue
             try:
                 hook = await self._pool.run(
@@ -196,8 +199,7 @@ class BatchScorer:
 
     async def _scored(self, choices: Sequence[Choice], caller: int) -> list[ScoreResult]:
         results: dict[int, ScoreResult] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
-        for error in results.values():
-            self._metrics.count("none", error)
+        self._metrics.count("none", results.values())
         async with asyncio.TaskGroup() as tasks:
             for call in _calls_for({i: c for i, c in enumerate(choices) if not isinstance(c, ScoreError)}):
                 tasks.create_task(self._run(call, results, caller))
@@ -210,9 +212,8 @@ class BatchScorer:
             scored = await self._composed(call.scorer, call.scorer.composition, batch)
         else:
             scored = await self._unless_unreachable(call.scorer, batch, caller)
-        for position, result in zip(call.items, scored, strict=True):
-            results[position] = result
-            self._metrics.count(call.scorer.name, result)
+        results.update(zip(call.items, scored, strict=True))
+        self._metrics.count(call.scorer.name, scored)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
     async def _unless_unreachable(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[ScoreResult]:
@@ -280,7 +281,7 @@ class BatchScorer:
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: int) -> list[CustomResult]:
         if scorer.builtin is not None:
-            item = _seen_by(scorer, batch[0])
+            item = replace(_seen_by(scorer, batch[0]), columns={})
             return [CustomResult(await self._builtin(scorer, scorer.builtin, item, caller))]
         if scorer.hook is None:
             raise Internal(f"scorer {scorer.name} has nothing that scores")
@@ -375,9 +376,8 @@ def _own_failure(item: ScoreItem | ScoreError, failures: Mapping[str, ScoreError
 
 
 def _seen_by(scorer: Scorer, item: ScoreItem) -> ScoreItem:
-    """Leaves what headrace's own scorers read of an item: text; for a `boxed` one the response's last box."""
-    response = (boxed(after_thinking(item.response)) or "") if scorer.boxed else item.response
-    return replace(item, response=response, columns={})
+    """For a `boxed` scorer its response is the last box."""
+    return replace(item, response=boxed(after_thinking(item.response)) or "") if scorer.boxed else item
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
@@ -438,7 +438,7 @@ def _composed_result(scorer: Scorer, composition: Composition, given: Mapping[st
     if errors:
         return next((error for error in errors if not error.retryable), errors[0])
     values = _values(given)
-    value = combined(composition.rules, values, composition.combine)
+    value = combined(composition.rules, values, composition.combine, composition.clip)
     if value is None:
         return ScoreError(SCORER_ABSTAINED, "no part of the reward that counts has scored it")
     return Score(value, scorer.name, scorer.version, values)

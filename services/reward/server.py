@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -54,7 +54,7 @@ class RewardServicer(RewardServiceServicer):
         ids = [item.item_id for item in request.items]
         if len(set(ids)) < len(ids):
             raise InvalidArgument("two items have the same item_id: it must be unique in the call", field="items")
-        items = [item async for item in _unpacked_in_turns(request)]
+        items = await _unpacked_in_turns(request)
         results = await self._scorer.score(
             items, request.scorer or None, peer=context.peer(), evaluation=request.evaluation
         )
@@ -93,15 +93,16 @@ def _packed(scorer: NamedScorer) -> pb.ScorerVersion:
     return pb.ScorerVersion(scorer=scorer.name, version=scorer.version)
 
 
-async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreItem | ScoreError]:
-    """Yields all items without holding up the event loop."""
-    num_bytes = 0
+async def _unpacked_in_turns(request: pb.ScoreRequest) -> list[ScoreItem | ScoreError]:
+    """All items, without holding up the event loop."""
+    items, num_bytes = list[ScoreItem | ScoreError](), 0
     for packed in request.items:
         num_bytes += packed.ByteSize()
         if num_bytes > _BYTES_IN_A_TURN:
             num_bytes = 0
             await asyncio.sleep(0)
-        yield _unpacked(packed)
+        items.append(_unpacked(packed))
+    return items
 
 
 def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
@@ -245,7 +246,7 @@ async def registry_of(reward: RewardSection, hook: RewardHook | None, evaluation
     if not reward.reward_parts:
         return registry
     try:
-        return registry.with_default(await composed(registry, reward, reward.reward_parts, reward.reward_combine))
+        return registry.with_default(await composed(registry, reward, reward))
     except InvalidArgument as error:
         raise ConfigError(f"reward_parts: {error.message}", field="reward_parts") from error
 

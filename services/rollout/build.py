@@ -14,6 +14,7 @@ from headrace.client.buffer import Buffer
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.eval_sets import eval_sets, own_functions
+from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit, EvalSection, RolloutSection
 from headrace.job_buffer import buffer_of
@@ -252,6 +253,7 @@ class _Build:
             self.encoder,
             seconds=job.rollout.generate_timeout_seconds,
             num_layers=self.architecture.num_layers if job.train.use_rollout_routing_replay else None,
+            mask_tokens=mask_tokens(job),
             evaluation_priority=evaluation_priority(job.sglang),
             samples_together=samples_together(job.rollout, all_engines),
         )

@@ -12,6 +12,7 @@ from typing import TypeVar
 from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.machines import plan_on
+from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.production import ContextLimit
@@ -63,7 +64,10 @@ def engine_parts(
     request_seconds = job.rollout.generate_timeout_seconds + GRACE_SECONDS
     router = Router(job.rollout, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
     client = EngineClient(
-        router.url, routed_experts=job.train.use_rollout_routing_replay, vocab_size=architecture.vocab_size
+        router.url,
+        routed_experts=job.train.use_rollout_routing_replay,
+        mask_tokens=mask_tokens(job) or 0,
+        vocab_size=architecture.vocab_size,
     )
     fleet = Fleet(
         job.placement.num_engines if job.asks_engines else 0,
@@ -173,6 +177,7 @@ def engine_options(job: Job) -> EngineOptions:
         dtype=megatron(job.megatron).dtype,
         threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
+        mask_tokens=mask_tokens(job),
         releases_memory=bool(job.placement.offload_rollout),
     )
 

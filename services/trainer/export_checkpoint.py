@@ -13,7 +13,6 @@ from pathlib import Path
 
 from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model import lora_targets
 from headrace.job.schema.job import Job, read_job
 from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.registry import read_architecture
@@ -57,14 +56,13 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path, into: str = HUGG
     model = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing)
     converter, lora = model.converter, job.lora.model_copy(update={"lora_load": None})
     weights = weights_of(model.stages)
-    adapters = attach(model.stages, model.config, architecture, layout, lora, 0) if lora.lora_rank else None
+    adapters = attach(model, architecture, layout, lora, 0) if lora.lora_rank else None
     require_same_model(reader, model_facts(architecture, adapters))
     ModelState(POLICY, [*converter.shards(), *(adapters.shards if adapters else [])], None).restore_weights(reader)
     if into == PEFT:
         if adapters is None:
             raise FailedPrecondition("this run has no adapters: it trained without --lora-rank, so leave --format out")
-        targets = lora_targets(architecture, lora.lora_target_modules)
-        write_peft(folder, job.model.hf_checkpoint, lora, targets, adapters.weights())
+        write_peft(folder, job.model.hf_checkpoint, architecture, lora, adapters.weights())
         return
     if adapters is not None:
         adapters.fold_into(weights)

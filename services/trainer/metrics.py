@@ -53,6 +53,8 @@ SUMS = (
     "tis_truncated",
     "opsm_masked",
     "log_prob_diff",
+    "kept_tokens",
+    "outside_mask",
     "rs_rejected",
     "rs_vetoed",
     "answers",
@@ -76,6 +78,8 @@ MEANS = {
     "rs/rejected": "rs_rejected",
     "rs/vetoed": "rs_vetoed",
     "log_prob_diff/mean": "log_prob_diff",
+    "sampling_mask/kept": "kept_tokens",
+    "sampling_mask/outside": "outside_mask",
 }
 """Means over the trained tokens, by the sum they come from."""
 
@@ -92,6 +96,7 @@ def reported(config: TrainSection, *, has_custom_tis: bool) -> frozenset[str]:
             return frozenset({"entropy", "log_prob_diff/mean"})
     weighs = config.use_tis and not has_custom_tis
     absent = {"tis_weight": not weighs, "opsm": not config.use_opsm, "rs": not config.use_rs}
+    absent["sampling_mask"] = not config.keep_sampling_mask
     names = {*MEANS, *DEVIATIONS, *MAXIMA, *MISMATCH}
     return frozenset(name for name in names if not absent.get(name.partition("/")[0], False))
 

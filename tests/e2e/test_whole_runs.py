@@ -137,9 +137,11 @@ async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine
 
 
 @whole_run
-async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path) -> None:
-    async with started(tmp_path, "--num-rollout", "5", "--true-on-policy-mode") as run:
+@pytest.mark.parametrize("narrowed", [(), ("--rollout-top-p", "0.9", "--keep-sampling-mask")], ids=["all", "top-p"])
+async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path, narrowed: Sequence[str]) -> None:
+    async with started(tmp_path, "--num-rollout", "5", "--true-on-policy-mode", *narrowed) as run:
         rows = await rows_of(run, 5)
+    assert all(1 < row["sampling_mask/kept"] < 512 and not row["sampling_mask/outside"] for row in rows if narrowed)
     assert max(row["log_prob_diff/max"] for row in rows) < 1e-4
     assert [row["ratio/mean"] for row in rows] == [1.0] * 5
     assert [row["clip_fraction"] for row in rows] == [0.0] * 5

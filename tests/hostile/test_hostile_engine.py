@@ -26,7 +26,7 @@ from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler
 from services.rollout.scoring import SampleScorer
-from tests.support.fakes.fake_engine import VOCAB_SIZE, response_to
+from tests.support.fakes.fake_engine import VOCAB_SIZE, mask_of, response_to
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
 from tests.support.fakes.memory_ledger import MemoryLedger, lease
@@ -149,6 +149,36 @@ async def test_experts_that_cannot_be_are_a_bad_answer(value: int | str | None, 
         with pytest.raises(BadAnswer, match=reason) as caught:
             await client.generate(PROMPT, PARAMS, request_id="r", cache_key="", seconds=30)
     assert caught.value.kind == "routed_experts"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"output_token_sampling_mask": None},
+        {"output_token_sampling_mask": [[]]},
+        {"output_token_sampling_mask": [[VOCAB_SIZE]]},
+        {"output_token_sampling_mask": [[-1]]},
+        {"output_token_sampling_mask": [[1 << 40]]},
+        {"output_token_sampling_logprobs": [0.5]},
+        {"output_token_sampling_logprobs": [None]},
+        {"output_token_sampling_logprobs": []},
+    ],
+    ids=str,
+)
+async def test_a_sampling_mask_that_cannot_be_is_a_bad_answer(meta: dict[str, object]) -> None:
+    def spoil(reply: dict[str, object]) -> dict[str, object]:
+        found, tokens = reply["meta_info"], reply["output_ids"]
+        assert isinstance(found, dict)
+        assert isinstance(tokens, list)
+        found |= mask_of(tokens)
+        for name, values in meta.items():
+            found[name] = values and values + found[name][1:]  # type: ignore[operator]
+        return reply
+
+    async with asked_alone(Hostile("sampling_mask", spoil)) as client:
+        with pytest.raises(BadAnswer) as caught:
+            await client.generate(PROMPT, PARAMS, request_id="r", cache_key="", seconds=30, sampling_mask=True)
+    assert caught.value.kind in {"sampling_mask", "output_token_sampling_mask", "log_prob"}
 
 
 async def test_an_answer_that_drips_ends_at_the_deadline_of_the_whole_request() -> None:

@@ -80,8 +80,8 @@ def write_view_folder(target: Path, sizes: Sizes = Sizes(), *, static: Path = ST
             prompts.setdefault(group["prompt"], []).append([step, number, _mean(group["samples"])])
     evaluations = [step for step in range(1, sizes.steps + 1) if step % 5 == 0]
     for step in evaluations:
-        sets = [{"name": name, "groups": [_group(chance, sizes, step, number) for number in range(4)]} for name in "ab"]
-        _write(target, step_name("eval", step), {"step": step, "sets": sets})
+        evaluated = [_group(chance, sizes, step, number) | {"set": name} for name in "ab" for number in range(4)]
+        _write(target, step_name("eval", step), {"step": step, "groups": evaluated})
     untrained = _untrained(chance, sizes)
     counts = {"failed": sum(len(group["samples"]) for group in untrained if group["samples"][0]["failure"])}
     counts["filtered"] = sum(len(group["samples"]) for group in untrained) - counts["failed"]
@@ -181,6 +181,7 @@ def _group(chance: random.Random, sizes: Sizes, step: int, number: int) -> Value
         "id": f"train/{step}-{number}",
         "prompt": prompt if index else f"{prompt}\n{_text(chance, LONG)}",
         "label": str(index + number),
+        "set": None,
         "version": step - 1,
         "samples": [_sample(chance, sizes, step, number, at, skill, common) for at in range(sizes.samples)],
     }

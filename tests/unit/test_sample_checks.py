@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +82,10 @@ BAD_HOOK_SAMPLES: dict[str, dict[str, Any]] = {
     "experts below -1": {"rollout_routed_experts": np.full((4, 2, 2), -2)},
     "experts of two dimensions": {"rollout_routed_experts": np.zeros((4, 2), np.int16)},
     "experts of another number of tokens": {"rollout_routed_experts": np.zeros((5, 2, 2), np.int16)},
+    "a set without its token": {"rollout_sampling_mask": [[3], [9], [5]]},
+    "sets of another number of tokens": {"rollout_sampling_mask": [[3], [4]]},
+    "a set of words": {"rollout_sampling_mask": [["a"], [4], [5]]},
+    "a set with an id below zero": {"rollout_sampling_mask": [[3, -1], [4], [5]]},
     "status as a word": {"status": "completed"},
     "response that is no text": {"response": b"a"},
     "prompt that is no conversation": {"prompt": [{"role": "user"}]},
@@ -175,6 +179,11 @@ def put_column(payload: pb.SamplePayload, name: str, array: np.ndarray[Any, Any]
     column(payload, name).CopyFrom(pack_column(name, array))
 
 
+def add_mask(payload: pb.SamplePayload, dtype: type = np.int32, **lists: Sequence[int]) -> None:
+    names = {"mask": "sampling_mask", "counts": "sampling_mask_counts"}
+    payload.columns.extend(pack_column(names[key], np.array(values, dtype)) for key, values in lists.items())
+
+
 BAD_PAYLOADS: dict[str, Callable[[pb.SamplePayload], object]] = {
     "shape whose product overflows to the right number": lambda p: column(p, "tokens").shape.extend([1 << 32, 1 << 32]),
     "shape below zero": lambda p: column(p, "tokens").shape.__setitem__(0, -5),
@@ -191,6 +200,13 @@ BAD_PAYLOADS: dict[str, Callable[[pb.SamplePayload], object]] = {
     "log-probs of NaN": lambda p: put_column(p, "rollout_log_probs", np.full(3, np.nan, np.float32)),
     "a column twice": lambda p: p.columns.add().CopyFrom(column(p, "tokens")),
     "no log-probs": lambda p: p.columns.remove(column(p, "rollout_log_probs")),
+    "a sampling mask without counts": lambda p: add_mask(p, mask=[3]),
+    "counts without a sampling mask": lambda p: add_mask(p, counts=[0, 0, 0]),
+    "a sampling mask longer than its counts": lambda p: add_mask(p, mask=[3, 4], counts=[1, 0, 0]),
+    "counts of a longer response": lambda p: add_mask(p, mask=[3], counts=[1, 0, 0, 0]),
+    "a count below zero": lambda p: add_mask(p, mask=[3], counts=[2, -1, 0]),
+    "a sampling mask without the token": lambda p: add_mask(p, mask=[4], counts=[1, 0, 0]),
+    "a sampling mask as int64": lambda p: add_mask(p, mask=[3], counts=[1, 0, 0], dtype=np.int64),
     "metadata that is no JSON": lambda p: setattr(p, "metadata_json", "{"),
     "metadata that is no object": lambda p: setattr(p, "metadata_json", "[]"),
     "metadata too deep for the reader": lambda p: setattr(p, "metadata_json", '{"a":' + "[" * 200_000),
@@ -263,6 +279,13 @@ def test_the_model_bounds_tokens_and_experts() -> None:
     ):
         with refused(InvalidArgument, "sample s"):
             bounds.check("s", bad_tokens, {"rollout_routed_experts": bad_experts})
+
+
+def test_a_sampling_mask_has_the_models_token_ids_and_some_tokens_were_sampled_from_all() -> None:
+    whole = Sample.unpack(packed(lambda payload: add_mask(payload, mask=[3, 9, 5], counts=[2, 0, 1])))
+    ModelBounds(vocab_size=10, num_layers=2).check("s", whole.tokens, whole.columns)
+    with refused(InvalidArgument, "sampling_mask[1]"):
+        ModelBounds(vocab_size=9, num_layers=2).check("s", whole.tokens, whole.columns)
 
 
 def test_ranges_cover_what_was_sampled() -> None:

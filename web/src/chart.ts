@@ -11,21 +11,13 @@ export interface Curve {
   hasPoints?: boolean;
 }
 
-/** The step under the pointer. Every drawing of a page shows it. */
-export class Crosshair {
-  private readonly listeners = new Set<(step: number | null) => void>();
-
-  listen(listener: (step: number | null) => void): void {
-    this.listeners.add(listener);
-  }
-
-  move(step: number | null): void {
-    for (const listener of this.listeners) listener(step);
-  }
+/** The colour of one of several curves or parts. */
+function strokeOf(index: number): Record<string, string> {
+  return { "--stroke": `var(--part-${index})` };
 }
 
 export interface Frame {
-  crosshair: Crosshair;
+  crosshair: ((step: number | null) => void)[]; // called with the step under the pointer, for every drawing of a page
   steps: [first: number, last: number];
   marks: readonly [number, string][];
   open: (step: number) => void;
@@ -58,21 +50,14 @@ function ticks(low: number, high: number, most: number): number[] {
   return found;
 }
 
-interface Axis {
-  height: number; // in pixels
-  bottom: number; // the value there
-  top: number;
-}
-
-/** A drawing as wide as its place: drawn when it becomes visible, and again when its width changes. */
+/** A drawing as wide as its place. `bottom` and `top` are the values there. */
 function drawing(
   label: string,
-  axis: Axis,
+  { height, bottom, top }: { height: number; bottom: number; top: number },
   frame: Frame,
   steps: readonly number[],
   draw: (area: SVGElement, x: (step: number) => number, y: (value: number) => number, width: number) => void,
 ): SVGSVGElement {
-  const { height, bottom, top } = axis;
   const root = svg("svg.drawing", { height, role: "img", "aria-label": label, tabindex: 0 });
   const cross = svg("line.cross", { y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   let width = 0;
@@ -94,25 +79,19 @@ function drawing(
     draw(root, x, y, width);
     root.append(cross);
   };
-  let isVisible = false;
-  new IntersectionObserver(([entry], watch) => {
-    if (!entry?.isIntersecting) return;
-    isVisible = true;
-    watch.disconnect();
+  new ResizeObserver(() => {
+    if (root.clientWidth === width) return;
+    width = root.clientWidth;
     redraw();
   }).observe(root);
-  new ResizeObserver(() => {
-    if (root.clientWidth === width || !root.clientWidth) return;
-    width = root.clientWidth;
-    if (isVisible) redraw();
-  }).observe(root);
   let at: number | null = null;
-  const choose = (index: number): void => frame.crosshair.move(steps[Math.max(0, Math.min(steps.length - 1, index))] ?? null);
+  const move = (step: number | null): void => frame.crosshair.forEach((tell) => tell(step));
+  const choose = (index: number): void => move(steps[Math.max(0, Math.min(steps.length - 1, index))] ?? null);
   root.addEventListener("pointermove", (event) => {
     const share = (event.offsetX - LEFT) / Math.max(1, width - LEFT - RIGHT);
     if (steps.length) choose(nearest(steps, first + share * (last - first)));
   });
-  for (const end of ["pointerleave", "blur"]) root.addEventListener(end, () => frame.crosshair.move(null));
+  for (const end of ["pointerleave", "blur"]) root.addEventListener(end, () => move(null));
   root.addEventListener("click", () => at !== null && frame.open(at));
   root.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
@@ -121,7 +100,7 @@ function drawing(
     event.preventDefault();
     choose(at === null ? (by > 0 ? 0 : steps.length - 1) : nearest(steps, at) + by);
   });
-  frame.crosshair.listen((step) => {
+  frame.crosshair.push((step) => {
     at = step;
     cross.setAttribute("visibility", step === null ? "hidden" : "visible");
     if (step !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, String(x(step)));
@@ -140,11 +119,11 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
   const label = `${title}, steps ${main.step[0]} to ${main.step.at(-1)}: from ${number(ends[0])} to ${number(ends[1])}`;
   const root = drawing(label, axis, frame, main.step, (area, x, y) =>
     curves.forEach((curve, index) => {
-      if (curve.low && curve.high) area.append(svg(`path.band.line-${index}`, { d: band(curve, x, y) }));
-      area.append(svg(`path.line.line-${index}`, { d: path(curve, x, y) }));
+      if (curve.low && curve.high) area.append(svg("path.band", { style: strokeOf(index), d: band(curve, x, y) }));
+      area.append(svg("path.line", { style: strokeOf(index), d: path(curve, x, y) }));
       if (!curve.hasPoints && curve.values.length > MOST_POINTS) return;
       curve.values.forEach((value, at) => {
-        if (value !== null) area.append(svg(`circle.point.line-${index}`, { cx: x(curve.step[at]!), cy: y(value), r: 2.5 }));
+        if (value !== null) area.append(svg("circle.point", { style: strokeOf(index), cx: x(curve.step[at]!), cy: y(value), r: 2.5 }));
       });
     }),
   );
@@ -153,11 +132,11 @@ export function curveFigure(title: string, curves: readonly Curve[], frame: Fram
     const shown = curves.map((curve, index) => {
       const at = step === null ? curve.values.length - 1 : nearest(curve.step, step);
       const value = step !== null && curve.step[at] !== step && !curve.hasPoints ? null : curve.values[at];
-      return h(`span.value.line-${index}`, { class: curves.length > 1 && "keyed" }, index > 0 && `${curve.name} `, h("b", number(value)));
+      return h("span", { class: curves.length > 1 && "keyed", style: strokeOf(index) }, index > 0 && `${curve.name} `, h("b", number(value)));
     });
     values.replaceChildren(step === null ? "" : h("span.at", `step ${step}`), ...shown);
   };
-  frame.crosshair.listen(tell);
+  frame.crosshair.push(tell);
   tell(null);
   const button = remove && h("button.plain", { "aria-label": `Remove ${title}`, click: remove }, "×");
   return h("figure.curve", h("figcaption", h("span.name", title), values, button), root);
@@ -204,7 +183,7 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
         const [left, start, end] = [middle - thick / 2, y(from), y(from + value)].map((each) => each.toFixed(1));
         if (value > 0) text += `M${left} ${start}V${end}h${thick.toFixed(1)}V${start}Z`;
       });
-      area.append(svg(`path.part-${part}`, { d: text }));
+      area.append(svg("path.part", { style: strokeOf(part), d: text }));
     });
   });
   const legend = h("div.legend");
@@ -212,10 +191,10 @@ export function stackedFigure(title: string, unit: (value: number) => string, pa
     const values = parts.map((part) => (step === null ? spread(part.values).mean : part.values[nearest(steps, step)]));
     legend.replaceChildren(
       h("span.at", step === null ? "mean of all steps" : `step ${step}`),
-      ...parts.map(({ name }, index) => h("span", h(`i.key.part-${index}`), `${name} `, h("b", values[index] == null ? "–" : unit(values[index])))),
+      ...parts.map(({ name }, index) => h("span", h("i.key.part", { style: strokeOf(index) }), `${name} `, h("b", values[index] == null ? "–" : unit(values[index])))),
     );
   };
-  frame.crosshair.listen(tell);
+  frame.crosshair.push(tell);
   tell(null);
   return h("figure.stack", h("figcaption", h("span.name", title)), root, legend);
 }

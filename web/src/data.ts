@@ -69,18 +69,14 @@ export interface Group {
   id: string;
   prompt: string;
   label: string | null;
+  set: string | null; // of an evaluation
   version?: number | null;
   samples: Sample[];
 }
 
-export interface StepData {
-  step: number;
+/** Of a step, of an evaluation, or all that were not trained. */
+export interface Groups {
   groups: Group[];
-}
-
-export interface EvaluationData {
-  step: number;
-  sets: { name: string; groups: Group[] }[];
 }
 
 export interface Prompts {

@@ -49,6 +49,10 @@ export function svg<Name extends string>(name: Name, ...parts: (Attributes | Chi
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), classes, parts) as Of<Name, SVGElementTagNameMap>;
 }
 
+export function section(title: string, ...children: Child[]): HTMLElement {
+  return h("section", { "aria-label": title }, h("h2", title), children);
+}
+
 /** Quiet text. */
 export function label(...children: Child[]): HTMLElement {
   return h("span.label", children);
@@ -105,14 +109,13 @@ export function factList(facts: readonly (readonly [Child, Child])[], className 
 
 const SPARE_ROWS = 6; // beyond each edge of the window
 
-/** A list with rows of one height, inside an element that scrolls. */
+/** A list with rows of one height, inside an element that scrolls. It ends when it has left the page. */
 export class VirtualList<T> {
   readonly element: HTMLElement;
-  /** Lets go of the element that scrolls. */
-  readonly close: () => void;
   private items: readonly T[] = [];
   private rows = new Map<number, HTMLElement>();
   private height = 40;
+  private readonly end = new AbortController();
 
   constructor(
     private readonly scroller: HTMLElement,
@@ -120,23 +123,16 @@ export class VirtualList<T> {
     label: string,
     className: string,
   ) {
-    this.element = h("div", { class: `rows ${className}`, role: "list", "aria-label": label });
-    const draw = (): void => this.draw();
-    const watch = new ResizeObserver(() => this.measure());
-    scroller.addEventListener("scroll", draw, { passive: true });
-    watch.observe(scroller);
-    this.close = () => {
-      scroller.removeEventListener("scroll", draw);
-      watch.disconnect();
-    };
+    this.element = h(`div.rows.${className}`, { role: "list", "aria-label": label });
     this.element.addEventListener("keydown", (event) => this.move(event));
+    for (const [target, name] of [[scroller, "scroll"], [window, "resize"]] as const)
+      target.addEventListener(name, () => (this.element.isConnected ? this.measure() : this.end.abort()), { passive: true, signal: this.end.signal });
   }
 
   /** Shows other items. The position stays. */
   show(items: readonly T[]): void {
     this.items = items;
-    this.clear();
-    if (this.element.isConnected) this.measure();
+    this.refresh();
   }
 
   reveal(index: number): void {
@@ -150,7 +146,7 @@ export class VirtualList<T> {
   /** Draws the rows anew, as after another one was chosen. */
   refresh(): void {
     this.clear();
-    this.draw();
+    this.measure();
   }
 
   private get offset(): number {
@@ -186,8 +182,8 @@ export class VirtualList<T> {
       const item = h("div", place, this.row(this.items[index]!, index));
       item.style.top = `${index * this.height}px`;
       this.rows.set(index, item);
-      const after = [...this.rows.keys()].filter((each) => each > index).sort((a, b) => a - b)[0];
-      this.element.insertBefore(item, after === undefined ? null : this.rows.get(after)!);
+      const after = [...this.element.children].find((each) => Number(each.ariaPosInSet) > index + 1);
+      this.element.insertBefore(item, after ?? null);
     }
   }
 

@@ -1,5 +1,5 @@
 // Numbers, colours and links as they are written everywhere. Colours are safe for colour-blind people: orange is low, blue is high.
-import type { Group, Sample } from "./data";
+import type { Group, Numbers, Sample } from "./data";
 import { h, svg } from "./dom";
 
 export function number(value: number | null | undefined, digits = 3): string {
@@ -43,11 +43,11 @@ export function tellingLine(text: string, most = 160): string {
   return lines.length > 1 ? `… ${lines.at(-1)!.slice(0, most)}` : firstLine(text, most);
 }
 
-export interface Spread {
+interface Spread {
   count: number;
   mean: number | null;
   deviation: number | null;
-  low: number;
+  low: number; // Infinity of no values
   high: number;
 }
 
@@ -67,28 +67,30 @@ export function spread(values: Iterable<number | null>): Spread {
 
 export type Domain = [low: number, high: number];
 
+export function rewardsOf(group: Group): Numbers {
+  return group.samples.map((sample) => sample.reward);
+}
+
 /** 0 to 1 where rewards lie in it, otherwise their own range. */
-export function rewardDomain(groups: Iterable<Group>): Domain {
-  let [low, high] = [0, 1];
-  for (const group of groups)
-    for (const { reward } of group.samples) {
-      if (reward === null) continue;
-      low = Math.min(low, reward);
-      high = Math.max(high, reward);
-    }
-  return [low, high];
+export function rewardDomain(rewards: Numbers): Domain {
+  const { low, high } = spread(rewards);
+  return [Math.min(0, low), Math.max(1, high)];
+}
+
+function tint(colour: string, opacity: number): string {
+  return `color-mix(in srgb, var(--${colour}) ${(100 * opacity).toFixed(1)}%, transparent)`;
 }
 
 /** From orange (the low end) over the background (the middle) to blue. `most` is the opacity at the ends. */
 export function diverging(value: number, [low, high]: Domain, most = 1): string {
   const at = high > low ? Math.max(-1, Math.min(1, (2 * (value - low)) / (high - low) - 1)) : 0;
-  return `rgb(var(${at < 0 ? "--low" : "--high"}) / ${(Math.max(0.12, Math.abs(at)) * most).toFixed(3)})`;
+  return tint(at < 0 ? "low" : "high", Math.max(0.12, Math.abs(at)) * most);
 }
 
 /** From the background (the low end) to violet. */
 export function sequential(value: number, [low, high]: Domain, most = 1): string {
   const at = high > low ? Math.max(0, Math.min(1, (value - low) / (high - low))) : 0;
-  return `rgb(var(--much) / ${(at * most).toFixed(3)})`;
+  return tint("much", at * most);
 }
 
 const STRIP = 150; // pixels
@@ -96,22 +98,13 @@ const STRIP = 150; // pixels
 /** A group's rewards as a row of cells. */
 export function rewardStrip(samples: readonly Sample[], domain: Domain): SVGElement {
   const cell = Math.max(1, Math.min(12, STRIP / samples.length));
-  const gap = cell > 4 ? 2 : 0;
-  const strip = svg("svg", { class: "strip", width: cell * samples.length, height: 12, role: "img", "aria-label": rewardsInWords(samples) });
-  samples.forEach((sample, index) => {
-    const box = { x: index * cell + 0.5, y: 0.5, width: Math.max(0.5, cell - gap - (gap ? 1 : 0)), height: 11, rx: gap ? 2 : 0 };
-    strip.append(
-      sample.reward === null
-        ? svg("rect", { ...box, class: "none" })
-        : svg("rect", { ...box, style: { fill: diverging(sample.reward, domain) } }),
-    );
+  const gap = cell > 4 ? 3 : 0;
+  const cells = samples.map(({ reward }, index) => {
+    const box = { x: index * cell + 0.5, y: 0.5, width: Math.max(0.5, cell - gap), height: 11, rx: gap && 2 };
+    return reward === null ? svg("rect.none", box) : svg("rect", box, { style: { fill: diverging(reward, domain) } });
   });
-  return strip;
-}
-
-function rewardsInWords(samples: readonly Sample[]): string {
-  const shown = samples.slice(0, 32).map((sample) => number(sample.reward));
-  return `Rewards: ${shown.join(", ")}${samples.length > 32 ? ", …" : ""}`;
+  const words = samples.slice(0, 32).map((sample) => number(sample.reward)).join(", ");
+  return svg("svg.strip", { width: cell * samples.length, height: 12, role: "img", "aria-label": `Rewards: ${words}` }, cells);
 }
 
 export function rewardChip(reward: number | null, domain: Domain): HTMLElement {
@@ -137,9 +130,9 @@ export function sparkline(values: readonly (number | null)[], width: number, hei
   }
   const drawn =
     points.length === 1
-      ? svg("circle", { cx: points[0]!.split(",")[0]!, cy: points[0]!.split(",")[1]!, r: 2, class: "point" })
+      ? svg("circle.point", { cx: points[0]!.split(",")[0]!, cy: points[0]!.split(",")[1]!, r: 2 })
       : svg("polyline", { points: points.join(" ") });
-  return svg("svg", { class: "sparkline", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, drawn);
+  return svg("svg.sparkline", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, drawn);
 }
 
 export function link(...words: (string | number)[]): string {

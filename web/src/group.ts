@@ -1,16 +1,14 @@
 // A group: the samples of one prompt side by side.
-import { divide } from "./compare";
-import type { Group, Sample } from "./data";
+import { fileOf, type Group, type Sample } from "./data";
 import { append, choice, factList, folded, h, label, select, shownInParts } from "./dom";
-import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, spread } from "./format";
-import { changed, groupsOf, linkOf, nameOf, type Place, placeOf, reasonOf, rewardsOf, sideOf } from "./groups";
+import { badge, count, type Domain, fact, firstLine, link, number, rewardChip, rewardDomain, rewardsOf, spread } from "./format";
+import { changed, groupsOf, linkOf, nameOf, type Place, placeOf, reasonOf, sideOf } from "./groups";
+import { load } from "./load";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
 const CARDS_AT_ONCE = 24;
 const CHARACTERS_AT_ONCE = 4_000;
 const TURNS_OPEN_AT_ONCE = 6;
-
-type Order = "index" | "reward";
 
 export async function groupView({ words, query }: Route, context: Context): Promise<View> {
   const place = placeOf(words);
@@ -18,9 +16,9 @@ export async function groupView({ words, query }: Route, context: Context): Prom
   const groups = await groupsOf(place, context.overview);
   const at = groups.findIndex((each) => each.key === key);
   if (at < 0) throw new Error(`${nameOf(place)} has no group ${key}. It has ${count(groups.length, "group")}.`);
-  const { group, set } = groups[at]!;
-  const order: Order = query.get("order") === "reward" ? "reward" : "index";
-  const samples = order === "index" ? group.samples : group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const { group } = groups[at]!;
+  const order = query.get("order") ?? "index";
+  const samples = order === "reward" ? group.samples.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)) : group.samples;
   const reference = referenceOf(group, query.get("with"));
   const references = group.samples.map(({ index, reward }): [string, string] => [String(index), `#${index} (${number(reward)})`]);
   const change = (name: string, value: string): void => context.go(changed(linkOf(place, "group", key), query, name, value), true);
@@ -28,7 +26,7 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     {
       title: `Group ${key}`,
       above: [[linkOf(place), nameOf(place)]],
-      beside: set !== null && badge(set),
+      beside: group.set !== null && badge(group.set),
       noun: "group",
       ...neighbours(groups, at, (each) => linkOf(place, "group", each.key)),
     },
@@ -38,12 +36,16 @@ export async function groupView({ words, query }: Route, context: Context): Prom
     group.samples.length > 1 &&
       h(
         "div.bar.tools",
-        choice<Order>("Order", [["index", "number"], ["reward", "reward"]], order, (value) => change("order", value)),
+        choice("Order", [["index", "number"], ["reward", "reward"]], order, (value) => change("order", value)),
         select("Mark what differs from", [["none", "nothing"], ...references], String(reference?.index ?? "none"), (value) => change("with", value)),
       ),
-    cards(samples, reference, place, rewardDomain(groups.map((each) => each.group))),
+    cards(samples, reference, place, rewardDomain(groups.flatMap(({ group }) => rewardsOf(group)))),
   );
-  return { ...view, ...sideOf(place) };
+  const shown = (): void => {
+    if (place.step === null || !group.samples.some((sample) => sample.has_tokens)) return;
+    void load(fileOf("tokens", place.step)).catch(() => null); // probably asked for next
+  };
+  return { ...view, shown, ...sideOf(place) };
 }
 
 /** Says why a group was not trained, with the numbers that led to it. */
@@ -72,7 +74,7 @@ function groupFacts(group: Group, place: Place, key: string): HTMLElement {
     fact("spread", number(deviation)),
     versions.length > 0 && (low < high ? fact("policy versions", `${low} to ${high}`) : fact("policy version", String(low))),
     fact("id", group.id),
-    place.kind === "step" && h("a", { href: link("prompt-of", place.step, key) }, "This prompt over all steps"),
+    place.kind === "step" && h("a", { href: link("prompt-of", String(place.step), key) }, "This prompt over all steps"),
   );
 }
 
@@ -90,6 +92,19 @@ export function promptBox(group: Group): HTMLElement {
   );
 }
 
+const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
+
+/** What a text begins with as another one does, what is its own, and what both end with. Cut between words. */
+function divided(text: string, other: string): [start: string, own: string, end: string] {
+  const [a, b] = [other.match(WORDS) ?? [], text.match(WORDS) ?? []];
+  const most = Math.min(a.length, b.length);
+  let [start, end] = [0, 0];
+  while (start < most && a[start] === b[start]) start += 1;
+  while (end < most - start && a.at(-1 - end) === b.at(-1 - end)) end += 1;
+  const last = b.length - end;
+  return [b.slice(0, start).join(""), b.slice(start, last).join(""), b.slice(last).join("")];
+}
+
 /** Text of a model. Very long ones are shown in parts. */
 export function longText(text: string, reference: string | null = null): HTMLElement {
   const box = h("div.text");
@@ -98,8 +113,8 @@ export function longText(text: string, reference: string | null = null): HTMLEle
     box.replaceChildren();
     if (reference === null || !text) append(box, [text ? shown : label("(empty)")]);
     else {
-      const { start, middle, end } = divide(shown, reference.slice(0, length));
-      append(box, [h("span.shared", start), middle && h("ins", middle), h("span.shared", end)]);
+      const [start, own, end] = divided(shown, reference.slice(0, length));
+      append(box, [h("span.shared", start), own && h("ins", own), h("span.shared", end)]);
     }
     if (text.length > length)
       box.append(h("button.more", { click: () => show(text.length) }, `Show all ${number(text.length)} characters`));

@@ -1,6 +1,6 @@
 // The ledger as a flow: where groups are, what left it and why, and how stale trained samples were.
 import type { Ledger, Overview } from "./data";
-import { h, label } from "./dom";
+import { factList, h, label, section } from "./dom";
 import { clock, count, fact, number, percent } from "./format";
 import type { Context, Route, View } from "./view";
 
@@ -30,9 +30,9 @@ function contents(ledger: Ledger, overview: Overview): HTMLElement[] {
       : h("p.empty", "The buffer could not be asked, so there are no counts of states here. `headrace view` asks it while the run is live."),
     h(
       "div.columns",
-      bars("Failures by reason", ledger.failures, "samples", "No sample failed."),
-      bars("Filtered by reason", ledger.filtered, "samples", "No filter dropped a group."),
-      bars("Staleness of trained samples", staleness, "share", "The metrics say nothing about staleness."),
+      bars("Failures by reason", ledger.failures, "No sample failed."),
+      bars("Filtered by reason", ledger.filtered, "No filter dropped a group."),
+      bars("Staleness of trained samples", staleness, "The metrics say nothing about staleness.", true),
     ),
   ];
 }
@@ -43,7 +43,7 @@ function flow(states: Record<string, number>): HTMLElement {
   const steps = FLOW.map(([name, meaning, exits]) =>
     h("li", state(name, meaning), exits.length > 0 && h("ul", exits.map(([exit, why]) => h("li", state(exit, why))))),
   );
-  return h("section", { "aria-label": "Groups by state" }, h("h2", "Groups by state"), h("ol.flow", steps));
+  return section("Groups by state", h("ol.flow", steps));
 }
 
 function source(ledger: Ledger, overview: Overview): (HTMLElement | string)[] {
@@ -53,17 +53,11 @@ function source(ledger: Ledger, overview: Overview): (HTMLElement | string)[] {
   return [h("span", `${text} ${clock(ledger.time)}.`), ...produced];
 }
 
-function bars(title: string, rows: [string, number][], unit: "samples" | "share", none: string): HTMLElement {
-  const isShare = unit === "share";
+function bars(title: string, rows: [string, number][], none: string, isShare = false): HTMLElement {
   const most = Math.max(...rows.map(([, value]) => value), 1e-9);
-  const row = ([name, value]: [string, number]): HTMLElement =>
-    h(
-      "tr",
-      h("th", { scope: "row" }, isShare ? name : h("a", { href: `#/untrained?reason=${encodeURIComponent(name)}` }, name || "(none given)")),
-      h("td", isShare ? percent(value) : number(value)),
-      h("td.track", h("i", { style: { width: `${Math.max(1, (100 * value) / most)}%` } })),
-    );
-  const head = h("tr", h("th", { scope: "col" }, isShare ? "behind" : "reason"), h("th", { scope: "col" }, unit), h("td"));
-  const table = rows.length > 0 ? h("table.bars", h("thead", head), h("tbody", rows.map(row))) : h("p.empty", none);
-  return h("section", { "aria-label": title }, h("h2", title), table);
+  const row = ([name, value]: [string, number]): [HTMLElement | string, HTMLElement[]] => [
+    isShare ? name : h("a", { href: `#/untrained?reason=${encodeURIComponent(name)}` }, name || "(none given)"),
+    [h("b", isShare ? percent(value) : number(value)), h("span.track", h("i", { style: { width: `${Math.max(1, (100 * value) / most)}%` } }))],
+  ];
+  return section(title, rows.length > 0 ? factList(rows.map(row), "facts bars") : h("p.empty", none));
 }

@@ -36,33 +36,22 @@ export function forget(name: string): void {
   cache.delete(name);
 }
 
-function byScript(name: string, fresh: boolean): Promise<unknown> {
-  return new Promise((resolve, reject) => {
-    const script = document.createElement("script");
-    const end = (settle: () => void): void => {
-      clearTimeout(timer);
-      script.remove();
-      settle();
-    };
-    const timer = setTimeout(() => {
-      end(() => reject(new Error(`data/${name}.js did not arrive within two minutes. Reload the page.`)));
-    }, TIMEOUT_MILLISECONDS);
-    script.onerror = () =>
-      end(() => reject(new Error(`data/${name}.js cannot be loaded. Copy the whole folder, or run headrace view again.`)));
-    script.onload = () =>
-      end(() => {
-        if (!received.has(name)) {
-          reject(new Error(`data/${name}.js is damaged. Run headrace view again.`));
-          return;
-        }
-        const value = received.get(name);
-        received.delete(name);
-        keep(name, value);
-        resolve(value);
-      });
-    script.src = `data/${name}.js${fresh ? `?t=${Date.now()}` : ""}`;
-    document.head.append(script);
+async function byScript(name: string, fresh: boolean): Promise<unknown> {
+  const script = document.createElement("script");
+  const end = new Promise<string>((resolve) => {
+    script.onload = () => resolve("is damaged. Run headrace view again.");
+    script.onerror = () => resolve("cannot be loaded. Copy the whole folder, or run headrace view again.");
+    setTimeout(() => resolve("did not arrive within two minutes. Reload the page."), TIMEOUT_MILLISECONDS);
   });
+  script.src = `data/${name}.js${fresh ? `?t=${Date.now()}` : ""}`;
+  document.head.append(script);
+  const fault = await end;
+  script.remove();
+  if (!received.has(name)) throw new Error(`data/${name}.js ${fault}`);
+  const value = received.get(name);
+  received.delete(name);
+  keep(name, value);
+  return value;
 }
 
 function keep(name: string, value: unknown): void {

@@ -20,7 +20,7 @@ const THEME = "headrace-theme";
 
 const top = document.getElementById("top")!;
 const content = document.getElementById("content")!;
-const status = document.getElementById("status")!;
+const status = document.getElementById("status")!; // for screen readers, and shown in a corner
 const side = new Side(document.getElementById("side")!);
 
 let context: Context;
@@ -29,30 +29,24 @@ let turn = 0; // of the last navigation: a slower earlier one is forgotten
 
 function routeOf(hash: string): Route {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
-  return { words: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
+  return { words: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-function decoded(word: string): string {
-  try {
-    return decodeURIComponent(word);
-  } catch {
-    return word;
-  }
-}
+const VIEWS: Record<string, (route: Route, context: Context) => View | Promise<View>> = {
+  run: runView,
+  steps: () => lastOf("steps"),
+  evaluations: () => lastOf("evaluations"),
+  prompts: promptsView,
+  prompt: promptView,
+  "prompt-of": promptOfView,
+  ledger: ledgerView,
+  search: searchView,
+};
 
 function viewOf(route: Route): View | Promise<View> {
-  const { words } = route;
-  const [kind] = words;
-  const form = words.at(-2); // "sample" or "group", before its id
-  if (kind === undefined || kind === "run") return runView(route, context);
-  if (kind === "ledger") return ledgerView(route, context);
-  if (kind === "search") return searchView(route, context);
-  if (kind === "prompts") return promptsView(route, context);
-  if (kind === "prompt") return promptView(route, context);
-  if (kind === "prompt-of") return promptOfView(route, context);
-  if (kind === "steps" || kind === "evaluations") return lastOf(kind);
-  if (form === "sample") return sampleView(route, context);
-  return form === "group" ? groupView(route, context) : placeView(route, context);
+  const form = route.words.at(-2); // "sample" or "group", before its id
+  const inPlace = form === "sample" ? sampleView : form === "group" ? groupView : placeView;
+  return (VIEWS[route.words[0] ?? "run"] ?? inPlace)(route, context);
 }
 
 /** The newest step or evaluation; on a phone the list of all. */
@@ -67,22 +61,20 @@ function lastOf(kind: "steps" | "evaluations"): View {
 async function open(): Promise<void> {
   if (location.hash && !location.hash.startsWith("#/")) return;
   const mine = ++turn;
-  const route = routeOf(location.hash);
-  const slow = setTimeout(() => say("Loading …"), SLOW_MILLISECONDS);
+  const slow = setTimeout(() => (status.textContent = "Loading …"), SLOW_MILLISECONDS);
   let next: View;
   try {
-    next = await viewOf(route);
+    next = await viewOf(routeOf(location.hash));
   } catch (error) {
     next = page({ title: "Not found" }, h("p.verdict.warn", (error as Error).message));
   } finally {
     clearTimeout(slow);
   }
   if (mine !== turn) return;
-  say("");
+  status.textContent = "";
   const isSame = view?.title === next.title;
   const focused = isSame ? focusedControl() : null;
   const scroll = content.scrollTop;
-  view?.left?.();
   view = next;
   document.title = `${next.title} · ${context.overview.run}`;
   content.replaceChildren(next.element);
@@ -102,10 +94,6 @@ function focusedControl(): string | null {
   return element instanceof HTMLSelectElement ? `select[name="${element.name}"]` : null;
 }
 
-function say(text: string): void {
-  status.textContent = text;
-}
-
 function go(href: string, replace = false): void {
   if (!replace) location.hash = href;
   else {
@@ -114,29 +102,26 @@ function go(href: string, replace = false): void {
   }
 }
 
-const TABS: [string, string, string[]][] = [
-  ["run", "Run", ["run"]],
-  ["steps", "Steps", ["steps", "step"]],
-  ["evaluations", "Evaluations", ["evaluations", "evaluation"]],
-  ["untrained", "Untrained", ["untrained"]],
-  ["prompts", "Prompts", ["prompts", "prompt"]],
-  ["ledger", "Ledger", ["ledger"]],
-  ["search", "Search", ["search"]],
+const TABS: [key: string, link: string, name: string][] = [
+  ["r", "run", "Run"],
+  ["s", "steps", "Steps"],
+  ["e", "evaluations", "Evaluations"],
+  ["u", "untrained", "Untrained"],
+  ["p", "prompts", "Prompts"],
+  ["l", "ledger", "Ledger"],
+  ["/", "search", "Search"],
 ];
 
 function drawTop(): void {
   const { run, live, made, state, untrained } = context.overview;
-  const kind = routeOf(location.hash).words[0] ?? "run";
+  const kind = /^#\/([^/?]+)/.exec(location.hash)?.[1] ?? "run";
   const left = untrained.failed + untrained.filtered;
   const phase = h("span.phase", { class: live && "live", title: `data of ${clock(made)}` }, live ? "live" : (state.phase ?? "written"));
-  const tab = ([to, name, kinds]: (typeof TABS)[number]): HTMLElement =>
-    h(
-      "a",
-      { href: `#/${to}`, "aria-current": kinds.includes(kind) && "page" },
-      name,
-      to === "untrained" && left > 0 && h("span.count", number(left)),
-    );
-  const theme = h("button.plain", { "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, isDark() ? "☀" : "☾");
+  const tab = ([, to, name]: (typeof TABS)[number]): HTMLElement => {
+    const isCurrent = to.startsWith(kind); // "steps" is current for a step
+    return h("a", { href: `#/${to}`, "aria-current": isCurrent && "page" }, name, to === "untrained" && left > 0 && h("span.count", number(left)));
+  };
+  const theme = h("button.plain", { "aria-label": "Dark or light", title: "Dark or light (t)", click: switchTheme }, "◐");
   top.replaceChildren(
     h(
       "div.run-name",
@@ -150,27 +135,11 @@ function drawTop(): void {
   top.querySelector("nav [aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
 }
 
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-
-function isDark(): boolean {
-  return document.documentElement.dataset["theme"] === "dark";
-}
-
-function showTheme(dark: boolean): void {
-  document.documentElement.dataset["theme"] = dark ? "dark" : "light";
-}
-
 function switchTheme(): void {
-  showTheme(!isDark());
-  stored(() => localStorage.setItem(THEME, isDark() ? "dark" : "light"));
-  drawTop();
-}
-
-/** The theme that was chosen here earlier, or the system's. */
-function firstTheme(): void {
-  const chosen = stored(() => localStorage.getItem(THEME));
-  showTheme(chosen ? chosen === "dark" : systemIsDark.matches);
-  if (!chosen) systemIsDark.addEventListener("change", () => showTheme(systemIsDark.matches));
+  const { style } = document.documentElement;
+  const isDark = style.colorScheme ? style.colorScheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  style.colorScheme = isDark ? "light" : "dark";
+  stored(() => localStorage.setItem(THEME, style.colorScheme));
 }
 
 /** A page that was opened as a file may have no storage: a choice then lasts until it is closed. */
@@ -188,13 +157,7 @@ const KEYS: [string, string, (() => void)?][] = [
   ["← →", "the same as k and j"],
   ["↑ ↓", "in a list: another row"],
   ["1 … 5", "at a sample: colour tokens by mask, policy version, log-prob, advantage, gap"],
-  ["/", "search", () => go("#/search")],
-  ["r", "run", () => go("#/run")],
-  ["s", "steps", () => go("#/steps")],
-  ["e", "evaluations", () => go("#/evaluations")],
-  ["u", "untrained", () => go("#/untrained")],
-  ["p", "prompts", () => go("#/prompts")],
-  ["l", "ledger", () => go("#/ledger")],
+  ...TABS.map(([key, to, name]): [string, string, () => void] => [key, name.toLowerCase(), () => go(`#/${to}`)]),
   ["t", "dark or light", switchTheme],
   ["?", "these keys", help],
 ];
@@ -240,16 +203,16 @@ async function poll(): Promise<void> {
     if (overview.state.step !== old.state.step || view?.title === "Ledger") view?.refresh?.(overview);
     if (isLonger && view?.side && !view.parent && !view.next) void open(); // the last step may have a next one now
   } catch {
-    say("The run's server does not answer. The page keeps what it has.");
+    status.textContent = "The run's server does not answer. The page keeps what it has.";
   }
 }
 
 async function start(): Promise<void> {
-  firstTheme();
+  document.documentElement.style.colorScheme = stored(() => localStorage.getItem(THEME)) ?? ""; // without one, the system's
   try {
     const overview = await load<Overview>("overview");
     if (overview.version !== VERSION) throw new Error(`The data have version ${overview.version}, this page reads ${VERSION}. Run headrace view again.`);
-    context = { overview, content, go, say };
+    context = { overview, content, go };
   } catch (error) {
     content.replaceChildren(page({ title: "headrace view" }, h("p.verdict.bad", (error as Error).message)).element);
     return;
@@ -261,6 +224,7 @@ async function start(): Promise<void> {
   addEventListener("hashchange", () => void open());
   document.addEventListener("keydown", press);
   await open();
+  if (!context.overview.live) setTimeout(() => void load("prompts").catch(() => null), 1_000); // a live server would read the whole run for it
   setInterval(() => void poll(), POLL_MILLISECONDS);
   document.addEventListener("visibilitychange", () => void poll());
 }

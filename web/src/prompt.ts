@@ -1,8 +1,8 @@
 // Prompts over the steps: which ones rise, and what was written to one of them step by step.
-import { Crosshair, curveFigure } from "./chart";
+import { curveFigure, type Frame } from "./chart";
 import type { Numbers, Prompts } from "./data";
 import { append, choice, h, label, shownInParts, VirtualList } from "./dom";
-import { badge, count, firstLine, link, number, rewardChip, rewardDomain, rewardStrip, sparkline, spread, tellingLine } from "./format";
+import { badge, count, firstLine, link, number, rewardChip, rewardDomain, rewardsOf, rewardStrip, sparkline, spread, tellingLine } from "./format";
 import { writtenBy } from "./group";
 import { groupsOf } from "./groups";
 import { load } from "./load";
@@ -49,7 +49,7 @@ export async function promptsView({ query }: Route, context: Context): Promise<V
     h("div.head.prompts", { "aria-hidden": "true" }, ["prompt", "steps", "mean reward", "last"].map((name) => h("span", name))),
     list.element,
   );
-  return { ...view, shown: () => list.show(shown), left: list.close };
+  return { ...view, shown: () => list.show(shown) };
 }
 
 function promptRow(prompts: Prompts, index: number): HTMLElement {
@@ -73,11 +73,11 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
   const [text, at] = [prompts.texts[index], prompts.at[index]];
   if (text === undefined || !at) throw new Error(`There is no prompt ${words[1]}. There are ${prompts.texts.length}.`);
   const steps = at.map(([step]) => step);
-  const frame = {
-    crosshair: new Crosshair(),
-    steps: [steps[0] ?? 0, steps.at(-1) ?? 0] as [number, number],
+  const frame: Frame = {
+    crosshair: [],
+    steps: [steps[0] ?? 0, steps.at(-1) ?? 0],
     marks: [],
-    open: (step: number) => context.go(link("step", step, "group", at.find(([each]) => each === step)?.[1] ?? 0)),
+    open: (step) => context.go(link("step", step, "group", at.find(([each]) => each === step)?.[1] ?? 0)),
   };
   const curve = { name: "mean reward", step: steps, values: meansOf(prompts, index), hasPoints: true };
   const list = h("div.visits");
@@ -93,11 +93,10 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
     at.length > 1 && h("div.curves", curveFigure(curve.name, [curve], frame)),
     list,
   );
-  let isLeft = false;
   const fill = async (sections: HTMLElement[], from: number): Promise<void> => {
     for (const [index, section] of sections.entries()) {
       const [step, number] = at[from + index]!;
-      if (!isLeft) await visit(section, step, number, context);
+      if (section.isConnected) await visit(section, step, number, context);
     }
   };
   const shown = (): void =>
@@ -106,7 +105,7 @@ export async function promptView({ words }: Route, context: Context): Promise<Vi
       list.append(...sections);
       void fill(sections, from);
     });
-  return { ...view, shown, left: () => void (isLeft = true) };
+  return { ...view, shown };
 }
 
 /** Shows what was written to the prompt in one step. */
@@ -114,7 +113,7 @@ async function visit(section: HTMLElement, step: number, number: number, context
   const title = h("a", { href: link("step", step, "group", number) }, `Step ${step}`);
   try {
     const { group } = (await groupsOf({ kind: "step", step }, context.overview))[number]!;
-    const domain = rewardDomain([group]);
+    const domain = rewardDomain(rewardsOf(group));
     const samplesWith = Map.groupBy(group.samples, writtenBy);
     const common = [...samplesWith].sort(([, a], [, b]) => b.length - a.length);
     const rows = common.slice(0, RESPONSES).map(([text, [sample, ...others]]) =>

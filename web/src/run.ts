@@ -1,12 +1,12 @@
 // The run: curves, timeline, facts, and what is left out.
-import { Crosshair, type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
+import { type Curve, type Frame, curveFigure, stackedFigure } from "./chart";
 import type { Numbers, Overview } from "./data";
-import { factList, h, label, select } from "./dom";
-import { clock, count, link, number, seconds } from "./format";
+import { factList, h, section, select } from "./dom";
+import { clock, count, link, seconds } from "./format";
 import type { Context, Route, View } from "./view";
 
 const FIRST_CURVES = ["reward/mean", "response_length/mean", "entropy", "grad_norm", "log_prob_diff/mean", "tokens_per_second"];
-const TIMES = ["wait", "train", "publish", "save", "evaluate"];
+const TIMES = ["train", "publish", "save", "evaluate", "wait"];
 const INNER_TIMES = ["fetch", "log_probs", "forward", "backward", "optimizer", "critic"];
 
 export function runView({ query }: Route, context: Context): View {
@@ -19,16 +19,15 @@ export function runView({ query }: Route, context: Context): View {
 function contents(overview: Overview, query: URLSearchParams, context: Context): HTMLElement[] {
   const { step } = overview.metrics;
   const frame: Frame = {
-    crosshair: new Crosshair(),
+    crosshair: [],
     steps: [step[0] ?? 0, step.at(-1) ?? 0],
     marks: overview.marks,
     open: (at) => context.go(link("step", at)),
   };
   return [
     h("h1.unseen", `Run ${overview.run}`),
-    tiles(overview),
     ...(step.length ? [curves(overview, query, frame, context), timeline(overview, frame)] : [h("p.empty", "No step is finished yet. Curves appear after the first one.")]),
-    h("div.columns", h("section", { "aria-label": "Job" }, h("h2", "Job"), factList(overview.job)), remarks(overview)),
+    h("div.columns", section("Job", factList(overview.job)), remarks(overview)),
   ];
 }
 
@@ -49,24 +48,6 @@ function curves(overview: Overview, query: URLSearchParams, frame: Frame, contex
 /** A sentence about a step. */
 function stepNote([step, text]: [number, string]): HTMLElement {
   return h("li", h("a", { href: link("step", step) }, `step ${step}`), ` ${text}`);
-}
-
-function tiles(overview: Overview): HTMLElement {
-  const { columns } = overview.metrics;
-  const last = (name: string): number | null => columns[name]?.findLast((value) => value !== null) ?? null;
-  const tile = (name: string, value: string, more = ""): HTMLElement => h("div.tile", label(name), h("b", value), label(more));
-  const evaluations = Object.entries(overview.evaluations.columns).filter(([name]) => name.startsWith("eval/"));
-  const reward = columns["reward/mean"]?.find((value) => value !== null) ?? null;
-  const of = overview.state.num_rollout === null ? "" : `of ${number(overview.state.num_rollout)}`;
-  return h(
-    "div.tiles",
-    tile("step", number(overview.state.step), of),
-    tile("mean reward", number(last("reward/mean")), reward === null ? "" : `${number(reward)} at first`),
-    evaluations.slice(0, 2).map(([name, values]) => tile(name, number(values.at(-1) ?? null), `after step ${overview.evaluations.step.at(-1)}`)),
-    tile("seconds a step", number(last("time/step_seconds")), last("tokens_per_second") === null ? "" : `${number(last("tokens_per_second"))} tokens/s`),
-    tile("staleness", number(last("staleness/mean")), "steps behind"),
-    tile("untrained samples", number(overview.untrained.failed + overview.untrained.filtered), `${number(overview.untrained.failed)} failed`),
-  );
 }
 
 function curvesOf(name: string, overview: Overview): Curve[] {
@@ -92,10 +73,9 @@ function timeline({ metrics: { step, columns } }: Overview, frame: Frame): HTMLE
   const whole: Numbers = columns["time/step_seconds"] ?? [];
   const rest = whole.map((value, index) => value && Math.max(0, value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0)));
   if (rest.some((value, index) => (value ?? 0) > 0.01 * (whole[index] ?? 0))) parts.push({ name: "other", step, values: rest });
-  return h(
-    "section",
-    { "aria-label": "Timeline" },
-    parts.length > 0 && h("h2", "Timeline"),
+  return section(
+    "Timeline",
+    parts.length === 0 && h("p.empty", "The metrics have no times."),
     h(
       "div.curves",
       parts.length > 0 && stackedFigure("seconds of a step", seconds, parts, frame),
@@ -108,10 +88,8 @@ function remarks(overview: Overview): HTMLElement {
   const { error } = overview.tokenizer;
   const written = `Written ${clock(overview.made)} by headrace ${overview.headrace}, from ${overview.folder}.`;
   const newest = overview.warnings.slice(-20).reverse();
-  return h(
-    "section",
-    { "aria-label": "Notes" },
-    h("h2", "Notes"),
+  return section(
+    "Notes",
     h("ul.plain", [...overview.notes, ...(error === null ? [] : [error]), written].map((note) => h("li", note))),
     newest.length > 0 && [h("h3", count(overview.warnings.length, "warning")), h("ul.plain.warnings", newest.map(stepNote))],
   );

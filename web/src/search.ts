@@ -37,11 +37,15 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     progress.hidden = true;
     button.textContent = SEARCH_ALL;
   };
-  const inPrompts = (text: string): Hit[] =>
-    lower.flatMap((each, index) => {
+  const inPrompts = (text: string): Hit[] => {
+    const hits: Hit[] = [];
+    for (const [index, each] of lower.entries()) {
       const at = each.indexOf(text);
-      return at < 0 ? [] : [{ href: link("prompt", index), where: `prompt ${index}`, text: prompts.texts[index]!, at }];
-    });
+      if (at >= 0) hits.push({ href: link("prompt", index), where: `prompt ${index}`, text: prompts.texts[index]!, at });
+      if (hits.length >= MOST_HITS / 2) break;
+    }
+    return hits;
+  };
   const searchLoaded = (): void => {
     stop();
     const text = wanted.toLowerCase();
@@ -57,11 +61,11 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     const mine = ++running;
     progress.hidden = false;
     button.textContent = "Stop";
-    const hits = inPrompts(text).slice(0, MOST_HITS / 2);
+    const hits = inPrompts(text);
     let done = 0;
     for (const place of places) {
       const groups = await groupsOf(place, context.overview).catch(() => []); // a missing file has no hits: its own page says so
-      if (mine !== running) return;
+      if (mine !== running || !list.element.isConnected) return;
       hits.push(...inGroups(text, place, groups).slice(0, MOST_HITS - hits.length));
       progress.value = ++done / places.length;
       if (hits.length >= MOST_HITS) break;
@@ -76,8 +80,6 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     value: wanted,
     placeholder: "prompt, id, label or text",
     "aria-label": "Search",
-    autocomplete: "off",
-    spellcheck: "false",
     input: () => {
       wanted = input.value;
       history.replaceState(null, "", `#/search?q=${encodeURIComponent(wanted)}`);
@@ -88,16 +90,12 @@ export async function searchView({ query }: Route, context: Context): Promise<Vi
     searchLoaded();
     input.focus();
   };
-  const left = (): void => {
-    stop();
-    list.close();
-  };
-  return { ...page({ title: "Search" }, h("div.bar.search", input, button, progress), status, list.element), shown, left };
+  return { ...page({ title: "Search" }, h("div.bar.search", input, button, progress), status, list.element), shown };
 }
 
 function placesOf({ untrained, steps, evals }: Overview): Place[] {
   return [
-    ...(untrained.failed + untrained.filtered > 0 ? [{ kind: "untrained" } as const] : []),
+    ...(untrained.failed + untrained.filtered > 0 ? [{ kind: "untrained", step: null } as const] : []),
     ...steps.step.map((step) => ({ kind: "step", step }) as const),
     ...evals.map((step) => ({ kind: "evaluation", step }) as const),
   ];

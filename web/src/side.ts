@@ -1,7 +1,7 @@
 // The list beside a step or an evaluation: all of them, with their mean reward.
-import type { Numbers, Overview } from "./data";
+import type { Overview } from "./data";
 import { h, label, VirtualList } from "./dom";
-import { diverging, type Domain, link, number, sparkline, spread } from "./format";
+import { type Domain, link, number, rewardDomain, sparkline, spread } from "./format";
 import type { View } from "./view";
 
 type Kind = "steps" | "evaluations";
@@ -23,12 +23,13 @@ export class Side {
 
   show(side: View["side"], overview: Overview): void {
     this.element.hidden = side === undefined;
-    if (!side || (side.kind === this.kind && side.chosen === this.chosen)) return;
+    if (!side) return;
+    const isOther = side.kind !== this.kind || side.chosen !== this.chosen;
     this.chosen = side.chosen;
-    if (side.kind === this.kind) this.list?.refresh();
-    else this.fill(side.kind, overview);
+    if (side.kind !== this.kind) this.fill(side.kind, overview);
+    this.list?.refresh();
     const index = this.entries.findIndex((entry) => entry.step === side.chosen);
-    if (index >= 0) this.list?.reveal(index);
+    if (isOther && index >= 0) this.list?.reveal(index);
   }
 
   /** Takes the steps of a new overview. */
@@ -37,13 +38,11 @@ export class Side {
   }
 
   private fill(kind: Kind, overview: Overview): void {
-    this.entries = kind === "steps" ? stepEntries(overview) : evaluationEntries(overview);
+    this.entries = entriesOf(kind, overview);
     const means = this.entries.map((entry) => entry.mean);
-    const { low, high } = spread(means);
-    this.domain = [Math.min(0, low), Math.max(1, high)];
+    this.domain = rewardDomain(means);
     const title = kind === "steps" ? "Steps" : "Evaluations";
     const top = this.scroller.scrollTop;
-    this.list?.close();
     this.list = new VirtualList<Entry>(this.scroller, (entry) => this.row(entry, kind), title, "steps");
     this.scroller.replaceChildren(this.list.element);
     this.element.setAttribute("aria-label", title);
@@ -56,24 +55,20 @@ export class Side {
 
   private row({ step, mean }: Entry, kind: Kind): HTMLElement {
     const share = mean === null ? 0 : (mean - this.domain[0]) / (this.domain[1] - this.domain[0]);
-    const style = { width: `${Math.max(2, 100 * share)}%`, "background-color": diverging(mean ?? 0, this.domain, 0.85) };
     return h(
       "a.row.steps",
       { href: link(kind === "steps" ? "step" : "evaluation", step), "aria-current": step === this.chosen && "page" },
       h("span.number", step),
-      h("span.track", mean !== null && h("i", { style })),
+      h("span.track", mean !== null && h("i", { style: { width: `${Math.max(2, 100 * share)}%` } })),
       h("span.mean", number(mean)),
     );
   }
 }
 
-function stepEntries({ metrics, steps }: Overview): Entry[] {
-  const means = new Map(metrics.step.map((each, index) => [each, metrics.columns["reward/mean"]?.[index] ?? null]));
-  return steps.step.map((step) => ({ step, mean: means.get(step) ?? null }));
-}
-
-function evaluationEntries({ evaluations, evals }: Overview): Entry[] {
-  const sets: Numbers[] = Object.entries(evaluations.columns).filter(([name]) => name.startsWith("eval/")).map(([, values]) => values);
-  const means = new Map(evaluations.step.map((each, index) => [each, spread(sets.map((values) => values[index] ?? null)).mean]));
-  return evals.map((step) => ({ step, mean: means.get(step) ?? null }));
+function entriesOf(kind: Kind, { metrics, evaluations, steps, evals }: Overview): Entry[] {
+  const { step, columns } = kind === "steps" ? metrics : evaluations;
+  const names = Object.keys(columns).filter((name) => (kind === "steps" ? name === "reward/mean" : name.startsWith("eval/")));
+  const meanAt = (index: number): number | null => spread(names.map((name) => columns[name]![index] ?? null)).mean;
+  const means = new Map(step.map((each, index) => [each, meanAt(index)]));
+  return (kind === "steps" ? steps.step : evals).map((each) => ({ step: each, mean: means.get(each) ?? null }));
 }

@@ -21,21 +21,19 @@ export interface View {
   refresh?: (overview: Overview) => void;
   /** Called once the element is in the page. */
   shown?: () => void;
-  left?: () => void;
 }
 
 export interface Context {
   overview: Overview;
   content: HTMLElement; // the element that scrolls
   go: (href: string, replace?: boolean) => void;
-  say: (text: string) => void; // to a screen reader, and shown for some seconds
 }
 
 export interface Head {
   title: string;
   above?: [href: string, name: string][]; // the pages that lead here, the nearest last
   beside?: Child; // the title
-  noun?: string; // of what `previous` and `next` lead to
+  noun?: string | undefined; // of what `previous` and `next` lead to
   previous?: string | undefined;
   next?: string | undefined;
 }

@@ -21,7 +21,8 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
 from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import cluster_plan, device_plan
 from headrace.job.rules.rules import known_architecture
@@ -63,6 +64,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         *_images(job),
         ("reward", _reward(job)),
         ("evaluation", _evaluation(job)),
+        *_adapters(job),
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
@@ -329,12 +331,28 @@ def _every(interval: int | None) -> str:
     return f"every {interval} steps" if interval else "before the first and after the last step"
 
 
+def _adapters(job: Job) -> list[tuple[str, str]]:
+    """Nothing without LoRA, and where the model is not known."""
+    trained, parameters = num_adapter_parameters(job), num_parameters(job)
+    if trained is None or parameters is None:
+        return []
+    layers = ", ".join(job.lora.lora_target_modules)
+    return [
+        (
+            "LoRA",
+            f"rank {job.lora.lora_rank} on {layers}: {trained:,} trained parameters, {trained / parameters:.2%} of "
+            f"{parameters:,}",
+        )
+    ]
+
+
 def _memory(job: Job) -> str:
     found = memory(job)
     if found is None:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
     beside = "".join(f", {name} {gigabytes(size)}" for name, size in found.beside.items())
     kept = f"; {gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
+    kept += f"; {gigabytes(found.offloaded)} of host memory for each rank's optimizer" if found.offloaded else ""
     engines = f" and {gigabytes(found.engine)} of weights for each of an engine's processes" if job.asks_engines else ""
     return (
         f"about {gigabytes(found.rank)} for each trainer rank (policy {gigabytes(found.policy)}{beside}){engines}, "
@@ -367,6 +385,8 @@ class Memory:
     """Weights of each of its processes, before its KV cache."""
     kept: float
     """Host memory of each pipeline stage's sender, for a copy of the served weights."""
+    offloaded: float
+    """Host memory of each rank, for its optimizer and a copy of the gradients."""
 
     @property
     def rank(self) -> float:
@@ -386,18 +406,26 @@ def memory(job: Job) -> Memory | None:
     # Gradients in float32 and Adam's two moments; in bfloat16 a float32 master copy is stored beside them.
     states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
     frozen = parameters / shared * weight
-    full = parameters / shared * (weight + _FLOAT32 + states)
-    trained = full if job.lora.lora_rank is None else frozen
+    offloads = bool(args.given(OPTIMIZER_ON_GPU).get("optimizer_cpu_offload"))
+    on_device = 0.0 if offloads else states
+    full = parameters / shared * (weight + _FLOAT32 + on_device)
+    adapters = num_adapter_parameters(job)
+    trained, copy = full, frozen
+    if adapters is not None:
+        trained = frozen + adapters / shared * (weight + _FLOAT32 + on_device)
+        copy = adapters / shared * weight
     beside = {
         "critic": full if uses_critic(job) else 0.0,
-        "reference": frozen if uses_reference(job) else 0.0,
+        "reference": (copy if job.model.ref_load is None else frozen) if uses_reference(job) else 0.0,
         "teacher": frozen if job.distillation.use_opd and job.distillation.opd_type == "megatron" else 0.0,
-        "old actor": frozen if job.train.keep_old_actor else 0.0,
+        "old actor": copy if job.train.keep_old_actor else 0.0,
     }
     engine = parameters * weight / job.placement.engine_sizes[0]
     keeps = job.publish.update_weight_rollback == "host"
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
-    return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)
+    held = parameters if adapters is None else adapters
+    offloaded = held / shared * (states + _FLOAT32) if offloads else 0.0
+    return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept, offloaded)
 
 
 def too_little_memory(job: Job, scope: Scope) -> list[str]:
@@ -414,7 +442,7 @@ def too_little_memory(job: Job, scope: Scope) -> list[str]:
         return [
             f"{_first(found, largest)} needs about {gigabytes(largest)} {_BEFORE}, and a GPU here has {gigabytes(has)}"
         ]
-    needed, free = ranks * found.rank + engines * found.engine, free_bytes()
+    needed, free = ranks * (found.rank + found.offloaded) + engines * found.engine, free_bytes()
     if needed <= free:
         return []
     counts = ((ranks, "trainer rank", "trainer ranks"), (engines, "engine process", "engine processes"))
@@ -463,6 +491,14 @@ def num_parameters(job: Job) -> int | None:
         return found
     architecture = known_architecture(job)
     return None if architecture is None else table(architecture).num_parameters
+
+
+def num_adapter_parameters(job: Job) -> int | None:
+    """Elements of every A and B; None without LoRA, and where the model is not known."""
+    architecture, rank = known_architecture(job), job.lora.lora_rank
+    if architecture is None or rank is None:
+        return None
+    return rank * sum(sum(layer.shape) for layer in adapted_layers(architecture, job.lora.lora_target_modules))
 
 
 def _elements(file: Path) -> dict[str, int]:

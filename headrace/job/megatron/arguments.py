@@ -45,7 +45,6 @@ RESERVED: Mapping[str, str] = {
 ARCHITECTURAL = frozenset[str](MEGATRON["architectural"])
 GPU_ONLY = frozenset[str](MEGATRON["gpu_only"])
 OPTIMIZER_ON_GPU = frozenset[str](MEGATRON["optimizer_on_gpu"])
-OTHER_STATES = frozenset[str](MEGATRON["other_states"])
 
 
 def _none(dropout: float) -> float:

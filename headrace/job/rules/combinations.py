@@ -29,7 +29,10 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("use_opd", "opd_type opd_kl_coef opd_teacher_url opd_teacher_load"),
     ("opd_type=sglang", "opd_teacher_url"),
     ("opd_type=megatron", "opd_teacher_load"),
-    (_POLICY_LOSS, "use_tis use_rs use_opsm use_kl_loss entropy_coef custom_pg_loss_reducer_function_path"),
+    (
+        _POLICY_LOSS,
+        "use_tis use_rs use_opsm use_kl_loss entropy_coef custom_pg_loss_reducer_function_path keep_sampling_mask",
+    ),
     (
         _NO_SFT,
         "normalize_advantages use_opd true_on_policy_mode custom_advantage_function_path "
@@ -38,7 +41,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("loss_type=custom_loss", "custom_loss_function_path"),
     ("loss_type=sft_loss", "loss_mask_type"),
     ("loss_mask_type", "keep_earlier_thoughts"),
-    ("lora_rank", "lora_alpha lora_dropout lora_target_modules lora_init lora_load"),
+    ("lora_rank", "lora_alpha lora_use_rslora lora_dropout lora_target_modules lora_init lora_load"),
     (
         "eval_prompt_data or eval_config",
         "eval_function_path n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k skip_eval_before_train "
@@ -54,7 +57,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("update_weight_transport=disk", "update_weight_disk_path"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
-    ("reward_parts", "reward_combine"),
+    ("reward_parts", "reward_combine reward_clip"),
     ("judge_url", "judge_model judge_prompt judge_scale judge_json"),
     ("custom_generate_function_path or agent_function_path or rollout_function_path", "max_turns"),
     ("agent_function_path", "agent_hosts"),
@@ -111,6 +114,7 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
     ),
     ("lora_rank", "only_train_params_name_list freeze_params_name_list", "adapters alone are trained"),
     ("true_on_policy_mode", "lora_dropout", "the trained policy would differ from the engines'"),
+    ("keep_sampling_mask", "use_opd", "a teacher's log-probs are of the whole vocabulary"),
     ("lora_load", "lora_init", "its adapters are those that the run begins with"),
     ("use_dynamic_batch_size", "micro_batch_size", "it has no effect, max_tokens_per_gpu decides"),
     ("only_train_params_name_list", "freeze_params_name_list", "they set the same thing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model import check_layout, contradictions, lora_targets, virtual_stages
+from headrace.job.model import check_adapters, check_layout, contradictions, virtual_stages
 from headrace.job.rules.combinations import check_combinations
 from headrace.job.rules.files import check_files, check_folders, check_passwords, check_remote_code
 from headrace.job.rules.machines import (
@@ -78,7 +78,7 @@ def _check_architecture(job: Job, scope: Scope) -> None:
     virtual_stages(found, args)
     check_routing_replay(job, found)
     if job.lora.lora_rank is not None:
-        lora_targets(found, job.lora.lora_target_modules)
+        check_adapters(found, args, job.lora.lora_target_modules)
     check_images(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)

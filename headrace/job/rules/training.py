@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.algorithms import ALGORITHMS
-from headrace.job.megatron.arguments import OTHER_STATES, megatron
+from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
 from headrace.job.megatron.fields import ONLY_IN
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -32,12 +32,32 @@ def replays_routing(job: Job) -> bool:
     return job.train.use_routing_replay or job.train.use_rollout_routing_replay
 
 
+_MASK_TOKENS = 4096
+"""SGLang's own default."""
+_EXACT_DRAFTS = ("DFLASH", "DSPARK")
+"""Speculative decoding whose tokens are exact samples from a mask that SGLang returns."""
+
+
+def mask_tokens(job: Job) -> int | None:
+    """How many tokens of each sampling mask the job's engines return at most; None where they return no masks."""
+    started_elsewhere = job.placement.rollout_external_engine_addrs
+    if not job.train.keep_sampling_mask or started_elsewhere or job.rollout.user_function:
+        return None
+    return int(job.sglang.get("sampling_mask_max_tokens", _MASK_TOKENS))
+
+
+def narrows_sampling(job: Job) -> bool:
+    """True where engines sample from some of the tokens alone."""
+    return job.rollout.rollout_top_p < 1 or job.rollout.rollout_top_k is not None
+
+
 def check_training(job: Job) -> None:
     """Raises ConfigError for the first rule that a job breaks."""
     _ranks(job)
     _megatron(job)
     _teacher(job)
     _true_on_policy(job)
+    _sampling_mask(job)
     if job.train.loss_mask_type is not None and job.rollout.n_samples_per_prompt != 1:
         raise ConfigError(
             f"loss_mask_type trains each conversation once, and n_samples_per_prompt is "
@@ -102,14 +122,46 @@ def _true_on_policy(job: Job) -> None:
         ("use_tis", job.train.use_tis, False),
         ("use_opsm", job.train.use_opsm, False),
         ("use_rs", job.train.use_rs, False),
-        ("rollout_top_p", job.rollout.rollout_top_p, 1.0),
-        ("rollout_top_k", job.rollout.rollout_top_k, None),
     ):
         if value != wanted:
             raise ConfigError(
                 f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
                 "--true-on-policy-mode out"
             )
+    if narrows_sampling(job) and mask_tokens(job) is None:
+        raise ConfigError(
+            f"true_on_policy_mode with rollout_top_p {job.rollout.rollout_top_p:g} and rollout_top_k "
+            f"{job.rollout.rollout_top_k} needs the sets that engines sampled from: pass --keep-sampling-mask, and "
+            "leave out external engines and functions or agents of your own"
+        )
+
+
+def _sampling_mask(job: Job) -> None:
+    if not job.train.keep_sampling_mask:
+        return
+    most, top_k, drafts = mask_tokens(job), job.rollout.rollout_top_k, job.sglang.get("speculative_algorithm")
+    if not narrows_sampling(job):
+        raise ConfigError(
+            "keep_sampling_mask has no effect where engines sample from all tokens: add --rollout-top-p or "
+            "--rollout-top-k, or leave --keep-sampling-mask out"
+        )
+    if most is None:
+        if job.train.keep_old_actor:
+            raise ConfigError(
+                "keep_sampling_mask with keep_old_actor needs masks of headrace's own engines and sampler: others are "
+                "computed with the current policy: leave one of them out"
+            )
+        return
+    if top_k is not None and top_k > most:
+        raise ConfigError(
+            f"keep_sampling_mask: engines return {most} tokens of each mask at most, and rollout_top_k is {top_k}: "
+            "lower it, or raise --sglang-sampling-mask-max-tokens"
+        )
+    if drafts is not None and drafts.upper() not in _EXACT_DRAFTS:
+        raise ConfigError(
+            f"keep_sampling_mask: SGLang returns no masks with speculative_algorithm {drafts}: leave one of them out, "
+            f"or use {' or '.join(_EXACT_DRAFTS)}"
+        )
 
 
 def check_routing_replay(job: Job, architecture: Architecture) -> None:
@@ -161,12 +213,26 @@ def require_gpus(job: Job, scope: Scope) -> None:
 
 
 def require_states_that_are_saved(job: Job, scope: Scope) -> None:
-    """Refuses an optimizer on a GPU whose states no checkpoint holds."""
-    given = megatron(job.megatron).given(frozenset(OTHER_STATES))
-    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if not flags or job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
+    """Refuses an optimizer on a GPU whose states no checkpoint holds: those of Transformer Engine's Adam."""
+    if job.debug.debug_rollout_only or not (num_gpus() or scope.elsewhere):
         return
-    scope.missing(
-        f"{', '.join(flags)}: on a GPU the optimizer's states then have a form that headrace's checkpoints cannot "
-        "hold yet, and every run ends with a checkpoint: leave it out"
-    )
+    given = megatron(job.megatron).given(OPTIMIZER_ON_GPU)
+    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+        scope.missing(
+            "--use-precision-aware-optimizer: on a GPU the optimizer's states then have a form that headrace's "
+            "checkpoints cannot hold, and every run ends with a checkpoint: pass --optimizer-cpu-offload as well, or "
+            "leave it out"
+        )
+    if not given.get("optimizer_cpu_offload"):
+        return
+    args = megatron(job.megatron)
+    if args.use_distributed_optimizer != args.bf16:
+        scope.missing(
+            "--optimizer-cpu-offload: Megatron-core does it with --bf16 and --use-distributed-optimizer, or with "
+            f"neither: pass --{'bf16' if args.use_distributed_optimizer else 'use-distributed-optimizer'} as well"
+        )
+    if given.get("optimizer_offload_fraction", 1.0) != 1.0:
+        scope.missing(
+            f"--optimizer-offload-fraction {given['optimizer_offload_fraction']:g}: checkpoints hold the states of an "
+            "optimizer that is on the host as a whole: leave it out, which means 1"
+        )

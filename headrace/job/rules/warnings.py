@@ -53,11 +53,11 @@ def _of_sampling(job: Job) -> Iterator[str]:
     train, rollout, hooks = job.train, job.rollout, job.hooks
     narrowed = [f"rollout_top_p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     narrowed += [] if rollout.rollout_top_k is None else [f"rollout_top_k {rollout.rollout_top_k}"]
-    if narrowed:
+    if narrowed and not train.keep_sampling_mask:
         yield (
             f"{' and '.join(narrowed)}: engines sample from fewer tokens than the recorded log-probs cover, so the "
-            "policy that generated the samples is not the one that the loss corrects for: train with rollout_top_p 1 "
-            "and no rollout_top_k"
+            "policy that generated the samples is not the one that the loss corrects for: pass --keep-sampling-mask, "
+            "or train with rollout_top_p 1 and no rollout_top_k"
         )
     replaced = hooks.custom_reward_post_process_path or hooks.custom_advantage_function_path or rollout.user_function
     compares = ALGORITHMS[train.advantage_estimator].compares_group and not train.disable_rewards_normalization

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.job.schema.section import (
     Above,
@@ -120,6 +120,15 @@ class BufferSection(Section):
     ahead waits."""
 
 
+def _ordered(clip: tuple[float, float]) -> tuple[float, float]:
+    if clip[0] > clip[1]:
+        raise ValueError(f"should be the least and the most, not {clip[0]:g} and {clip[1]:g}")
+    return clip
+
+
+Clip = Annotated[tuple[Score, Score], AfterValidator(_ordered)]
+
+
 class RewardPart(Section):
     """One part of a composed reward."""
 
@@ -131,17 +140,10 @@ class RewardPart(Section):
     gate: Score | None = None
     key: str | None = None
     """The part of a dict reward."""
-    clip: tuple[Score, Score] | None = None
+    clip: Clip | None = None
     when: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
     metadata_overrides: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
     """Laid over the row's metadata for this scorer alone: its settings."""
-
-    @field_validator("clip")
-    @classmethod
-    def _ordered(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
-        if clip is not None and clip[0] > clip[1]:
-            raise ValueError(f"should be the least and the most, not {clip[0]:g} and {clip[1]:g}")
-        return clip
 
 
 class RewardSection(Section):
@@ -158,6 +160,8 @@ class RewardSection(Section):
     part may have name, weight, gate, key, clip, when and metadata_overrides."""
     reward_combine: Literal["sum", "min", "max"] = "sum"
     """How reward_parts become one reward."""
+    reward_clip: Clip | None = None
+    """The least and the most that reward_parts together give; a closed gate gives 0."""
     reward_key: str | None = None
     """The part of a dict reward that is trained on."""
     skip_label_check: bool = False

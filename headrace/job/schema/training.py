@@ -57,7 +57,9 @@ class TrainSection(Section):
     """Samples in a row of the model: one, several, or several behind one prompt; absent: the fastest."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss that is minimised."""
-    loss_mask_type: Literal["qwen", "qwen3", "llama3", "glm4", "distill_qwen", "deepseek", "kimi"] | None = None
+    loss_mask_type: (
+        Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi", "gpt_oss"] | None
+    ) = None
     """Prompts are conversations whose assistant turns are trained; names the chat template's marks."""
     keep_earlier_thoughts: bool = False
     """Earlier turns of a conversation keep their thoughts; off: the chat template decides."""
@@ -125,6 +127,8 @@ class TrainSection(Section):
     """Mean log-ratio from which use_opsm leaves a response out."""
     use_rollout_logprobs: bool = False
     """The engine's log-probs are the old policy's."""
+    keep_sampling_mask: bool = False
+    """Train on the distribution over the tokens that rollout_top_p and rollout_top_k let each token be sampled from."""
     true_on_policy_mode: bool = False
     """Refuse settings that make the importance ratio differ from 1; stop when trainer and engine disagree."""
     only_train_params_name_list: Patterns = ()
@@ -251,6 +255,8 @@ class LoraSection(Section):
     """Rank of the adapters B·A that are trained while the model's weights stay; absent: no LoRA."""
     lora_alpha: Above = 8.0
     """Adapters are multiplied by lora_alpha / lora_rank."""
+    lora_use_rslora: bool = False
+    """Multiply adapters by lora_alpha / √lora_rank instead (https://arxiv.org/abs/2312.03732)."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's input that is dropped in a training pass."""
     lora_target_modules: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], AfterValidator(_targets)] = (

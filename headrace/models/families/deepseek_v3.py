@@ -115,6 +115,9 @@ _LAYOUT = {
 def read(raw: Mapping[str, Any]) -> Architecture:
     if not raw.get("rope_interleave", True):
         raise ConfigError("rope_interleave false is not what Megatron-core computes in latent attention")
+    rope = yarn_rope(raw)
+    if rope is not None and not rope.truncate:
+        raise ConfigError("rope_scaling truncate false is not what Megatron-core computes in latent attention")
     latent = LatentAttention(
         q_lora_rank=raw["q_lora_rank"],
         kv_lora_rank=raw["kv_lora_rank"],
@@ -127,7 +130,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         plain | {"rope_theta": _rope_theta(raw)},
         kv_channels=raw["v_head_dim"],
         num_query_groups=raw["num_attention_heads"],
-        rope_scaling=yarn_rope(raw),
+        rope_scaling=rope,
         latent_attention=latent,
         experts=read_sigmoid_experts(raw),
         kept=layers_behind(raw),

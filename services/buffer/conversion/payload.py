@@ -22,6 +22,8 @@ from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
     ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    SAMPLING_MASK_COUNTS,
     TEACHER_LOG_PROBS,
     TOKENS,
     check_experts,
@@ -30,6 +32,7 @@ from headrace.trajectory import (
     check_ranges,
     check_reward,
     check_row,
+    check_sampling_mask,
     check_shape,
     check_token_ids,
     gaps,
@@ -250,11 +253,26 @@ def _check_columns(envelope: _Envelope, payload: Payload, values: _Values) -> Pa
         if name == LOSS_MASK:
             mask = data
     _check_names([column[0] for column in columns], outside)
+    if any(column[0] in _SAMPLING_MASK for column in columns):
+        _check_sampling_mask(columns, outside, response_tokens)
     if not (prompt_tokens or response_tokens or envelope.status == sample_pb2.SAMPLE_STATUS_FAILED):
         raise InvalidArgument("prompt_tokens and response_tokens are 0: a sample has a prompt or a response")
     if mask is not None and (trained := len(mask) - bytes(mask).count(0)) != envelope.trained_tokens:
         raise InvalidArgument(f"trained_tokens is {envelope.trained_tokens}, loss_mask has {trained}")
     return mask
+
+
+_SAMPLING_MASK = frozenset((SAMPLING_MASK, SAMPLING_MASK_COUNTS))
+
+
+def _check_sampling_mask(columns: Sequence[Column], outside: Mapping[str, int], response_tokens: int) -> None:
+    """Checks it against the response, unless a column of theirs lies out of line."""
+    if outside.keys() & {*_SAMPLING_MASK, TOKENS}:
+        return
+    of_them = [column for column in columns if column[0] in _SAMPLING_MASK or column[0] == TOKENS]
+    arrays = {name: np.frombuffer(data, DTYPES[dtype]).reshape(shape) for name, dtype, shape, data in of_them}
+    tokens = arrays.pop(TOKENS)
+    check_sampling_mask("", tokens[len(tokens) - response_tokens :], arrays)
 
 
 _Rows = Mapping[str, TokenRow]
@@ -287,7 +305,7 @@ def _check_other(name: str, number: int, shape: tuple[int, ...], data: Payload, 
         if name == ROUTED_EXPERTS:
             check_experts(name, values, rows[TOKENS].shape[0])
         else:
-            check_row(name, values, rows[name].shape[0])
+            check_row(name, values, rows[name].shape[0] if name in rows else None)
 
 
 def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload, num_bytes: int, rows: _Rows) -> None:
@@ -298,8 +316,13 @@ def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload
         raise InvalidArgument(f"column {name} is out of line, but has {len(data)} bytes in the payload, too")
     if name not in COLUMN_DTYPES:
         return
-    length = max(rows[TOKENS].shape[0] - 1, 0) if name == ROUTED_EXPERTS else rows[name].shape[0]
-    rank = 3 if name == ROUTED_EXPERTS else 1
+    rank, length = 1, rows[LOSS_MASK].shape[0]
+    if name == ROUTED_EXPERTS:
+        rank, length = 3, max(rows[TOKENS].shape[0] - 1, 0)
+    elif name == SAMPLING_MASK:
+        length = shape[0]  # its counts say it
+    elif name in rows:
+        length = rows[name].shape[0]
     if (dtype, len(shape)) != (COLUMN_DTYPES[name], rank) or shape[0] != length:
         raise InvalidArgument(
             f"column {name} is {dtype} {list(shape)}, must be {COLUMN_DTYPES[name]} of {length} tokens"

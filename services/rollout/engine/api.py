@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.replies import NO_COUNTS, EngineCounts, EngineResponse, Finish
+from services.rollout.engine.replies import NO_COUNTS, EngineCounts, EngineResponse, Finish, SamplingMask
 
 _NEUTRAL = {"ebnf": None, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
@@ -36,6 +36,11 @@ class SamplingParams:
     def is_constrained(self) -> bool:
         """True for a response that follows a grammar."""
         return self.json_schema is not None or self.regex is not None or self.ebnf is not None
+
+    @property
+    def is_narrowed(self) -> bool:
+        """True where some tokens cannot be sampled, however likely they are."""
+        return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
 
     @property
     def can_be_continued(self) -> bool:
@@ -103,7 +108,7 @@ class Generation:
     """Response tokens, their log-probabilities and the weights that sampled them. `finish` is None in mid-stream.
 
     `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
-    layer; None where the request did not ask for them.
+    layer; None where the request did not ask for them. Likewise the `sampling_mask`.
     """
 
     tokens: tuple[int, ...]
@@ -112,11 +117,13 @@ class Generation:
     policy_ranges: tuple[PolicyRange, ...]
     routed_experts: bytes | None = None
     counts: EngineCounts = NO_COUNTS
+    sampling_mask: SamplingMask | None = None
 
     @classmethod
     def of(cls, answer: EngineResponse, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
         """Takes the response as far as its ranges go: tokens of refused weights are cut off, to be sampled again."""
-        whole = cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts, answer.counts)
+        further = answer.routed_experts, answer.counts, answer.sampling_mask
+        whole = cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, *further)
         length = policy_ranges[-1].end if policy_ranges else 0
         return whole if length == len(answer.tokens) else whole.until(length, num_prompt_tokens, Finish.ABORT)
 
@@ -127,7 +134,8 @@ class Generation:
             row_bytes = len(experts) // (num_prompt_tokens + len(self.tokens) - 1)
             experts = experts[: row_bytes * max(num_prompt_tokens + length - 1, 0)]
         ranges = tuple(replace(r, end=min(r.end, length)) for r in self.policy_ranges if r.start < length)
-        return Generation(self.tokens[:length], self.log_probs[:length], finish, ranges, experts, self.counts)
+        mask = self.sampling_mask and self.sampling_mask.until(length)
+        return Generation(self.tokens[:length], self.log_probs[:length], finish, ranges, experts, self.counts, mask)
 
     def then(self, later: Generation) -> Generation:
         """Appends what came when it was continued; neighbouring ranges of one version become one."""
@@ -140,8 +148,10 @@ class Generation:
         known = self.routed_experts or b""  # what came before was made with these, whatever the prefill chose
         experts = None if later.routed_experts is None else known + later.routed_experts[len(known) :]
         log_probs = self.log_probs + later.log_probs
-        counts = self.counts + later.counts
-        return Generation(self.tokens + later.tokens, log_probs, later.finish, tuple(ranges), experts, counts)
+        counts, mask = self.counts + later.counts, later.sampling_mask
+        if self.sampling_mask is not None:
+            mask = self.sampling_mask if mask is None else self.sampling_mask.then(mask)
+        return Generation(self.tokens + later.tokens, log_probs, later.finish, tuple(ranges), experts, counts, mask)
 
 
 NOTHING_YET = Generation((), (), Finish.ABORT, ())

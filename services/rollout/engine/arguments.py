@@ -98,6 +98,8 @@ class EngineOptions:
     """Of the weights that are published, whatever config.json says: an engine could not take others."""
     returns_experts: bool = False
     """Each token comes with the experts that it was routed to."""
+    mask_tokens: int | None = None
+    """How many tokens of each sampling mask it returns at most; None: it returns no masks."""
     releases_memory: bool = False
     """It gives its memory to a trainer on the same GPUs, again and again."""
     first_engine: int = 0
@@ -154,6 +156,8 @@ def words(
         arguments.setdefault("default_priority_value", _DEFAULT_PRIORITY)
     if options.returns_experts:
         arguments["enable_return_routed_experts"] = True
+    if options.mask_tokens is not None:
+        arguments.setdefault("sampling_mask_max_tokens", options.mask_tokens)
     if machine.has_accelerator and options.releases_memory:
         arguments["enable_memory_saver"] = True
     if machine.has_accelerator:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.publication import TensorSpec
 from headrace.rpc.net import routed_by
 from services.rollout.engine.api import GroupJoin, PromptImages, SamplingParams
@@ -33,16 +34,22 @@ _BYTES_PER_ANSWER = 64 << 10
 _BYTES_PER_TOKEN = 256
 _FURTHER_EVENTS = 16  # of a stream, beside one for each token
 _BYTES_PER_ROUTED_TOKEN = 32 << 10  # base64 of 4 bytes for each layer and chosen expert
+_BYTES_PER_KEPT_TOKEN = 12  # its id, a comma, and blanks
+_MASK_TOO_LARGE = "sampling-mask-max-tokens"  # SGLang names its flag where more tokens are kept
 
 
 class EngineClient:
     """One engine, or the router (which knows /generate only), at http://host:port.
 
     With `routed_experts` it asks for the experts of every token, too; the engine must have been started for that.
+    `mask_tokens`: how many tokens of each sampling mask the engine returns at most; 0: it returns none.
     """
 
-    def __init__(self, url: str, *, routed_experts: bool = False, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, url: str, *, routed_experts: bool = False, mask_tokens: int = 0, vocab_size: int | None = None
+    ) -> None:
         self.url = url
+        self._mask_tokens = mask_tokens
         self._further = {"return_routed_experts": True} if routed_experts else {}
         self._bytes_per_token = _BYTES_PER_ROUTED_TOKEN if routed_experts else _BYTES_PER_TOKEN
         self._vocab_size = vocab_size
@@ -68,14 +75,19 @@ class EngineClient:
         priority: int | None = None,
         images: PromptImages | None = None,
         routing_key: str | None = None,
+        sampling_mask: bool = False,
     ) -> EngineResponse:
         """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
-        The router sends requests of one `routing_key` to one engine.
-        Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
+        The router sends requests of one `routing_key` to one engine. With `sampling_mask` the response says which
+        tokens each one was sampled from; the parameters need a top_k for that.
+        Raises BadAnswer for an impossible response, InvalidArgument when the engine refuses the request, and
+        ResourceExhausted when a sampling mask has more tokens than the engine returns.
         """
         body = self._generate_body(tokens, params, request_id, cache_key, images)
-        expected = self._expected(tokens, params, images)
+        expected = replace(self._expected(tokens, params, images), has_sampling_mask=sampling_mask)
+        if sampling_mask:
+            body["return_sampling_mask"] = True
         if priority is not None:
             body["priority"] = priority
         reply = await self._http.request(
@@ -86,7 +98,15 @@ class EngineClient:
             max_bytes=self._answer_bytes(expected),
             headers=routed_by(routing_key),
         )
-        answer = read_response(reply.success(), expected)
+        try:
+            answer = read_response(reply.success(), expected)
+        except InvalidArgument as error:
+            if _MASK_TOO_LARGE not in error.message:
+                raise
+            raise ResourceExhausted(
+                f"{error.message}: raise --sglang-sampling-mask-max-tokens, or lower --rollout-top-k",
+                reason="SAMPLING_MASK_TOO_LARGE",
+            ) from error
         if answer.finish is None:
             raise BadAnswer("finish_reason", "a whole answer without a finish_reason")
         return answer
@@ -289,7 +309,8 @@ class EngineClient:
 
     def _answer_bytes(self, expected: ExpectedReply) -> int:
         tokens = expected.max_new_tokens + (expected.num_prompt_tokens if self._further else 0)
-        return _BYTES_PER_ANSWER + self._bytes_per_token * tokens
+        of_masks = _BYTES_PER_KEPT_TOKEN * self._mask_tokens * expected.max_new_tokens
+        return _BYTES_PER_ANSWER + self._bytes_per_token * tokens + of_masks
 
     async def _post(
         self,

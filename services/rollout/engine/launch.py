@@ -113,23 +113,32 @@ def _forking(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return start(*args, **kwargs)
 
 
-# Has an engine say for every request which experts its tokens were routed to, whether or not the request asks.
-# sglang-router sends on the fields of a request that it knows, and `return_routed_experts` is not among them. SGLang's
-# registry of hooks, which is made for plugins, is where the server reads the request as one that asks.
+# Has an engine say for every request which experts its tokens were routed to, and which tokens they were sampled from,
+# whether or not the request asks. sglang-router sends on the fields of a request that it knows, and
+# `return_routed_experts` and `return_sampling_mask` are not among them. SGLang's registry of hooks, which is made for
+# plugins, is where the server reads the request as one that asks.
 
 _NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 
 
-def always_returned() -> None:
+def always_returned(options: EngineOptions) -> None:
     """Called before the server starts, in its process, where every request is read."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_NORMALIZE, _asked, HookType.AROUND)
+    def asked(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        if options.returns_experts:
+            request.return_routed_experts = True
+        if options.mask_tokens is not None:
+            request.return_sampling_mask = _has_mask(request, options.mask_tokens)
+        return normalize(request, *args, **kwargs)
+
+    HookRegistry.register(_NORMALIZE, asked, HookType.AROUND)
 
 
-def _asked(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
-    request.return_routed_experts = True
-    return normalize(request, *args, **kwargs)
+def _has_mask(request: Any, mask_tokens: int) -> bool:
+    """SGLang returns the masks of requests with such a top_k. In a stream each event would have all of them again."""
+    params = request.sampling_params
+    return isinstance(params, dict) and 1 <= (params.get("top_k") or 0) <= mask_tokens and not request.stream
 
 
 REFUSED = 78
@@ -172,8 +181,8 @@ def main() -> int:
         return REFUSED
     if not machine.has_accelerator:
         fork_processes()
-    if options.returns_experts:
-        always_returned()
+    if options.returns_experts or options.mask_tokens is not None:
+        always_returned(options)
     sys.argv = ["sglang.launch_server", *words]
     runpy.run_module("sglang.launch_server", run_name="__main__")
     return 0

@@ -15,14 +15,24 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.hooks.convert import cache_and_speculation
 from headrace.limits import MAX_COUNTER, MAX_ENGINES
-from headrace.trajectory import LOG_PROB_SLACK, MIN_LOG_PROB, Sample
+from headrace.trajectory import (
+    LOG_PROB_SLACK,
+    MIN_LOG_PROB,
+    SAMPLING_MASK,
+    SAMPLING_MASK_COUNTS,
+    Sample,
+    check_sampling_mask,
+    check_token_ids,
+)
 
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, Meta(ge=0, le=MAX_COUNTER)]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 T = TypeVar("T")
 
 
@@ -147,6 +157,8 @@ class _Meta(EngineCounts, frozen=True):
     input_token_logprobs: list[_Scored] | None = None
     output_token_logprobs: list[_Scored] | None = None
     routed_experts: bytes | None = None
+    output_token_sampling_mask: list[list[_TokenId]] | None = None
+    output_token_sampling_logprobs: list[float | None] | None = None
 
 
 class _Error(Struct, frozen=True):
@@ -171,6 +183,29 @@ class ExpectedReply:
     vocab_size: int | None = None
     has_images: bool = False
     """The prompt has images, whose embeddings the engine counts by itself."""
+    has_sampling_mask: bool = False
+    """The engine must say which tokens each one was sampled from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The token ids that each response token was sampled from, as the columns of a sample have them."""
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+    def until(self, length: int) -> SamplingMask:
+        """Returns that of the first `length` tokens."""
+        return SamplingMask(self.ids[: int(self.counts[:length].sum())], self.counts[:length])
+
+    def then(self, later: SamplingMask) -> SamplingMask:
+        """Appends that of the tokens that follow."""
+        return SamplingMask(np.concatenate((self.ids, later.ids)), np.concatenate((self.counts, later.counts)))
+
+    @property
+    def columns(self) -> dict[str, NDArray[np.int32]]:
+        """By their names in a sample."""
+        return {SAMPLING_MASK: self.ids, SAMPLING_MASK_COUNTS: self.counts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +214,8 @@ class EngineResponse:
 
     `finish` is None in mid-stream, where SGLang says only which weights it holds now: one span has that name.
     `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
-    layer; None where the request did not ask for them.
+    layer; None where the request did not ask for them. With a `sampling_mask`, log-probs are those of the distribution
+    over its tokens alone.
     """
 
     tokens: tuple[int, ...]
@@ -188,6 +224,7 @@ class EngineResponse:
     spans: tuple[NamedSpan, ...]
     routed_experts: bytes | None = None
     counts: EngineCounts = NO_COUNTS
+    sampling_mask: SamplingMask | None = None
 
 
 def read_response(body: bytes, expected: ExpectedReply) -> EngineResponse:
@@ -257,7 +294,13 @@ def _response(reply: _Generated, meta: _Meta, expected: ExpectedReply) -> Engine
     # In mid-stream, experts are of tokens that are not all in this reply; the last reply has them all.
     experts = _experts(meta.routed_experts, expected.num_prompt_tokens + len(tokens) - 1) if finish else None
     counts = EngineCounts(*(getattr(meta, name) for name in EngineCounts.__struct_fields__))
-    return EngineResponse(tokens, log_probs, finish, spans, experts, counts)
+    if not (expected.has_sampling_mask and tokens):
+        return EngineResponse(tokens, log_probs, finish, spans, experts, counts)
+    mask = _sampling_mask(meta, tokens, expected)
+    renormalised = tuple(_log_prob(value) for value in meta.output_token_sampling_logprobs or ())
+    if len(renormalised) != len(tokens):
+        raise BadAnswer("sampling_mask", f"{len(renormalised)} sampling log-probs for {len(tokens)} tokens")
+    return EngineResponse(tokens, renormalised, finish, spans, experts, counts, mask)
 
 
 _REFUSED_STATUS = range(400, 500)
@@ -357,6 +400,21 @@ def _experts(data: bytes | None, num_rows: int) -> bytes | None:
     if not (int(numbers.min()) >= 0 and int(numbers.max()) <= _MAX_EXPERT):
         raise BadAnswer("routed_experts", f"experts from {numbers.min()} to {numbers.max()}")
     return data
+
+
+def _sampling_mask(meta: _Meta, tokens: Sequence[int], expected: ExpectedReply) -> SamplingMask:
+    rows = meta.output_token_sampling_mask or []
+    mask = SamplingMask(
+        np.fromiter((token for row in rows for token in row), np.int32), np.array([len(row) for row in rows], np.int32)
+    )
+    try:
+        check_sampling_mask("", np.asarray(tokens, np.int32), mask.columns)
+        check_token_ids(SAMPLING_MASK, mask.ids, expected.vocab_size)
+    except InvalidArgument as error:
+        raise BadAnswer("sampling_mask", error.message) from error
+    if not mask.counts.all():
+        raise BadAnswer("sampling_mask", "a token without the tokens that it was sampled from")
+    return mask
 
 
 class ModelInfo(Struct, frozen=True):

@@ -40,6 +40,7 @@ class ResponseRequest:
     priority: int | None = None
     images: PromptImages | None = None
     routing_key: str | None = None
+    sampling_mask: bool = False
 
 
 @dataclass
@@ -253,6 +254,7 @@ class Generator:
         priority: int | None = None,
         images: PromptImages | None = None,
         routing_key: str | None = None,
+        sampling_mask: bool = False,
     ) -> Generation:
         """Returns a finished response. Requests of one `routing_key` go to one engine, whose prefix cache they share.
 
@@ -262,7 +264,8 @@ class Generator:
         the event is set for all who share it; when another sets it, generation ends at its next interruption. After
         `seconds` the tokens so far are returned in the same way, if there are any, and the event is not set.
         """
-        request = ResponseRequest(request_id, False, return_partial is not None, priority, images, routing_key)
+        is_partial = return_partial is not None
+        request = ResponseRequest(request_id, False, is_partial, priority, images, routing_key, sampling_mask)
         pieces = self._pieces(request, prompt, params, begun, seconds, return_partial)
         return [piece async for piece in pieces][-1]
 
@@ -405,6 +408,7 @@ class Generator:
                         priority=request.priority,
                         images=request.images,
                         routing_key=request.routing_key,
+                        sampling_mask=request.sampling_mask,
                     )
             yield await self._accepted(answer, len(tokens), end)
             return

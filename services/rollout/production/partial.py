@@ -18,9 +18,9 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
 from headrace.limits import MAX_PARTIAL_BYTES
 from headrace.rpc.log import log
-from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
+from headrace.trajectory import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, Sample, Status
 from services.rollout.engine.api import Generation
-from services.rollout.engine.replies import EngineCounts, Finish
+from services.rollout.engine.replies import EngineCounts, Finish, SamplingMask
 from services.rollout.production.prompts import EncodedPrompt
 
 _FINISH = {Status.COMPLETED: Finish.STOP, Status.TRUNCATED: Finish.LENGTH, Status.ABORTED: Finish.ABORT}
@@ -128,7 +128,7 @@ def unscored(lease: buffer_pb2.GroupLease) -> tuple[list[Sample], float] | None:
 
 def generation_of(sample: Sample) -> Generation:
     """Returns the sample's response so far."""
-    experts = sample.columns.get(ROUTED_EXPERTS)
+    experts, mask = sample.columns.get(ROUTED_EXPERTS), sample.columns.get(SAMPLING_MASK)
     return Generation(
         tokens=tuple(sample.tokens[sample.prompt_length :].tolist()),
         log_probs=tuple(np.asarray(sample.rollout_log_probs, dtype=np.float64).tolist()),
@@ -136,4 +136,5 @@ def generation_of(sample: Sample) -> Generation:
         policy_ranges=tuple(sample.policy_ranges),
         routed_experts=None if experts is None else experts.astype("<i4").tobytes(),
         counts=EngineCounts.of(sample),
+        sampling_mask=None if mask is None else SamplingMask(mask, sample.columns[SAMPLING_MASK_COUNTS]),
     )

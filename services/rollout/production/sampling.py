@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -199,11 +199,17 @@ class Sampler(Protocol):
         """Returns samples without rewards; one that failed is FAILED, one that was returned in part is ABORTED."""
 
 
+def top_k_of_mask(mask_tokens: int) -> int:
+    """The top_k of a request that has none, where a mask has `mask_tokens` at most: ties at the end need some room."""
+    return max(1, mask_tokens * 15 // 16)
+
+
 class EngineSampler:
     """Generates single samples. A failure is the sample's own, which is FAILED with the reason.
 
-    `num_layers` is set when engines are asked for the routed experts, `evaluation_priority` when they schedule by
-    priority. Of a group's samples `samples_together` go to one engine, whose prefix cache they share.
+    `num_layers` is set when engines are asked for the routed experts, `mask_tokens` (the most that a mask has) when
+    they are asked for the sampling masks of what is trained, `evaluation_priority` when they schedule by priority. Of a
+    group's samples `samples_together` go to one engine, whose prefix cache they share.
     """
 
     def __init__(
@@ -213,6 +219,7 @@ class EngineSampler:
         *,
         seconds: float,
         num_layers: int | None = None,
+        mask_tokens: int | None = None,
         evaluation_priority: int | None = None,
         samples_together: int = 1,
     ) -> None:
@@ -221,6 +228,7 @@ class EngineSampler:
         self._encoder = encoder
         self._seconds = seconds
         self._num_layers = num_layers
+        self._mask_tokens = mask_tokens
         self._evaluation_priority = evaluation_priority
         self.in_flight = 0
 
@@ -228,21 +236,28 @@ class EngineSampler:
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """Returns one sample for each request, generated side by side."""
-        priority = self._evaluation_priority if evaluation else None
-        return await asyncio.gather(*(self.sample(request, return_partial, priority) for request in requests))
+        asked = [self.sample(request, return_partial, evaluation=evaluation) for request in requests]
+        return await asyncio.gather(*asked)
 
     async def sample(
-        self, request: SampleRequest, return_partial: asyncio.Event | None = None, priority: int | None = None
+        self, request: SampleRequest, return_partial: asyncio.Event | None = None, *, evaluation: bool = False
     ) -> Sample:
         """Returns a sample without a reward."""
+        priority = self._evaluation_priority if evaluation else None
+        params, mask_tokens = request.params, None if evaluation else self._mask_tokens
+        has_mask = mask_tokens is not None and params.is_narrowed
+        if mask_tokens is not None and has_mask:
+            params = replace(params, top_k=min(params.top_k or top_k_of_mask(mask_tokens), mask_tokens))
         begun = generation_of(request.begun) if request.begun else NOTHING_YET
+        if has_mask and begun.sampling_mask is None:
+            begun = NOTHING_YET
         if begun.finish and begun.finish.is_final:
             return self._sample(request, begun)
         self.in_flight += 1
         try:
             generation = await self._generator.generate(
                 request.prompt.tokens,
-                request.params,
+                params,
                 request_id=request.sample_id,
                 seconds=self._seconds,
                 begun=begun,
@@ -250,6 +265,7 @@ class EngineSampler:
                 priority=priority,
                 images=request.prompt.for_engine,
                 routing_key=f"{request.group_id}/{request.index // self._samples_together}",
+                sampling_mask=has_mask,
             )
             return self._sample(request, generation)
         except HeadraceError as error:
@@ -271,9 +287,11 @@ class EngineSampler:
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
-        images = dict(request.prompt.images.columns) if request.prompt.images else {}
+        found = dict(request.prompt.images.columns) if request.prompt.images else {}
+        if generation.sampling_mask is not None:
+            found |= generation.sampling_mask.columns
         if self._num_layers is None or not generation.tokens:
-            return images
+            return found
         if not generation.routed_experts:
             raise BadAnswer(
                 "routed_experts", f"{len(generation.tokens)} tokens, and no experts that they were routed to"
@@ -284,7 +302,7 @@ class EngineSampler:
             raise BadAnswer(
                 "routed_experts", f"{chosen.size} experts for {num_tokens} tokens, {self._num_layers} layers"
             )
-        return images | {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
+        return found | {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
 
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:

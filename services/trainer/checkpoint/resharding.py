@@ -204,12 +204,11 @@ class ModelState:
         if slot.main is not None:
             slot.main.data.copy_(self._read(reader, shard, MAIN, slot.start, slot.end).reshape(slot.main.shape))
         slot.state.clear()
-        like = slot.parameter.reshape(-1)[slot.start : slot.end] if slot.is_distributed else slot.parameter
         for kind in kinds:
             if kind == "step":
-                put(slot.state, kind, reader.whole(self._tensor(shard, kind)), like)
+                put(slot.state, kind, reader.whole(self._tensor(shard, kind)), slot.updated)
             else:
-                put(slot.state, kind, self._read(reader, shard, kind, slot.start, slot.end), like)
+                put(slot.state, kind, self._read(reader, shard, kind, slot.start, slot.end), slot.updated)
 
     def _expected(self, reader: CheckpointReader) -> dict[str, Expected]:
         """Moments may be kept in any precision; weights and their master copies are the job's."""
@@ -244,6 +243,8 @@ class ModelState:
         if slot.main is not None:
             yield self._chunk(shard, MAIN, slot.main, slot.start)
         for kind, value in sorted(slot.state.items()):
+            if kind == "master_param":  # an offloaded optimizer's name for slot.updated
+                continue
             if kind != "step":
                 yield self._chunk(shard, kind, value, slot.start)
             elif slot.start == 0 and shard.shard == 0:

@@ -21,8 +21,38 @@ from headrace.publication import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.shards import ModelShard, cut, merge, weights_of
 from services.trainer.hugging_face.torch_dist import TorchDistFolder
-from services.trainer.megatron.configs import mark_tensor_parallel
+from services.trainer.megatron.configs import mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A row whose parameter this rank holds."""
+
+    row: Row
+    name: str
+    """The parameter as weights_of names it."""
+    weight: Tensor
+    sharding: Sharding
+    """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
+    rank: int
+    size: int
+    """Tensor ranks that divide it"""
+    data_rank: int
+    data_size: int
+    """Data ranks that hold the same"""
+
+    def shard(self, key: str, parameter: Tensor, sharding: Sharding) -> ModelShard:
+        """A parameter that lies where this one does, as a part of the tensor `key`."""
+        return ModelShard.of(
+            key,
+            parameter,
+            sharding,
+            rank=self.rank,
+            size=self.size,
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +86,7 @@ def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout)
     return Placed(row, prefix + row.megatron.format(expert=local), owner)
 
 
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
 def fused_name(megatron_name: str) -> str:
@@ -64,7 +94,7 @@ def fused_name(megatron_name: str) -> str:
     for plain, fused in FUSED_NORMS.items():
         if megatron_name.endswith("." + plain):
             return megatron_name.removesuffix(plain) + fused
-    return _EXPERT.sub(r".\2.weight\1", megatron_name)
+    return _EXPERT.sub(r".\2.\3\1", megatron_name)
 
 
 class Converter:
@@ -104,26 +134,52 @@ class Converter:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
+        stacked: dict[str, Tensor] = {}
         for placed in self._placed:
             wholes = self._shared_by_experts(placed) if placed.row.expert is not None else self._merged(placed)
             if self._layout.tp_rank == 0 and self._layout.dp_rank == 0:
-                yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
+                for tensor, whole in zip(placed.row.hf, wholes, strict=True):
+                    if tensor.slot is None:
+                        yield tensor.name, whole
+                        continue
+                    stack = stacked.setdefault(tensor.name, whole.new_empty(tensor.whole.shape))
+                    stack[tensor.slot] = whole
+                    if tensor.slot == tensor.slots - 1:
+                        yield tensor.name, stacked.pop(tensor.name)
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
         """The tensors that `hf_tensors` yields on the first rank of a stage, in that order. Moves nothing."""
         return [
-            TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            TensorSpec(tensor.name, tensor.whole.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
             for placed in self._placed
             for tensor in placed.row.hf
+            if not tensor.slot
         ]
 
     def shards(self) -> list[ModelShard]:
         """Every weight of this rank with its place in the whole model, in the table's order."""
-        found = [self._shard(placed) for placed in self._placed if self._is_here(placed)]
+        found = [self._shard(held) for held in self.held()]
         if self._has_tied_copy:
-            copy = self._shard(self._tied_embedding())
+            copy = self._shard(self._held(self._tied_embedding()))
             found.append(replace(copy, replica=0, num_replicas=0, is_reporting=False))
         return found
+
+    def held(self) -> Iterator[Held]:
+        """The rows of this rank, in the table's order; the copy of a tied embedding is none."""
+        return (self._held(placed) for placed in self._placed if self._is_here(placed))
+
+    def _held(self, placed: Placed) -> Held:
+        layout, shared = self._layout, placed.row.expert is None
+        return Held(
+            placed.row,
+            placed.name,
+            self._weights[placed.name],
+            self._sharding(placed),
+            self._rank(placed),
+            self._size(placed),
+            layout.dp_rank if shared else layout.edp_rank,
+            layout.dp_size if shared else layout.edp_size,
+        )
 
     def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
         if is_torch_dist(folder):
@@ -132,17 +188,8 @@ class Converter:
         check_names(source, self._architecture)
         return source
 
-    def _shard(self, placed: Placed) -> ModelShard:
-        layout, shared = self._layout, placed.row.expert is None
-        return ModelShard.of(
-            placed.row.hf[0].name,
-            self._weights[placed.name],
-            self._sharding(placed),
-            rank=self._rank(placed),
-            size=self._size(placed),
-            data_rank=layout.dp_rank if shared else layout.edp_rank,
-            data_size=layout.dp_size if shared else layout.edp_size,
-        )
+    def _shard(self, held: Held) -> ModelShard:
+        return held.shard(held.row.hf[0].key, held.weight, held.sharding)
 
     def _tied_embedding(self) -> Placed:
         return Placed(table(self._architecture).first[0], self._tied_copy, 0)
@@ -158,12 +205,14 @@ class Converter:
         for placed in self._placed:
             weight = self._weights[placed.name]
             if isinstance(weight, nn.Parameter):
-                mark_tensor_parallel(weight, not isinstance(self._sharding(placed), Replicated))
+                is_expert = placed.row.expert is not None
+                mark_tensor_parallel(weight, is_expert or not isinstance(self._sharding(placed), Replicated))
+                if is_expert:  # Megatron marks biases, which would be summed over ranks of other tokens or experts
+                    mark_sequence_parallel(weight, False)
         if self._has_tied_copy:
             mark_tensor_parallel(self._weights[self._tied_copy], True)
 
     def _sharding(self, placed: Placed) -> Sharding:
-        """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
         tensors = placed.row.hf
         is_whole = len(tensors) == 1 and tensors[0].shape == tuple(self._weights[placed.name].shape)
         return Replicated() if is_whole and self._size(placed) > 1 else placed.row.sharding

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,32 @@ from headrace.models.architecture import Architecture
 from headrace.models.family import Row
 from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
 from headrace.models.registry import table
-from services.trainer.weights.quantization import dequantized, unpacked_int4
+from services.trainer.weights.quantization import dequantized, unpacked_int4, unpacked_mxfp4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
-_BESIDE = (_SCALE, f".weight{SCALE}", f".weight{SHAPE}")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""What the weights of gpt-oss that are in MXFP4 have in the place of their name's end."""
+_BESIDE = (_SCALE, _SCALES, f".weight{SCALE}", f".weight{SHAPE}")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_STACKED = re.compile(r"(model\..+\.experts)\.(gate_up|down)_proj")
+"""All experts of a layer in one tensor, as Qwen3.5 is published: [experts, rows, columns], gate's rows before up's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """An expert's part of a stacked tensor."""
+
+    stack: str
+    expert: int
+    first: int
+    last: int
+    columns: int
 
 
 class HfFolder:
-    """Reads through the index if there is one; FP8 blocks and packed INT4 are multiplied out."""
+    """Reads through the index if there is one; FP8, packed INT4 and MXFP4 are multiplied out, stacks are cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,25 +53,37 @@ class HfFolder:
     @property
     def names(self) -> frozenset[str]:
         """All weights; what quantized ones have beside them is none."""
-        return frozenset(
-            name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name
+        return frozenset(self._slices) | frozenset(
+            name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name.removesuffix(_BLOCKS)
             for name in self._files
-            if not name.endswith(_BESIDE)
+            if not name.endswith(_BESIDE) and not self._is_stack(name)
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         if self._is_packed(name):
             return self._shape_of_packed(name)
-        with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+        if self._is_mxfp4(name):
+            *stack, rows, groups, num_bytes = self._shape_in_file(name + _BLOCKS)
+            return (*stack, groups * num_bytes * 2, rows)
+        if part := self._slices.get(name):
+            return part.last - part.first, part.columns
+        return self._shape_in_file(name)
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU; FP8 and INT4 come back as float32."""
+    def tensor(self, name: str, slot: int | None = None) -> Tensor:
+        """One tensor, or the part at `slot` of its first dimension, on the CPU; what is quantized comes as float32."""
+        if self._is_mxfp4(name):
+            if name + _SCALES not in self._files:
+                raise ConfigError(
+                    f"{self.folder}: {name}{_BLOCKS} is there without {name}{_SCALES}: download the whole model"
+                )
+            return unpacked_mxfp4(self._raw(name + _BLOCKS, slot), self._raw(name + _SCALES, slot))
         if self._is_packed(name):
             scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
             return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
-        raw = self._raw(name)
+        if part := self._slices.get(name):
+            return self._raw(part.stack, part.expert)[part.first : part.last]
+        raw = self._raw(name, slot)
         if raw.dtype not in _FP8:
             return raw
         if name + _SCALE not in self._files:
@@ -63,6 +92,9 @@ class HfFolder:
                 "scales, or in bfloat16"
             )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name not in self._files and name + _BLOCKS in self._files
 
     def _is_packed(self, name: str) -> bool:
         return name not in self._files and name + PACKED in self._files
@@ -77,12 +109,38 @@ class HfFolder:
 
     def parts(self, row: Row) -> list[Tensor]:
         """The tensors that a parameter is made of."""
-        return [self.tensor(tensor.name) for tensor in row.hf]
+        return [self.tensor(tensor.name, tensor.slot) for tensor in row.hf]
 
-    def _raw(self, name: str) -> Tensor:
-        with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+    def _raw(self, name: str, slot: int | None = None) -> Tensor:
+        with self._opened(name) as file:
+            tensor: Tensor = file.get_tensor(name) if slot is None else file.get_slice(name)[slot]
             return tensor
+
+    def _shape_in_file(self, name: str) -> tuple[int, ...]:
+        with self._opened(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def _opened(self, name: str) -> Any:
+        return safe_open(str(self.folder / self._files[name]), framework="pt")
+
+    @cached_property
+    def _slices(self) -> Mapping[str, _Slice]:
+        """By the name that an expert's weight has in a folder without stacks."""
+        return {name: part for stack in self._files if self._is_stack(stack) for name, part in self._cut(stack)}
+
+    def _is_stack(self, name: str) -> bool:
+        """Those of gpt-oss, which have biases, are stacks in its table too."""
+        return _STACKED.fullmatch(name) is not None and f"{name}_bias" not in self._files
+
+    def _cut(self, stack: str) -> Iterator[tuple[str, _Slice]]:
+        experts, _, projections = stack.rpartition(".")
+        halves = ("gate_proj", "up_proj") if projections == "gate_up_proj" else (projections,)
+        count, rows, columns = self._shape_in_file(stack)
+        size = rows // len(halves)
+        for expert in range(count):
+            for half, name in enumerate(halves):
+                part = _Slice(stack, expert, half * size, (half + 1) * size, columns)
+                yield f"{experts}.{expert}.{name}.weight", part
 
     @cached_property
     def _block(self) -> tuple[int, int]:

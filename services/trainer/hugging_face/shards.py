@@ -11,12 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headrace.models.family import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sections, Sharding, Split
+from headrace.models.family import (
+    FusedGateUp,
+    GateUp,
+    QueryKeyValue,
+    Replicated,
+    Sections,
+    Sharding,
+    Split,
+    Transposed,
+    TransposedGateUp,
+)
 
 
 def split_dim(sharding: Sharding) -> int:
     """The dimension of a parameter that tensor ranks divide."""
-    return sharding.dim if isinstance(sharding, Split) else 0
+    return 1 if isinstance(sharding, Transposed) else sharding.dim if isinstance(sharding, Split) else 0
 
 
 def cut(sharding: Sharding, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
@@ -42,6 +52,11 @@ def cut(sharding: Sharding, parts: Sequence[Tensor], rank: int, size: int) -> Te
                 for section in part.unflatten(0, (times, -1)).split([each // times for each in rows], dim=1)
             ]
             return torch.cat([section.chunk(size)[rank] for section in sections])
+        case Transposed():
+            return parts[0].t().chunk(size, dim=1)[rank]
+        case TransposedGateUp():
+            rows = parts[0].t()
+            return cut(GateUp(), [rows[::2], rows[1::2]], rank, size)
 
 
 def merge(sharding: Sharding, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -68,6 +83,10 @@ def merge(sharding: Sharding, shards: Sequence[Tensor]) -> list[Tensor]:
             pieces = zip(*(shard.split(cut_sizes) for shard in shards), strict=True)
             wholes = (torch.cat(piece).unflatten(0, (times, -1)) for piece in pieces)
             return [torch.cat([next(wholes) for _ in each], dim=1).flatten(0, 1) for each in sizes]
+        case Transposed():
+            return [torch.cat(list(shards), dim=1).t()]
+        case TransposedGateUp():
+            return [torch.stack(merge(GateUp(), shards), dim=1).flatten(0, 1).t()]
 
 
 def _swapped(query: Tensor, outer: int, inner: int, head_size: int) -> Tensor:

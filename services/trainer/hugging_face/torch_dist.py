@@ -62,7 +62,7 @@ class TorchDistFolder:
 
     def parts(self, row: Row) -> list[Tensor]:
         """The Hugging Face tensors that a parameter is made of."""
-        name = self._found.names[row.hf[0].name]
+        name = self._found.names[row.hf[0].key]
         wanted = whole_shape(row)
         halves = [self._read(key, name.index)[: wanted[0] // len(name.keys)] for key in name.keys]
         return merge(row.sharding, [torch.cat(halves)])
@@ -126,7 +126,7 @@ _LAYOUT_VERSION = 3.0
 
 
 def write_torch_dist(folder: Path, architecture: Architecture, weights: Mapping[str, Tensor]) -> None:
-    """`weights` are whole parameters of Megatron by their first Hugging Face tensor. Raises AlreadyExists."""
+    """`weights` are whole parameters of Megatron by their first Hugging Face tensor's key. Raises AlreadyExists."""
     with new_folder(folder) as draft:
         release = draft / RELEASE
         release.mkdir()
@@ -150,7 +150,7 @@ class _Planner(DefaultSavePlanner):
         self._values: dict[MetadataIndex, Tensor] = {}
         for row, layer in rows_of(architecture):
             for name in _written_names(architecture, row, layer):
-                self._add(name, weights[row.hf[0].name].detach())
+                self._add(name, weights[row.hf[0].key].detach())
         for key in dict.fromkeys(_extra_states(architecture)):
             self.items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
 

@@ -53,3 +53,9 @@ def mark_sequence_parallel(parameter: Any, is_sequence_parallel: bool) -> None:
 def mark_tensor_parallel(parameter: Any, is_shard: bool) -> None:
     """Every tensor rank has another part of it: the gradient norm counts each."""
     parameter.tensor_model_parallel = is_shard
+
+
+def mark_like_expert(parameter: Any, weight: Any) -> None:
+    """Its gradient is reduced over the same ranks: those that have the same expert, or all data ranks."""
+    # Transformer Engine's layer with a norm has no such attribute, and no expert has that layer.
+    parameter.allreduce = getattr(weight, "allreduce", True)

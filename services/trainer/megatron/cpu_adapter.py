@@ -36,6 +36,8 @@ class _Stream:
 
     def wait_event(self, _: object) -> None: ...
 
+    def wait(self, *_: object) -> None: ...
+
     def record_event(self, *_: object) -> _Stream:
         return self
 

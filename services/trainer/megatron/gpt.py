@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
-from headrace.models.architecture import Architecture, Llama3Rope, Vision
+from headrace.models.architecture import Architecture, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made
 from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
 from services.trainer.megatron.linear_attention import with_linear_attention
@@ -108,7 +109,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
         **megatron_fields(architecture),
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
@@ -130,8 +131,9 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "recompute_granularity": "selective" if args.recompute_activations else None,
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": not on_cpu,
-        "bias_activation_fusion": not on_cpu,
-        "bias_dropout_fusion": not on_cpu,
+        # Megatron's fused kernel clamps before it adds the bias.
+        "bias_activation_fusion": not on_cpu and architecture.swiglu_limit is None,
+        "bias_dropout_fusion": not on_cpu and not architecture.add_bias_linear,  # grouped experts refuse it
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -143,6 +145,8 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "sequence_parallel": args.sequence_parallel and layout.tp_size > 1,
     }
     config = made(kind, args, values, fixed)
+    if (rope := _yarn(architecture)) is not None:
+        _set_yarn(config, rope)
     if (found := config.virtual_pipeline_model_parallel_size) != virtual:
         raise ConfigError(
             f"pipeline_model_parallel_layout has {found} stages for each pipeline rank: say so with "
@@ -197,7 +201,7 @@ def _stage(
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if _yarn(architecture) is None else "yarn",
         rotary_percent=architecture.rotary_percent,
         rotary_base=architecture.rotary_base,
         rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
@@ -216,6 +220,21 @@ def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
     """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
     return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
+
+
+def _yarn(architecture: Architecture) -> YarnRope | None:
+    """Latent attention takes it from Megatron's config by itself."""
+    rope = architecture.rope_scaling
+    return rope if isinstance(rope, YarnRope) and architecture.latent_attention is None else None
+
+
+def _set_yarn(config: Any, rope: YarnRope) -> None:
+    """Attributes that GPTModel and attention read from a config that has no fields for them."""
+    config.yarn_rotary_scaling_factor = rope.factor
+    config.yarn_original_max_position_embeddings = rope.original_max_position_embeddings
+    config.yarn_beta_fast, config.yarn_beta_slow = rope.beta_fast, rope.beta_slow
+    config.yarn_mscale, config.yarn_mscale_all_dim = rope.mscale, rope.mscale_all_dim
+    config.yarn_correction_range_round_to_int = rope.truncate
 
 
 def _rope_factor(architecture: Architecture) -> float:

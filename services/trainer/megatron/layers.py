@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -32,10 +32,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
-from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture, LatentAttention
 from services.trainer.megatron.configs import mark_sequence_parallel
 from services.trainer.megatron.parallel import Layout
@@ -122,6 +122,22 @@ def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
     return layer
 
 
+class BiasedExpert(RowParallelLinear):
+    """The last layer of an expert with biases, to whose output Megatron's MLP adds in place: not to a view."""
+
+    def forward(self, input_: Tensor) -> Output:
+        """A copy, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+def with_biased_experts(spec: Any) -> Any:
+    """The spec of a layer or a block with these in the place of Megatron's."""
+    return with_parts(
+        spec, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
+    )
+
+
 _EPSILON = 1e-6
 
 
@@ -165,6 +181,8 @@ def layer_specs(
     )
     if not with_te:
         block = with_marked_norms(block)
+        if architecture.add_bias_linear:
+            block = with_biased_experts(block)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if architecture.post_norms:
             with_post_norms(layer, block.layer_norm if with_te else MarkedNorm)
@@ -208,21 +226,23 @@ def transformer_engine_row(rows: Rows, segments: Sequence[RowSegment]) -> Packed
     )
 
 
+_COLUMNS = 8
+"""In which sinks are laid beside the keys: torch's fused attention wants multiples of eight."""
+
+
 class SegmentAttention(MegatronModule):
-    """`core_attention` of a layer's spec. Causal, without dropout."""
+    """`core_attention` of a layer's spec. Causal or within a window, with sinks or without, and without dropout."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
     ) -> None:
         super().__init__(config=config)
-        if config.window_size is not None:
-            raise ConfigError(
-                f"layer {layer_number} attends within a window of {config.window_size}: that needs Transformer Engine: "
-                "install it"
-            )
-        if config.softmax_type != "vanilla":
-            raise ConfigError(f"softmax_type {config.softmax_type} needs Transformer Engine: install it")
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] if has_window else None
         self._scale = softmax_scale
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = nn.Parameter(torch.empty(heads)) if config.softmax_type == "learnable" else None
+        self.register_parameter("softmax_offset", sinks)
 
     def forward(
         self,
@@ -240,7 +260,7 @@ class SegmentAttention(MegatronModule):
         key, value = (_repeated(each, query.shape[-2]) for each in (key, value))
         if packed_seq_params is None:
             queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-            return self._attend(queries, keys, values).permute(2, 0, 1, 3).flatten(2)
+            return self._attend(queries, keys, values, 0).permute(2, 0, 1, 3).flatten(2)
         return self._of_segments(query, key, value, packed_seq_params)
 
     def _of_segments(self, query: Tensor, key: Tensor, value: Tensor, row: SegmentedRow) -> Tensor:
@@ -254,16 +274,35 @@ class SegmentAttention(MegatronModule):
             prefix = row.segments[number].prefix
             before = 0 if prefix is None else sizes[prefix]
             key, value = (_up_to(each, prefix, number, end) for each in (keys, values))
-            is_whole = not before and not start
-            seen = (
-                None if is_whole else query.new_ones(end - start, before + end, dtype=torch.bool).tril(before + start)
-            )
-            outputs.append(self._attend(asking, key, value, seen))
+            outputs.append(self._attend(asking, key, value, before + start))
         return torch.cat(outputs, dim=2)[0].transpose(0, 1).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
-        """[B, heads, S, d]; causal where nothing says what is seen."""
-        return scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=self._scale)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        """[B, heads, S, d]; the first query is the one of the key at `start`."""
+        if not start and self._window is None and self.softmax_offset is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale)
+        seen = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(start)
+        if self._window is not None:
+            seen = seen.triu(start - self._window)
+        if self.softmax_offset is None:
+            return scaled_dot_product_attention(query, key, value, seen, scale=self._scale)
+        return self._beside_sinks(query, key, value, seen)
+
+    def _beside_sinks(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """A sink is a key before the others: its product with every query is the sink's logit, its value is zero."""
+        size = query.shape[3]
+        scale = self._scale or size**-0.5
+        logits = (self.softmax_offset / (scale * _COLUMNS)).to(key.dtype)[:, None, None]
+        sink = pad(logits.expand(len(key), -1, 1, _COLUMNS), (size, 0))
+        keys = torch.cat([sink, pad(key, (0, _COLUMNS))], dim=2)
+        output = scaled_dot_product_attention(
+            pad(query, (0, _COLUMNS), value=1.0),
+            keys,
+            pad(value, (0, _COLUMNS, 1, 0)),
+            pad(seen, (1, 0), value=True),
+            scale=scale,
+        )
+        return output[..., : value.shape[3]]
 
 
 def _runs(row: SegmentedRow) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
+from torch.utils.checkpoint import checkpoint
 
 from headrace.models.architecture import LinearAttention
 from services.trainer.megatron.layers import SegmentedRow, whole_row, with_parts
@@ -128,6 +129,7 @@ class GatedDeltaNet(MegatronModule):
     def __init__(self, config: TransformerConfig, submodules: Any, linear: LinearAttention, pg_collection: Any) -> None:
         super().__init__(config=config)
         self._linear = linear
+        self._recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         ranks = pg_collection.tp.size()
         heads = linear.num_value_heads // ranks
         key, value = linear.num_key_heads // ranks * linear.key_head_dim, heads * linear.value_head_dim
@@ -169,7 +171,8 @@ class GatedDeltaNet(MegatronModule):
         share = packed_seq_params.share if isinstance(packed_seq_params, SegmentedRow) else None
         if share is not None:
             qkv, beta, decay = (whole_row(each, share) for each in (qkv, beta, decay))
-        mixed = self._mixed(qkv, beta, decay, scan_of(_segments(packed_seq_params, batch, size), qkv.device))
+        mix = partial(checkpoint, self._mixed, use_reentrant=False) if self._recomputes else self._mixed
+        mixed = mix(qkv, beta, decay, scan_of(_segments(packed_seq_params, batch, size), qkv.device))
         if share is not None:
             mixed = torch.cat([mixed[start:end] for start, end in share.spans])
         normed = self.out_norm(mixed, gate.unflatten(-1, mixed.shape[1:])).flatten(1)

@@ -2,7 +2,8 @@
 
 Only this module reads the private parts of Megatron-core's optimizers. Float32 without the distributed optimizer: Adam
 works on the model's parameters. Bfloat16: on float32 master copies. Distributed: on a run of the flat parameter, in
-float32 a view of it, in bfloat16 a master copy of the run.
+float32 a view of it, in bfloat16 a master copy of the run. Offloaded (`--optimizer-cpu-offload`): Adam works on copies
+of all these in the host's memory, with the same states.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,6 +36,8 @@ class Slot:
     parameter: Tensor
     main: Tensor | None
     """The float32 master copy of those elements, if there is one."""
+    updated: Tensor
+    """What the optimizer works on: the parameter, the master copy, or a copy of either in the host's memory."""
     state: dict[str, Tensor]
     """The optimizer's own dictionary of tensors by name: what is put in is used."""
     start: int
@@ -54,32 +58,50 @@ def slots(optimizer: Any) -> Iterator[Slot]:
         elif isinstance(each, Float16OptimizerWithFloat16Params):
             yield from _half(each)
         else:
-            yield from (_whole(each, p, None) for group in _groups(each) for p in group["params"])
+            yield from (_whole(each, p, p) for group in _groups(each) for p in group["params"])
 
 
 def _distributed(optimizer: Any) -> Iterator[Slot]:
     if optimizer.is_stub_optimizer:
         return
-    pairs = (
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups, False),
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True),
-    )
-    for models, shards, is_master in pairs:
+    masters = optimizer.shard_fp32_from_float16_groups
+    if any(master is None for master in chain(*masters)):  # a precision-aware optimizer has them
+        masters = optimizer.shard_float16_groups
+    pairs = ((optimizer.model_fp32_groups, optimizer.shard_fp32_groups), (optimizer.model_float16_groups, masters))
+    for models, shards in pairs:
         for parameter, shard in zip(chain(*models), chain(*shards), strict=True):
             place = optimizer._get_model_param_range_map(parameter)["param"]
-            state = optimizer.optimizer.state[shard]
-            yield Slot(parameter, shard if is_master else None, state, place.start, place.end, True)
+            yield _slot(optimizer, parameter, shard, place.start, place.end, True)
 
 
 def _half(optimizer: Any) -> Iterator[Slot]:
     pairs = zip(chain(*optimizer.float16_groups), chain(*optimizer.fp32_from_float16_groups), strict=True)
     yield from (_whole(optimizer, parameter, main) for parameter, main in pairs)
-    yield from (_whole(optimizer, parameter, None) for parameter in chain(*optimizer.fp32_from_fp32_groups))
+    yield from (_whole(optimizer, parameter, parameter) for parameter in chain(*optimizer.fp32_from_fp32_groups))
 
 
-def _whole(optimizer: Any, parameter: Tensor, main: Tensor | None) -> Slot:
-    state = optimizer.optimizer.state[parameter if main is None else main]
-    return Slot(parameter, main, state, 0, parameter.numel(), False)
+def _whole(optimizer: Any, parameter: Tensor, known: Tensor) -> Slot:
+    return _slot(optimizer, parameter, known, 0, parameter.numel(), False)
+
+
+def _slot(optimizer: Any, parameter: Tensor, known: Tensor, start: int, end: int, is_distributed: bool) -> Slot:
+    """`known` is what Megatron's wrapper gave the optimizer inside: the parameter, a run of it, or a master copy."""
+    updated, state = _updated(optimizer.optimizer, known)
+    main = None
+    if parameter.dtype is not torch.float32:
+        main = known if known.dtype is torch.float32 else updated
+    return Slot(parameter, main, updated, state, start, end, is_distributed)
+
+
+def _updated(inside: Any, known: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What an optimizer works on for a tensor that it was given, and the state for it."""
+    if not isinstance(inside, HybridDeviceOptimizer):
+        return known, inside.state[known]
+    copy = inside.param_to_inner_param[known]
+    for part in inside.sub_optimizers:
+        if any(copy is parameter for group in part.param_groups for parameter in group["params"]):
+            return copy, part.state[copy]
+    raise RuntimeError(f"no part of {type(inside).__name__} updates a parameter of {tuple(known.shape)}")
 
 
 def tensors(optimizer: Any) -> Iterator[Tensor]:
@@ -108,6 +130,15 @@ def set_group_step(optimizer: Any, step: int) -> None:
     for each in inner_optimizers(optimizer):
         for group in _groups(each):
             group["step"] = step
+
+
+def take_restored(optimizer: Any) -> None:
+    """Offloaded copies of weights and masters take what a checkpoint has put into those."""
+    for each in inner_optimizers(optimizer):
+        if isinstance(each.optimizer, HybridDeviceOptimizer):
+            for known, copy in each.optimizer.param_to_inner_param.items():
+                if copy is not known and copy.dtype is known.dtype:
+                    copy.data.copy_(known.data)
 
 
 def put(state: dict[str, Tensor], name: str, value: Tensor, like: Tensor) -> None:
@@ -229,5 +260,6 @@ class Optimizer:
         """The schedule goes on where it was."""
         if scalars["group_step"] is not None:
             set_group_step(self._optimizer, scalars["group_step"])
+        take_restored(self._optimizer)
         self._schedule.num_steps = 0
         self._schedule.step(increment=scalars["schedule_steps"])

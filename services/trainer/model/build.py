@@ -54,6 +54,7 @@ from services.trainer.plan.rows import Packing, RolloutChoices
 from services.trainer.rl.advantages import Advantages
 from services.trainer.rl.hooks import bound
 from services.trainer.rl.objective import CustomLoss, Objective, PolicyReducer, custom_correction
+from services.trainer.rl.sampling_mask import require_mask
 from services.trainer.rl.seen_tokens import LossRecord
 from services.trainer.rl.whole_batch import WholeBatchHooks
 
@@ -242,6 +243,8 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             data_hook=bound(hooks.rollout_data_postprocess_path, "rollout_data", args_of_hooks),
             before_log_prob=before_log_prob,
             distills=job.distillation.use_opd,
+            top_p=job.rollout.rollout_top_p,
+            top_k=job.rollout.rollout_top_k,
         ),
         OptimizerSteps(
             pipeline,
@@ -307,7 +310,7 @@ def _model(
 def _adapters(job: Job, architecture: Architecture, model: RankModel, layout: Layout) -> Adapters | None:
     if job.lora.lora_rank is None:
         return None
-    adapters = attach(model.stages, model.config, architecture, layout, job.lora, job.run.seed)
+    adapters = attach(model, architecture, layout, job.lora, job.run.seed)
     model.converter.add_deltas(adapters.deltas())
     return adapters
 
@@ -363,6 +366,7 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
 def _sample_check(job: Job, architecture: Architecture, choices: RolloutChoices | None) -> Callable[[Sample], None]:
     """Raises InvalidArgument for a sample that this model and this job cannot be trained on."""
     bounds, vision = ModelBounds.of(architecture), architecture.vision
+    needs_masks = job.train.keep_sampling_mask and (job.train.true_on_policy_mode or job.train.keep_old_actor)
     is_taught_elsewhere = job.distillation.use_opd and job.distillation.opd_type != "megatron"
 
     def check(sample: Sample) -> None:
@@ -373,6 +377,8 @@ def _sample_check(job: Job, architecture: Architecture, choices: RolloutChoices 
             choices.check(sample)
         if is_taught_elsewhere:
             teacher_log_probs(sample)
+        if needs_masks:
+            require_mask(sample)
 
     return check
 

@@ -1,9 +1,18 @@
 """LoRA: adapters of this rank's stages, their folder as peft reads and writes it, and the policy's weights with them.
 
-An adapter belongs to one linear layer of Megatron, which may be several layers of Hugging Face's. A column-parallel
-layer has all of A on every tensor rank, and its own rows of B: the middle, A·x, is the same everywhere, and its
-gradient is a sum over ranks. A row-parallel layer has its own columns of A, and all of B: the middle is a sum. With
-sequence parallelism the middle is gathered, or scattered, as its input and output are.
+An adapter belongs to one weight of Megatron's linear layers, which may be several layers of Hugging Face's. By kind of
+layer, tensor ranks hold and exchange:
+
+    layer                     A           B         the middle, A·x
+    column-parallel           whole       own rows  is the same everywhere, its gradient is summed; or is gathered
+    row-parallel              own columns whole     is summed, or summed and scattered
+    whole on every rank       whole       whole     needs nothing
+    experts, and shared ones  as above    as above  needs nothing: the tokens' dispatcher gathers and sums around the
+    that overlap with them                          layer
+
+The second choice is that of sequence parallelism, in which Megatron sums the gradients of whole matrices over ranks.
+Transformer Engine's layers have the same kinds. Where it normalizes within a layer, the layer returns what it has
+normalized. A grouped layer has the weights of several experts.
 
 Stages are frozen, and base weights keep their names and their values. Trained, saved and restored are the adapters'
 parameters; a weight that leaves for the engines or an export has them added. Adapters start as peft makes them: B is
@@ -15,14 +24,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -34,16 +42,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.model import last_word, layer_name, lora_targets
+from headrace.job.model import adapted_layers, last_word, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
-from headrace.models.family import FusedGateUp, GateUp, HfTensor, QueryKeyValue, Replicated, Sharding, Split
-from headrace.models.registry import table
+from headrace.models.family import (
+    FusedGateUp,
+    GateUp,
+    HfTensor,
+    QueryKeyValue,
+    Replicated,
+    Row,
+    Sections,
+    Sharding,
+    Split,
+)
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Placed, placed_rows
+from services.trainer.hugging_face.convert import Converter, Held
+from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import ModelShard, cut
-from services.trainer.megatron.configs import mark_sequence_parallel, mark_tensor_parallel
+from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
 
@@ -158,13 +176,24 @@ class Adapter(nn.Module):
 def arranged(sharding: Sharding, parts: Sequence[Tensor]) -> Tensor:
     """Outputs of Hugging Face layers in the order in which Megatron's layer has them; the last dimension is theirs."""
     match sharding:
-        case QueryKeyValue(_, _, head_size):
+        case QueryKeyValue(_, heads_per_group, head_size, has_gates):
             groups = parts[1].shape[-1] // head_size
-            return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)
-        case GateUp():
+            query, *others = (part.unflatten(-1, (groups, -1)) for part in parts)
+            if has_gates:
+                query = query.unflatten(-1, (heads_per_group, 2, head_size)).transpose(-3, -2).flatten(-3)
+            return torch.cat([query, *others], dim=-1).flatten(-2)
+        case GateUp() | Sections():
             return torch.cat(list(parts), dim=-1)
         case _:
             return parts[0]
+
+
+class ExpertAdapters(nn.ModuleList):
+    """The adapters of a grouped linear layer, in the order of its experts."""
+
+    def forward(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Takes what the layer takes: the tokens of all its experts, one expert's behind the other's."""
+        return torch.cat([adapter(own) for adapter, own in zip(self, tokens.split(list(sizes)), strict=True)])
 
 
 def is_row_parallel(sharding: Sharding) -> bool:
@@ -172,17 +201,27 @@ def is_row_parallel(sharding: Sharding) -> bool:
     return isinstance(sharding, Split) and sharding.dim == 1
 
 
-def pair_shardings(sharding: Sharding) -> tuple[Sharding, Sharding]:
-    """Returns how tensor ranks divide A and B of a layer: one of the two is whole on each."""
-    if is_row_parallel(sharding):
-        return Split(1), Replicated()
-    return Replicated(), sharding if isinstance(sharding, FusedGateUp) else Split(0)
+def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
+    """Returns how tensor ranks divide A and B of one of a layer's parts."""
+    match sharding:
+        case Replicated():
+            return Replicated(), Replicated()
+        case Split(1):
+            return Split(1), Replicated()
+        case FusedGateUp():
+            return Replicated(), sharding
+        case Sections(sizes, times):
+            return Replicated(), Sections((sizes[part],), times)
+        case _:
+            return Replicated(), Split(0)
 
 
 def exchange_of(sharding: Sharding, *, sequence_parallel: bool) -> Exchange:
     """Returns what tensor ranks do with the middle."""
     exchange: Exchange
-    if is_row_parallel(sharding):
+    if isinstance(sharding, Replicated):
+        exchange = _unchanged
+    elif is_row_parallel(sharding):
         scatter, reduce = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
         exchange = scatter if sequence_parallel else reduce
     elif sequence_parallel:
@@ -190,6 +229,10 @@ def exchange_of(sharding: Sharding, *, sequence_parallel: bool) -> Exchange:
     else:
         exchange = copy_to_tensor_model_parallel_region
     return exchange
+
+
+def _unchanged(middle: Tensor) -> Tensor:
+    return middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +261,13 @@ class InitialPairs:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LAYERS, _BESIDE_A_TOWER = "model.layers.", "model.language_model.layers."
+_TOWER = r".*visual\..*"
+"""peft's pattern of modules without adapters"""
 _LARGEST_CONFIG = 1 << 20
 _SHOWN = 3
 _OTHER_FORMS = (
-    *("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
     *("fan_in_fan_out", "layer_replication", "target_parameters", "lora_bias", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "velora_config"),
 )
@@ -233,14 +279,16 @@ _INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
 class PeftFolder:
     """Adapters of the job's rank and layers. Raises ConfigError for any others."""
 
-    def __init__(self, folder: Path, lora: LoraSection, targets: Iterable[HfTensor]) -> None:
+    def __init__(self, folder: Path, architecture: Architecture, lora: LoraSection) -> None:
         self._folder = folder
+        self._architecture = architecture
         self._rank = lora.lora_rank
-        config = self._config()
+        config = {"use_rslora": False} | self._config()
         self._require(config, "peft_type", "LORA", "")
         self._require(config, "bias", "none", "")
         self._require(config, "r", lora.lora_rank, ": pass --lora-rank")
         self._require(config, "lora_alpha", lora.lora_alpha, ": pass --lora-alpha")
+        self._require(config, "use_rslora", lora.lora_use_rslora, ": pass --lora-use-rslora, or leave it out")
         for name in _OTHER_FORMS:
             if config.get(name):
                 raise ConfigError(f"lora_load {folder}: {name} is set in {CONFIG}: headrace has plain LoRA alone")
@@ -251,15 +299,16 @@ class PeftFolder:
                 "peft's save_pretrained)",
                 field="lora_load",
             )
-        self._require_names({name for tensor in targets for name in peft_names(tensor.name)})
+        self._file = self._opened()
+        layers = adapted_layers(architecture, lora.lora_target_modules)
+        self._require_names({name for tensor in layers for name in peft_names(tensor.name, architecture)})
 
     def __call__(self, weight: HfTensor) -> Pair:
         """The matrices of the layer that has this weight."""
         assert self._rank is not None
-        shapes = pair_shapes(weight, self._rank)
-        with self._opened() as file:
-            a, b = (file.get_tensor(name) for name in peft_names(weight.name))
-        for name, tensor, shape in zip(peft_names(weight.name), (a, b), shapes, strict=True):
+        shapes, names = pair_shapes(weight, self._rank), peft_names(weight.name, self._architecture)
+        a, b = (self._file.get_tensor(name) for name in names)
+        for name, tensor, shape in zip(names, (a, b), shapes, strict=True):
             if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ConfigError(
                     f"lora_load {self._folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, and must be "
@@ -268,7 +317,7 @@ class PeftFolder:
                 )
         return Pair(a.float(), b.float())
 
-    def _config(self) -> Mapping[str, Any]:
+    def _config(self) -> dict[str, Any]:
         path = self._folder / CONFIG
         try:
             if path.stat().st_size > _LARGEST_CONFIG:
@@ -288,8 +337,7 @@ class PeftFolder:
             )
 
     def _require_names(self, expected: set[str]) -> None:
-        with self._opened() as file:
-            found = set(file.keys())
+        found = set(self._file.keys())
         lacking, extra = sorted(expected - found), sorted(found - expected)
         if lacking or extra:
             raise ConfigError(
@@ -307,23 +355,37 @@ class PeftFolder:
             ) from error
 
 
-def peft_names(weight: str) -> tuple[str, str]:
+def peft_names(weight: str, architecture: Architecture) -> tuple[str, str]:
     """Returns the names that A and B have in peft's file."""
-    layer = _PREFIX + layer_name(weight)
+    layer = _peft_name(layer_name(weight), architecture)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
+def _peft_name(key: str, architecture: Architecture) -> str:
+    """Has the name of transformers' module, which differs from the checkpoint's for a decoder beside a vision tower."""
+    if architecture.vision is not None and key.startswith(_LAYERS):
+        key = _BESIDE_A_TOWER + key.removeprefix(_LAYERS)
+    return _PREFIX + key
+
+
 def write_peft(
-    folder: Path, base: Path, lora: LoraSection, targets: Iterable[str], matrices: Mapping[str, Tensor]
+    folder: Path, base: Path, architecture: Architecture, lora: LoraSection, matrices: Mapping[str, Tensor]
 ) -> None:
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
-    tensors = {_PREFIX + key: tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
+    tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
+    config = _peft_config(base, lora, target_words(architecture, lora))
+    without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
-        (draft / CONFIG).write_text(json.dumps(_peft_config(base, lora, targets), indent=2))
+        (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
 
 
-def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[str, Any]:
+def target_words(architecture: Architecture, lora: LoraSection) -> list[str]:
+    """What peft calls the layers that have an adapter: q_proj and others."""
+    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, lora.lora_target_modules)})
+
+
+def _peft_config(base: Path, lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -331,7 +393,8 @@ def _peft_config(base: Path, lora: LoraSection, targets: Iterable[str]) -> dict[
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": sorted(targets),
+        "use_rslora": lora.lora_use_rslora,
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -376,132 +439,139 @@ class Adapters:
                     parameter.zero_()
 
 
-def attach(
-    stages: Sequence[GPTModel],
-    config: TransformerConfig,
-    architecture: Architecture,
-    layout: Layout,
-    lora: LoraSection,
-    seed: int,
-) -> Adapters:
+def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:
     """Freezes the stages and gives their target layers adapters; before gradients get their buffers.
 
-    Raises ConfigError for layers that cannot be adapted, and for a lora_load that does not fit.
+    Raises ConfigError for a lora_load that does not fit.
     """
-    targets = lora_targets(architecture, lora.lora_target_modules)
-    for stage in stages:
+    targets = frozenset(tensor.name for tensor in adapted_layers(architecture, lora.lora_target_modules))
+    for stage in model.stages:
         stage.requires_grad_(False)
         if stage.pre_process:
             stage.embedding.register_forward_hook(_needs_gradient)
-    rows = [placed for placed in placed_rows(architecture, layout, stages) if _is_target(placed, targets)]
-    start = _start(lora, targets, architecture, seed)
-    builder = _Builder(config, layout, lora, targets, start)
+    builder = _Builder(model.config, layout.device, lora, targets, _start(architecture, lora, seed))
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
-    for placed in rows:
-        linear = _module(stages, placed)
-        adapter, own = builder.build(placed, linear)
-        linear.add_module(_NAME, adapter)
-        linear.register_forward_hook(_add)
-        by_weight[placed.name] = adapter
-        shards += own
-    return Adapters(by_weight, shards, _facts(lora, targets))
+    for held in model.converter.held():
+        if any(tensor.name in targets for tensor in held.row.hf):
+            adapter, own = builder.build(held)
+            _put(adapter, _module(model, held), held)
+            by_weight[held.name] = adapter
+            shards += own
+    return Adapters(by_weight, shards, _facts(lora, target_words(architecture, lora)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
     config: TransformerConfig
-    layout: Layout
+    device: torch.device
     lora: LoraSection
     targets: frozenset[str]
     start: Start
 
-    def build(self, placed: Placed, linear: nn.Module) -> tuple[Adapter, list[ModelShard]]:
-        """The adapter of one linear layer, and its parameters' places."""
-        row, size = placed.row, self.layout.tp_size
-        parts = [self._part(t, row.sharding) if last_word(t.name) in self.targets else None for t in row.hf]
-        assert self.lora.lora_rank is not None
+    def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
+        """The adapter of one weight, and its parameters' places."""
+        row, sharding = held.row, held.sharding
+        parts = [self._part(t, held, number) if t.name in self.targets else None for number, t in enumerate(row.hf)]
+        communicates, divided = self._communicates(row), None
+        if is_row_parallel(sharding):
+            divided = -1
+        elif communicates and self.config.sequence_parallel:
+            divided = 0
         adapter = Adapter(
-            row.sharding,
+            sharding,
             parts,
-            [t.shape[0] // size for t in row.hf],
-            self.lora.lora_alpha / self.lora.lora_rank,
-            SlicedDropout(self.lora.lora_dropout, self._divided(row.sharding), self.layout.tp_rank, size),
-            exchange_of(row.sharding, sequence_parallel=self.config.sequence_parallel),
+            [t.shape[0] // (1 if isinstance(sharding, Replicated) else held.size) for t in row.hf],
+            scale_of(self.lora),
+            SlicedDropout(self.lora.lora_dropout, divided, held.rank, held.size),
+            exchange_of(sharding, sequence_parallel=self.config.sequence_parallel) if communicates else _unchanged,
         )
-        pairs = zip(row.hf, parts, strict=True)
-        return adapter, [shard for t, part in pairs if part for shard in self._shards(t, part, row.sharding)]
+        return adapter, [
+            shard for number, part in enumerate(parts) if part for shard in self._shards(part, held, number)
+        ]
 
-    def _part(self, weight: HfTensor, sharding: Sharding) -> LowRank:
-        pair, layout = self.start(weight), self.layout
-        of_a, of_b = pair_shardings(sharding)
+    def _communicates(self, row: Row) -> bool:
+        """False for a layer around which others gather its input and sum its output."""
+        overlaps = self.config.moe_shared_expert_overlap and ".shared_experts." in row.megatron
+        return row.expert is None and not overlaps
+
+    def _part(self, weight: HfTensor, held: Held, number: int) -> LowRank:
+        pair = self.start(weight)
+        of_a, of_b = pair_shardings(held.sharding, number)
         a, b = (
-            cut(how, [whole], layout.tp_rank, layout.tp_size)
-            .clone()
-            .to(device=layout.device, dtype=self.config.params_dtype)
+            cut(how, [whole], held.rank, held.size).clone().to(device=self.device, dtype=held.weight.dtype)
             for how, whole in ((of_a, pair.a), (of_b, pair.b))
         )
         part = LowRank(a, b)
         for how, parameter in ((of_a, part.lora_A), (of_b, part.lora_B)):
-            is_whole = isinstance(how, Replicated)
-            mark_tensor_parallel(parameter, not is_whole)
-            mark_sequence_parallel(parameter, is_whole and self.config.sequence_parallel)
+            is_copied = isinstance(how, Replicated) and held.size > 1
+            mark_tensor_parallel(parameter, not is_copied)
+            mark_sequence_parallel(parameter, is_copied and self.config.sequence_parallel)
+            mark_like_expert(parameter, held.weight)
         return part
 
-    def _divided(self, sharding: Sharding) -> int | None:
-        """The dimension of the layer's input [S, B, in] that tensor ranks divide."""
-        if is_row_parallel(sharding):
-            return -1
-        return 0 if self.config.sequence_parallel else None
-
-    def _shards(self, weight: HfTensor, part: LowRank, sharding: Sharding) -> Iterator[ModelShard]:
-        layout, layer = self.layout, layer_name(weight.name)
-        of_a, of_b = pair_shardings(sharding)
+    def _shards(self, part: LowRank, held: Held, number: int) -> Iterator[ModelShard]:
+        layer = layer_name(held.row.hf[number].name)
+        of_a, of_b = pair_shardings(held.sharding, number)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
-            yield ModelShard.of(
-                f"{layer}.{name}.weight",
-                parameter,
-                how,
-                rank=layout.tp_rank,
-                size=layout.tp_size,
-                data_rank=layout.dp_rank,
-                data_size=layout.dp_size,
-            )
+            yield held.shard(f"{layer}.{name}.weight", parameter, how)
 
 
-def _start(lora: LoraSection, targets: frozenset[str], architecture: Architecture, seed: int) -> Start:
+def scale_of(lora: LoraSection) -> float:
+    """What adapters are multiplied by."""
+    assert lora.lora_rank is not None
+    return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
+
+
+def _start(architecture: Architecture, lora: LoraSection, seed: int) -> Start:
     assert lora.lora_rank is not None
     if lora.lora_load is None:
         return InitialPairs(lora.lora_rank, lora.lora_init, seed)
-    adapted = (t for t in table(architecture).tensors() if t.name.endswith(".weight") and last_word(t.name) in targets)
-    return PeftFolder(lora.lora_load, lora, adapted)
+    return PeftFolder(lora.lora_load, architecture, lora)
 
 
-def _facts(lora: LoraSection, targets: frozenset[str]) -> dict[str, Any]:
-    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": sorted(targets)}
+def _facts(lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
+    rank_stabilized = {"use_rslora": True} if lora.lora_use_rslora else {}
+    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets} | rank_stabilized
 
 
-def _is_target(placed: Placed, targets: frozenset[str]) -> bool:
-    is_weight = placed.row.megatron.endswith(".weight")
-    return is_weight and any(last_word(tensor.name) in targets for tensor in placed.row.hf)
+def _module(model: RankModel, held: Held) -> Any:
+    number, _, name = held.name.partition(".")
+    return model.stages[int(number)].get_submodule(name.rpartition(".")[0])
 
 
-def _module(stages: Sequence[GPTModel], placed: Placed) -> Any:
-    number, _, name = placed.name.partition(".")
-    linear: Any = stages[int(number)].get_submodule(name.removesuffix(".weight"))
+def _put(adapter: Adapter, linear: Any, held: Held) -> None:
+    """Adds it to its layer. A grouped one has weight0, weight1, …, of which the first comes first."""
+    if held.name.endswith(".weight"):
+        linear.add_module(_NAME, adapter)
+    elif hasattr(linear, _NAME):
+        linear.lora.append(adapter)
+        return
+    else:
+        linear.add_module(_NAME, ExpertAdapters([adapter]))
     if hasattr(linear, "layer_norm_weight"):
-        raise ConfigError(
-            f"lora_rank with Transformer Engine, whose {type(linear).__name__} shows nobody its input: train without "
-            "Transformer Engine, or leave --lora-rank out",
-            field="lora_rank",
-        )
-    return linear
+        linear.return_layernorm_output = True
+        linear.register_forward_hook(_add_behind_norm)
+    else:
+        linear.register_forward_hook(_add)
 
 
-def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+Output = tuple[Tensor, Tensor | None]
+
+
+def _add(linear: Any, inputs: tuple[Any, ...], output: Output) -> Output:
     """A hook behind a linear layer of Megatron, whose output comes with a bias."""
     values, bias = output
-    return values + linear.lora(inputs[0]), bias
+    return values + linear.lora(*inputs), bias
+
+
+def _add_behind_norm(linear: Any, _: tuple[Any, ...], output: Any) -> Output:
+    """A hook behind Transformer Engine's layer with a norm, which it asks for the normalized input."""
+    if linear.te_return_bias:
+        values, bias, normed = output
+    else:
+        (values, normed), bias = output
+    return values + linear.lora(normed), bias
 
 
 def _needs_gradient(_: nn.Module, __: tuple[Tensor, ...], embedded: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,9 +34,10 @@ from services.trainer.megatron.routing_replay import Routing, RoutingReplay
 from services.trainer.metrics import MAXIMA, SUMS, LogProbDistance, Stopwatch, statistics
 from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
-from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.rl.algorithms.vocab_parallel import KeptTokens, log_probs_and_entropy
 from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
 from services.trainer.rl.objective import LossInputs, LossOutputs, Objective
+from services.trainer.rl.sampling_mask import lacks_mask, policy_mask
 from services.trainer.rl.seen_tokens import LossRecord
 
 
@@ -51,9 +53,35 @@ class TokenHead:
         weight = output_weight(self._model)
         predicting = self._wanted(hidden, micro).to(weight.dtype)
         targets = micro.targets.flatten()[micro.target_slots]
-        values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
+        kept = micro.kept and micro.kept.at(micro.target_slots, micro.targets.numel())
+        values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group, kept)
         log_probs, entropy = (placed(each, micro, self._layout.context) for each in values)
         return log_probs, entropy
+
+    def masked(
+        self, hidden: Tensor, micro: MicroInputs, temperature: float, top_p: float, top_k: int | None
+    ) -> MicroInputs:
+        """The micro-batch with masks of the policy where engines gave none, and their log-probs renormalised so."""
+        assert micro.kept is not None  # the job keeps sampling masks
+        weight, context = output_weight(self._model), self._layout.context
+        lacking = torch.zeros_like(micro.mask, dtype=torch.bool)
+        for row, sample in enumerate(micro.samples):
+            lacking[row] = lacks_mask(sample)
+        is_chosen = (lacking & (micro.mask > 0)).flatten()[micro.target_slots]
+        slots = micro.target_slots[is_chosen]
+        chosen = self._wanted(hidden, micro)[is_chosen].to(weight.dtype)
+        targets, group = micro.targets.flatten()[slots], self._layout.tp_group
+        found = policy_mask(chosen, weight, targets, temperature, group, top_p=top_p, top_k=top_k)
+        log_mass, outside = (
+            context.total(found.log_mass.new_zeros(lacking.numel()).index_copy(0, slots, values).view(lacking.shape))
+            for values in (found.log_mass, found.is_outside.to(found.log_mass))
+        )
+        return replace(
+            micro,
+            kept=micro.kept + KeptTokens(slots[found.kept.positions], found.kept.ids),
+            outside=outside,
+            rollout_log_probs=(micro.rollout_log_probs - log_mass).clamp(max=0.0),
+        )
 
     def logits(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
         """[samples, R, V / tp], 0 where nothing predicts a token: for losses that want them whole."""
@@ -239,6 +267,16 @@ class Pipeline:
             return self._head(hidden, micro, divisor)[0]
 
         return self._runner.infer(inputs, read, routing)
+
+    def masked(self, inputs: StepInputs, top_p: float, top_k: int | None, routing: Routing = "free") -> StepInputs:
+        """The inputs with the policy's own sampling masks where engines gave none; as they are on other stages."""
+        found: list[MicroInputs] = []
+
+        def read(micro: MicroInputs, hidden: Tensor) -> Tensor:
+            found.append(self._head.masked(hidden, micro, self._temperature, top_p, top_k))
+            return hidden.new_zeros(())
+
+        return inputs if self._runner.infer(inputs, read, routing) is None else found
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, [R]; [] except on last-stage ranks."""

@@ -23,6 +23,7 @@ from headrace.trajectory import TEACHER_LOG_PROBS, Sample
 from services.trainer.data.samples import FetchSamples, SampleReader, UnusableSample, all_readable
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.parallel import Layout
+from services.trainer.megatron.routing_replay import Routing
 from services.trainer.metrics import Stopwatch, TeacherDistance
 from services.trainer.model.critic import Critic
 from services.trainer.model.frozen_policies import HostCopy, OldLogProbs
@@ -37,6 +38,7 @@ from services.trainer.rl.algorithms.table import algorithm
 from services.trainer.rl.hooks import changed_by
 from services.trainer.rl.inputs import MicroInputs, StepInputs, filled, step_inputs
 from services.trainer.rl.objective import weights_of
+from services.trainer.rl.sampling_mask import lacks_mask
 from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
 
@@ -106,7 +108,8 @@ class Preparation:
     """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step.
 
     `distills`: there is a teacher, held by these ranks (`teacher`) or asked while the samples were made. `data_hook` is
-    given the step and its data; `before_log_prob` "ref_" or "teacher_" before that policy's passes.
+    given the step and its data; `before_log_prob` "ref_" or "teacher_" before that policy's passes. With `top_p` and
+    `top_k` the engines have sampled.
     """
 
     def __init__(
@@ -123,8 +126,12 @@ class Preparation:
         data_hook: Callable[..., None] | None,
         before_log_prob: Callable[[str], None] | None,
         distills: bool,
+        top_p: float = 1.0,
+        top_k: int | None = None,
     ) -> None:
         self._config = config
+        self._top_p = top_p
+        self._top_k = top_k
         self._layout = layout
         self._pipeline = pipeline
         self._old = old
@@ -141,6 +148,7 @@ class Preparation:
         self._update_reference(step)
         by_advantages = self._advantages.needs_log_probs and not self._config.use_rollout_logprobs
         normalizes = self._config.tis_batch_normalize
+        steps = self._with_masks(steps)
         steps = self._old(step, steps, for_advantages=by_advantages or normalizes)
         steps = self._under(self._reference, "ref_", "reference_log_probs", steps)
         steps = self._under(self._teacher, "teacher_", "teacher_log_probs", steps)
@@ -160,6 +168,18 @@ class Preparation:
         interval = self._config.ref_update_interval
         if self._reference is not None and interval is not None and step and step % interval == 0:
             self._reference.take()
+
+    def _with_masks(self, steps: Sequence[StepInputs]) -> Sequence[StepInputs]:
+        """Sampling masks for samples that came without, where they are kept; no pass where all have theirs."""
+        if not self._config.keep_sampling_mask:
+            return steps
+        lacking = any(lacks_mask(sample) for inputs in steps for micro in inputs for sample in micro.samples)
+        anywhere = torch.tensor(int(lacking), device=self._layout.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        if not anywhere.item():
+            return steps
+        routing: Routing = "replay" if self._config.use_rollout_routing_replay else "free"
+        return [self._pipeline.masked(inputs, self._top_p, self._top_k, routing) for inputs in steps]
 
     def _under(
         self, policy: HostCopy | None, prefix: str, name: str, steps: Sequence[StepInputs]

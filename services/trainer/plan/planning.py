@@ -307,11 +307,14 @@ class ModelFlops:
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFlops:
         """Counted from the architecture alone."""
-        a, mla = architecture, architecture.latent_attention
+        a, mla, linear = architecture, architecture.latent_attention, architecture.linear_attention
         head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
+        num_linear = 0 if linear is None else len(linear.layers)
+        # A state is read by a key, written, and read by a query.
+        states = 0 if linear is None else 3 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
         return cls(
-            per_token=2 * _multiplications(a),
-            per_pair=2 * a.num_layers * a.num_attention_heads * head,
+            per_token=2 * (_multiplications(a) + num_linear * states),
+            per_pair=2 * (a.num_layers - num_linear) * a.num_attention_heads * head,
             per_projection=2 * a.hidden_size * a.vocab_size,
         )
 

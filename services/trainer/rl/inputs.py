@@ -17,6 +17,8 @@ from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import MicroBatch, StepPlan, collate, empty_micro_batch
 from services.trainer.plan.rows import ExpertChoices, Packing, RolloutChoices, RowImages, Rows, row_images
 from services.trainer.rl.algorithms.numerics import Reduction
+from services.trainer.rl.algorithms.vocab_parallel import KeptTokens
+from services.trainer.rl.sampling_mask import engines_masks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +57,10 @@ class MicroInputs:
     """The experts to which routing replay sends the tokens; a pass may record them for later ones"""
     images: RowImages | None = None
     """The images of the rows; None: a model of text alone"""
+    kept: KeptTokens | None = None
+    """The tokens that the targets were sampled from, by their places in the flattened [B, S]; None: all, everywhere"""
+    outside: Tensor | None = None
+    """bool [B, S]: targets that the policy's own choice of them would not hold; None: engines chose"""
     mean_weight: float = 1.0
     """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
     own_log_probs: Tensor | None = None
@@ -123,7 +129,7 @@ def step_inputs(
         collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
         for ids in plan.micro_batches(layout.data_rank)
     ]
-    return [
+    inputs = [
         _on_device(
             micro,
             micro.loss_mask * _column(micro, weights),
@@ -135,6 +141,11 @@ def step_inputs(
             vision,
         )
         for micro in micro_batches
+    ]
+    if not config.keep_sampling_mask:
+        return inputs
+    return [
+        replace(micro, kept=engines_masks(micro.samples, micro.targets.shape[1], layout.device)) for micro in inputs
     ]
 
 

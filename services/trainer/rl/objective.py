@@ -414,6 +414,10 @@ class Objective:
             "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
             **mismatch(inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask),
         }
+        if micro.kept is not None:
+            sums["kept_tokens"] = masked_sum(micro.kept.counts(micro.mask.numel()).view_as(micro.mask), micro.mask)
+        if micro.outside is not None:
+            sums["outside_mask"] = masked_sum(micro.outside, micro.mask)
         per_token = found.loss
         for correct in self._corrections:
             corrected = correct(inputs, old, per_token)

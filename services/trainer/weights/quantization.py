@@ -1,4 +1,4 @@
-"""Weights in FP8 with a factor for each block, as engines take them that serve such a checkpoint; INT4 is read only.
+"""Weights in FP8 with a factor for each block, as engines take them that serve such a checkpoint; others are read only.
 
 A block's factor is its largest magnitude / 448, the largest float8_e4m3fn, so that the largest becomes 448; quantized
 × factor is the weight again. Blocks at the edges are smaller. DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -109,3 +109,22 @@ def unpacked_int4(packed: Tensor, scale: Tensor, shape: tuple[int, ...], group: 
     places = torch.arange(0, 32, _BITS, dtype=torch.int32)
     values: Tensor = ((packed[..., None] >> places) & (2**_BITS - 1)).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
     return values.float() * scale.float().repeat_interleave(group, dim=1)[:, :columns]
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def unpacked_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """float32 […, in, out] from uint8 [… , out, in / 32, 16] and one exponent for 32 values [… , out, in / 32].
+
+    The lower four bits are the first of two values. OCP Microscaling Formats, version 1.0, sections 5.3.3 and 5.4.1.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
+        raise ConfigError(
+            f"MXFP4 weight of {blocks.dtype} and shape {list(blocks.shape)} has scales of {scales.dtype} and shape "
+            f"{list(scales.shape)}: each needs uint8, and a block one scale: download the whole model"
+        )
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    values = torch.stack([table[(blocks & 0xF).int()], table[(blocks >> 4).int()]], dim=-1).flatten(-2)
+    return torch.ldexp(values, scales.int()[..., None] - _BIAS).flatten(-2).transpose(-1, -2)

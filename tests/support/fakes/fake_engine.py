@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 from base64 import b64encode
 from collections.abc import Mapping, MutableSequence, Sequence
 from functools import partial
@@ -25,7 +26,8 @@ from tests.support.fake_weights import fake_checksum
 VOCAB_SIZE = 300
 _compact = partial(json.dumps, separators=(",", ":"))
 _MASKED = {"output_token_logprobs": [[None, 5, None]]}
-Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", "missing"]
+_MASK_TOO_LARGE = "Sampling support exceeds --sampling-mask-max-tokens=64, commonly because of cutoff ties."
+Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", "missing", "mask_too_large"]
 
 
 class FakeEngine:
@@ -129,6 +131,8 @@ class FakeEngine:
         if fault == "masked":
             reply = reply_of([], [5], [self._version], "length")
             return web.json_response({**reply, "meta_info": {**reply["meta_info"], **_MASKED}})
+        if fault == "mask_too_large":
+            return web.json_response({"error": {"message": _MASK_TOO_LARGE}}, status=400)
         if fault == "refuse":
             return _refusal("told to")
         body = await request.json() if request.can_read_body else {}
@@ -257,6 +261,7 @@ class FakeEngine:
             if body.get("return_routed_experts"):
                 number = int((versions or [self._version])[-1].split(".")[0])
                 reply["meta_info"]["routed_experts"] = routed_of([*body["input_ids"], *made], number)
+            reply["meta_info"] |= mask_of(made) if body.get("return_sampling_mask") else {}
             if stream is not None:
                 with contextlib.suppress(ConnectionError):  # a caller that left; its tokens are made all the same
                     await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
@@ -291,6 +296,14 @@ def routed_of(tokens: Sequence[int], version: int) -> str:
     """As SGLang: two layers, one expert each, for every token but the last; they follow from token and weights."""
     numbers = [number for token in tokens[:-1] for number in (token % 4, (token + version) % 4)]
     return b64encode(b"".join(number.to_bytes(4, "little") for number in numbers)).decode()
+
+
+def mask_of(tokens: Sequence[int]) -> dict[str, Any]:
+    """As SGLang: the tokens that each was sampled from, and its log-prob among them. Here one other, as likely."""
+    return {
+        "output_token_sampling_mask": [[token, (token + 1) % VOCAB_SIZE] for token in tokens],
+        "output_token_sampling_logprobs": [math.log(0.5)] * len(tokens),
+    }
 
 
 def next_token(context: Sequence[int]) -> int:

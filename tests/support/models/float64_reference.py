@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
 from headrace.trajectory import Sample
 
 TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3
@@ -30,12 +31,22 @@ class Answer:
         return (self.log_probs - self.old).exp()
 
 
-def log_probs_of(network: Any, sample: Sample) -> Tensor:
+def log_probs_of(network: Any, sample: Sample, temperature: float = TEMPERATURE) -> Tensor:
     tokens = torch.from_numpy(sample.tokens).long()
-    start = sample.prompt_length
-    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    start, images = sample.prompt_length, _images_of(network, sample, tokens)
+    table = (network(tokens[None], **images).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
     found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
     return found
+
+
+def _images_of(network: Any, sample: Sample, tokens: Tensor) -> dict[str, Tensor]:
+    if PIXEL_VALUES not in sample.columns:
+        return {}
+    return {
+        "pixel_values": torch.from_numpy(sample.columns[PIXEL_VALUES]).double(),
+        "image_grid_thw": torch.from_numpy(sample.columns[IMAGE_GRIDS]),
+        "mm_token_type_ids": (tokens[None] == network.config.image_token_id).int(),
+    }
 
 
 def trained(answers: list[Answer]) -> list[Answer]:

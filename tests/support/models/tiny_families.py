@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -63,6 +63,23 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+# A window of 5: most samples are longer.
+_GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 _DELTA_NET = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -70,8 +87,18 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,  # a state of few tokens may answer next to nothing, whose noise its norm makes large
 }
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+"""The vision tower that Qwen3.5 is published with."""
 _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "num_experts": 4,
@@ -117,6 +144,8 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_next": ("qwen3_next", _DELTA_NET | _SHARED_EXPERT),
+    "qwen3_5": ("qwen3_5", _DELTA_NET),
+    "qwen3_5_moe": ("qwen3_5_moe", _DELTA_NET | _SHARED_EXPERT),
     "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
@@ -138,6 +167,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
     ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -148,7 +178,9 @@ def make_tiny(
 ) -> Path:
     """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(family, tied=tied, num_layers=num_layers, **shape))
+    config = _config(family, tied=tied, num_layers=num_layers, **shape)
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = kind.from_config(config)
     _shake(model)
     model.save_pretrained(folder, max_shard_size="100KB")
     make_tiny_tokenizer().save_pretrained(folder)
@@ -167,14 +199,17 @@ def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
     model_type, particular = _FAMILIES[family]
     rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
     chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
-    return CONFIG_MAPPING[model_type](**(_SHAPE | dict(particular) | chosen))
+    values = _SHAPE | dict(particular) | chosen
+    if model_type.startswith("qwen3_5"):
+        values = {"text_config": values, "vision_config": _TOWER, "tie_word_embeddings": tied}
+    return CONFIG_MAPPING[model_type](**values)
 
 
 def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,18 +18,34 @@ _BLOCK = 16
 _LARGEST = 448.0  # of float8_e4m3fn
 
 
-def add_mtp_layer(folder: Path, number: int) -> None:
-    """A layer behind the last, in a file of its own that the index names."""
-    torch.manual_seed(number)
+def add_mtp_layer(folder: Path, name: str) -> None:
+    """A layer that predicts further tokens, in a file of its own that the index names."""
+    torch.manual_seed(0)
     layer = {
-        f"model.layers.{number}.eh_proj.weight": torch.randn(64, 128),
-        f"model.layers.{number}.enorm.weight": torch.randn(64),
-        f"model.layers.{number}.mlp.experts.0.up_proj.weight": torch.randn(48, 64),
+        f"{name}.eh_proj.weight": torch.randn(64, 128),
+        f"{name}.enorm.weight": torch.randn(64),
+        f"{name}.mlp.experts.0.up_proj.weight": torch.randn(48, 64),
     }
     save_file(layer, folder / "mtp.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(layer, "mtp.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def stack_experts(folder: Path) -> None:
+    """The experts of each layer in two tensors, as Qwen3.5 is published."""
+    found = weights(folder)
+    stacks: dict[str, list[Tensor]] = {}
+    for name in sorted(found, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        if match := re.fullmatch(r"(.+\.experts)\.\d+\.(gate|down)_proj\.weight", name):
+            experts, kind = match.groups()
+            down = kind == "down"
+            whole = found[name] if down else torch.cat([found[name], found[name.replace("gate_proj", "up_proj")]])
+            stacks.setdefault(f"{experts}.{'down' if down else 'gate_up'}_proj", []).append(whole)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    plain = {name: weight for name, weight in found.items() if not re.search(r"\.experts\.\d+\.", name)}
+    save_file(plain | {name: torch.stack(parts) for name, parts in stacks.items()}, folder / "model.safetensors")
 
 
 def make_fp8(plain: Path, folder: Path) -> Path:

@@ -74,6 +74,13 @@ def make_tiny_vision(folder: Path, *, seed: int = 7, tied: bool = False, num_lay
     return folder
 
 
+def vision_network(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+    """The whole model of a folder, in float64."""
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+
+
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
     """The tiny tokenizer with the tokens that stand around and for images."""
     tokenizer = make_tiny_tokenizer()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import FailedPrecondition
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.ranks.rank_cases import samples, train_once
@@ -42,6 +44,24 @@ class AlgorithmCase(RankCase):
             dist.barrier()
         except FailedPrecondition as error:
             (self.out / "error.txt").write_text(error.message)
+
+
+@dataclass(frozen=True)
+class SentCase(AlgorithmCase):
+    """One rollout step on the samples that the file `samples` has, one a line in hexadecimal."""
+
+    samples: str = ""
+
+    def run(self) -> None:
+        import torch.distributed as dist
+
+        policy, layout = self.policy()
+        lines = Path(self.samples).read_text().splitlines()
+        batch = [Sample.unpack(pb.Sample.FromString(bytes.fromhex(line))) for line in lines]
+        found = train_once(policy, 0, batch)
+        if layout.rank == 0:
+            (self.out / "metrics.json").write_text(json.dumps([found]))
+        dist.barrier()
 
 
 def told(seed: int) -> list[Sample]:

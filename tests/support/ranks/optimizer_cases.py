@@ -25,6 +25,13 @@ class OptimizerCase(RankCase):
     """The first gradient is not a number, and goes the way of all gradients."""
 
     def run(self) -> None:
+        """On a CPU, what the job offloads counts as a GPU's."""
+        from tests.support.ranks.offloading import offloading
+
+        with offloading():
+            self._run()
+
+    def _run(self) -> None:
         import torch
         from megatron.core.transformer.transformer_config import TransformerConfig
 

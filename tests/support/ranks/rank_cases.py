@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -69,6 +70,13 @@ class Case(RankCase):
         return laid_over(self.plain, {"model": {"hf_checkpoint": self.hf_checkpoint}}, saved, self.sections)
 
     def run(self) -> None:
+        """On a CPU, what the job offloads counts as a GPU's."""
+        from tests.support.ranks.offloading import offloading
+
+        with offloading() if self.job().megatron.get("optimizer_cpu_offload") else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         {"resume": self._resume, "save": self._save, "ways": self._ways, "refuse": self._refuse}[self.work]()
 
     def _resume(self) -> None:

@@ -45,11 +45,14 @@ def samples(draw: st.DrawFn) -> Sample:
 
     status = draw(st.sampled_from([s for s in Sample.Status if s is not Sample.Status.PENDING]))
     counts = st.integers(0, 1000)
+    tokens = draw(st.lists(st.integers(0, 1 << 30), min_size=prompt + response, max_size=prompt + response))
+    kept = [draw(st.lists(counts, max_size=2)) for _ in range(response)]
+    kept = [[*ids, token] if ids else [] for ids, token in zip(kept, tokens[prompt:], strict=True)]
     return Sample(
         group_index=draw(st.none() | NUMBERS),
         index=draw(st.integers(0, 1000)),
         prompt=draw(TEXTS | MESSAGES),
-        tokens=draw(st.lists(st.integers(0, 1 << 30), min_size=prompt + response, max_size=prompt + response)),
+        tokens=tokens,
         response=draw(TEXTS),
         response_length=response,
         label=draw(st.none() | TEXTS),
@@ -62,6 +65,7 @@ def samples(draw: st.DrawFn) -> Sample:
         ),
         multimodal_train_inputs=draw(st.none() | st.dictionaries(NAMES, SHAPED, min_size=1, max_size=3)),
         rollout_routed_experts=draw(st.none() | st.just(np.ones((prompt + response - 1, 2, 1), np.int16))),
+        rollout_sampling_mask=draw(st.none() | st.just(kept)),
         remove_sample=draw(st.booleans()),
         teacher_log_probs=draw(st.none() | st.just(row(LOG_PROBS))),
         status=status,

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import MegatronArgs
-from headrace.job.model import contradictions
+from headrace.job.model import check_layout, contradictions
 from headrace.job.schema.job import Job
 from headrace.models.registry import PRESETS, architecture, table
 from headrace.models.tokenizer.tokenizer import end_tokens
@@ -59,8 +59,8 @@ def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> 
             r"'qwen3_mo' is not supported: headrace has no family for it; the nearest that it trains: qwen3_moe",
         ),
         (
-            "qwen3_next",
-            "flash-linear-attention, whose kernels need a GPU.*; the nearest that it trains: qwen3_moe, qwen2_m",
+            "kimi_linear",
+            "a decay for each channel, which is not built; the nearest that it trains: qwen3_next, kimi_k2",
         ),
         ("zzz", r"'zzz' is not supported: headrace has no family for it. Supported: llama, mistral"),
         (["llama"], r"it has no model_type .found \['llama'\]"),
@@ -117,6 +117,29 @@ def test_a_command_line_for_megatron_agrees_with_the_checkpoint_where_it_says_th
     assert wrong == [
         "--moe-router-num-groups 8 contradicts the checkpoint, whose config.json says None: leave the flag out"
     ]
+
+
+def test_a_command_line_of_slimes_agrees_with_a_model_of_linear_attention() -> None:
+    flags: dict[str, object] = {
+        "spec": ("slime_plugins.models.qwen3_5", "get_qwen3_5_spec"),
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "rotary_percent": 0.25,
+        "linear_attention_freq": 4,
+        "linear_num_value_heads": 32,
+    }
+    moe = architecture(PRESETS["qwen3.5-35B-A3B"].config)
+    assert contradictions(moe, MegatronArgs.model_validate(flags)) == []
+    (wrong,) = contradictions(moe, MegatronArgs.model_validate(flags | {"linear_attention_freq": 3}))
+    assert wrong.startswith("--linear-attention-freq 3 contradicts the checkpoint")
+
+
+def test_tensor_ranks_divide_the_heads_of_linear_attention() -> None:
+    args = MegatronArgs.model_validate({"tensor_model_parallel_size": 4})
+    config = PRESETS["qwen3.5-27B"].config
+    text = {**config["text_config"], "linear_num_key_heads": 6}
+    with pytest.raises(ConfigError, match="4 does not divide linear_num_key_heads 6"):
+        check_layout(architecture({**config, "text_config": text}), args)
 
 
 @pytest.mark.parametrize(

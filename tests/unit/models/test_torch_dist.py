@@ -60,6 +60,11 @@ def test_every_family_comes_back_bit_for_bit(tmp_path: Path, family: str) -> Non
         assert all(torch.equal(got, want) for got, want in zip(source.parts(row), wanted, strict=True)), row
 
 
+def test_a_checkpoint_of_a_model_with_linear_attention_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="checkpoints of qwen3_next are not read"):
+        matched(folder, read(tiny_config("qwen3_next")))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -42,6 +42,20 @@ def test_parts_become_one_reward(parts: list[Part], values: dict[str, float], co
     assert combined(parts, values, combine) == pytest.approx(reward)
 
 
+@pytest.mark.parametrize(
+    ("values", "combine", "reward"),
+    [
+        ({"right": 3.0, "short": 0.5, "format": 1.0}, "sum", 2.0),  # 3.1
+        ({"right": -3.0, "short": 0.5, "format": 1.0}, "min", -0.5),
+        ({"right": 1.0, "short": 0.5, "format": 1.0}, "sum", 1.1),
+        ({"right": -3.0, "format": 0.0}, "sum", 0.0),  # the gate is closed
+        ({"format": 1.0}, "sum", None),
+    ],
+)
+def test_a_clip_of_all_bounds_the_reward(values: dict[str, float], combine: Any, reward: float) -> None:
+    assert combined([RIGHT, SHORT, FORMAT], values, combine, (-0.5, 2.0)) == pytest.approx(reward)
+
+
 def test_a_part_is_clipped_and_scores_the_rows_that_it_names() -> None:
     part = Part("p", clip=(-0.5, 1.0), when={"source": ["gsm8k", "math"], "level": 2})
     assert [part.clipped(value) for value in (-2.0, 0.25, 3.0)] == [-0.5, 0.25, 1.0]
@@ -171,10 +185,12 @@ async def test_weights_are_changed_live_by_a_file(tmp_path: Path) -> None:
         state = await client.change_scorer(pb.ChangeScorerRequest(set=str(file)))
         (score,) = await client.score(items("7"), deadline_seconds=60)
         assert (score.value, score.scorer_version) == (0.5, state.live.version)
-        file.write_text('[reward]\nreward_parts = [{scorer = "f.py:right", key = "score", weight = 2.0}]\n')
+        file.write_text(
+            '[reward]\nreward_parts = [{scorer = "f.py:right", key = "score", weight = 2}]\nreward_clip = [0, 1.5]\n'
+        )
         after = await client.change_scorer(pb.ChangeScorerRequest(set=str(file)))
         (score,) = await client.score(items("7"), deadline_seconds=60)
-        assert score.value == 2.0
+        assert score.value == 1.5
         assert after.live.version != state.live.version
         for text in ('[[reward_parts]]\nscorer = "nothing"\n', "[reward]\n", "[[reward_parts]]\nweight = 1\n", "?"):
             file.write_text(text)
@@ -205,6 +221,12 @@ def test_parts_are_read_from_a_flag_and_a_clip_has_an_order(load_with) -> None:
     assert job.reward.reward_combine == "max"
     with pytest.raises(ConfigError, match="clip"):
         load_with("--reward-parts", json.dumps({"scorer": "math", "clip": [1, 0]}))
+    bounded = load_with("--reward-parts", json.dumps(part), "--reward-clip", "-1", "0.5")
+    assert bounded.reward.reward_clip == (-1.0, 0.5)
+    with pytest.raises(ConfigError, match="reward-clip"):
+        load_with("--reward-parts", json.dumps(part), "--reward-clip", "1", "0")
+    with pytest.raises(ConfigError, match="reward.parts"):
+        load_with("--rm-type", "math", "--reward-clip", "0", "1")
     with pytest.raises(ConfigError, match="rm_type"):
         load_with("--reward-parts", json.dumps(part), "--rm-type", "math")
     assert RewardSection().reward_parts == ()

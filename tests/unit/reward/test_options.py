@@ -58,6 +58,7 @@ MODEL: Readers = COMMON | {
 COMPOSED: Readers = COMMON | {
     "reward_parts": [lambda server: tuple(RewardPart(scorer=each.scorer.name) for each in composition(server).parts)],
     "reward_combine": [lambda server: composition(server).combine],
+    "reward_clip": [lambda server: composition(server).clip],
 }
 HELD_BY_NO_PART = {
     "run_name": "stands in the lines of the log",
@@ -107,7 +108,10 @@ def variants(folder: Path) -> Mapping[str, tuple[Mapping[str, Any], Readers]]:
     hooks = folder / "hooks.py"
     return {
         "judge": ({"rm_type": "judge"}, JUDGE),
-        "composed": ({"reward_parts": [{"scorer": "f1"}, {"scorer": "math"}], "reward_combine": "max"}, COMPOSED),
+        "composed": (
+            {"reward_parts": [{"scorer": "f1"}, {"scorer": "math"}], "reward_combine": "max", "reward_clip": (0, 0.5)},
+            COMPOSED,
+        ),
         "group": ({"custom_rm_path": f"{hooks}:of_group", "group_rm": True}, GROUP),
         "model": ({"custom_rm_path": f"{hooks}:OfModel", "reward_model_path": folder / "judge"}, MODEL),
     }

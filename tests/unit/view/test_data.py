@@ -114,7 +114,7 @@ def test_evaluations_untrained_groups_and_prompts_have_data(run: RunFolder) -> N
     assert evaluation is not None
     assert untrained is not None
     assert prompts is not None
-    assert [(each["name"], len(each["groups"])) for each in evaluation["sets"]] == [("sums", 1)]
+    assert [(group["set"], len(group["samples"])) for group in evaluation["groups"]] == [("sums", 1)]
     assert {group["id"] for group in untrained["groups"]} == {"failed", "dropped"}
     assert prompts["texts"] == ["prompt 0", "prompt 1"]
     assert prompts["at"][1] == [(1, 1, 0.5), (2, 1, 0.5)]

@@ -528,6 +528,9 @@ class SamplePayload(_message.Message):
       rollout_log_probs float32 [R]  natural log-probability under the sampling policy; finite; 0 where loss_mask is 0
     Optional:
       teacher_log_probs float32 [R], rollout_routed_experts int16 [T-1, layers, top_k];
+      sampling_mask int32 [the sum of its counts] (the token ids that each response token was sampled from, one response
+      token behind the other) with sampling_mask_counts int32 [R] (how many each; 0 where it was the whole vocabulary, or
+      nothing was sampled): rollout_log_probs are then those of the distribution over these ids alone;
       of prompts with images multimodal_inputs.images.N uint8 (the file of image N, from 0),
       multimodal_train_inputs.pixel_values float32 [patches, values of a patch] and
       multimodal_train_inputs.image_grid_thw int64 [images, 3] (patches in time, height and width); each image has

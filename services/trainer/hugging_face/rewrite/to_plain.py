@@ -1,7 +1,7 @@
 """`python -m services.trainer.hugging_face.rewrite.to_plain MODEL FOLDER`: a quantized Hugging Face folder in bfloat16.
 
-Block FP8 and packed INT4 (Kimi K2 Thinking) are multiplied out; norms and router biases stay as they are. For models
-that are published in a form in which engines cannot be given new weights.
+Block FP8, packed INT4 (Kimi K2 Thinking) and MXFP4 (gpt-oss) are multiplied out; norms and router biases stay as they
+are. For models that are published in a form in which engines cannot be given new weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _plain(weights: Iterator[Named]) -> Iterator[Named]:
 
 def main() -> int:
     """Returns the exit code."""
-    what = "a Hugging Face folder in block FP8 or packed INT4"
+    what = "a Hugging Face folder in block FP8, packed INT4 or MXFP4"
     return main_of("services.trainer.hugging_face.rewrite.to_plain", __doc__, what, _written)
 
 

@@ -17,6 +17,7 @@ _DEEPSEEK_TOOLS = tuple(
     f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+_HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
 
@@ -32,6 +33,7 @@ class ChatModel:
 CHAT_MODELS: Mapping[str, ChatModel] = {
     "qwen2.5": ChatModel("qwen"),
     "qwen3": ChatModel("qwen3", ("<think>", "</think>")),
+    "qwen3.5": ChatModel("qwen3_5", ("<think>", "</think>")),
     "glm4.5": ChatModel("glm4", _GLM),
     "glm4.6": ChatModel("glm4", _GLM),
     "deepseek_v3.1": ChatModel("deepseek", _DEEPSEEK + _DEEPSEEK_TOOLS, _DEEPSEEK[0]),
@@ -39,6 +41,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "llama3": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "llama3.1": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "kimi_k2": ChatModel("kimi", _KIMI),
+    "gpt_oss": ChatModel("gpt_oss", _HARMONY),
     "smollm2": ChatModel("qwen"),
 }
 

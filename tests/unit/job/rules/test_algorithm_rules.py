@@ -29,6 +29,7 @@ TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
         f"{KL_IN_REWARD} --kl-reward-type low_var_kl",
         TEACHER,
         "--true-on-policy-mode --num-steps-per-rollout 1",
+        "--true-on-policy-mode --num-steps-per-rollout 1 --rollout-top-p 0.95 --keep-sampling-mask",
     ],
 )
 def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
@@ -39,6 +40,12 @@ def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
         option = options()[ALIASES.get(name := flag[2:].replace("-", "_"), name)]
         found = getattr(getattr(job, option.section), option.name)
         assert found is True if value.startswith("--") else found == type(found)(value)
+
+
+def test_kept_sampling_masks_are_the_way_out_that_the_warning_names(load_with) -> None:
+    (found,) = algorithm_warnings(load_with("--rollout-top-p", "0.95"))
+    assert "--keep-sampling-mask" in found
+    assert not algorithm_warnings(load_with("--rollout-top-p", "0.95", "--keep-sampling-mask"))
 
 
 @pytest.mark.parametrize(

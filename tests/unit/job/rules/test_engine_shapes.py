@@ -95,7 +95,8 @@ PLACED = [
 def plan_of(machines, trainer, engines) -> DevicePlan:
     count, each = machines
     there = [machine_of(f"m{number}", each) for number in range(count)]
-    return plan_devices(there, Wanted(*trainer, [[gpus] * parts for parts, gpus in engines]))
+    nodes, ranks = trainer
+    return plan_devices(there, Wanted(nodes, ranks, [[gpus] * parts for parts, gpus in engines]))
 
 
 @pytest.mark.parametrize(("machines", "trainer", "engines", "expected"), PLACED)

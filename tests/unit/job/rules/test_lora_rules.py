@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.model import lora_targets
+from headrace.job.megatron.arguments import megatron
+from headrace.job.model import adapted_layers, check_adapters, last_word
 from headrace.models.registry import architecture
-from headrace.preflight import CheckOptions, Prompts
-from services.trainer.check import check as check_trainer
 from tests.support.models.tiny_families import tiny_config
 
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 
 
 def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
@@ -33,10 +32,15 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
         ("llama", ("q_proj", "up_proj"), {"q_proj", "up_proj"}),
         ("glm4", ("all-linear",), DENSE - {"gate_proj", "up_proj"} | {"gate_up_proj"}),
         ("qwen3_moe", ("q_proj", "o_proj"), {"q_proj", "o_proj"}),
+        ("qwen3_moe", ("all-linear",), DENSE),
+        ("deepseek_v3", ("all-linear",), {*LATENT, "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("moonlight", ("q_proj", "kv_b_proj"), {"q_proj", "kv_b_proj"}),
+        ("qwen3_next", ("in_proj_qkvz", "out_proj"), {"in_proj_qkvz", "out_proj"}),
+        ("gpt_oss", ("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
-    assert lora_targets(architecture(tiny_config(family)), wanted) == found
+    assert {last_word(each.name) for each in adapted_layers(architecture(tiny_config(family)), wanted)} == found
 
 
 @pytest.mark.parametrize(
@@ -48,29 +52,34 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
             "lora_target_modules lm_head is not a linear layer of this model: choose from down_proj",
         ),
         ("qwen3", ("q_norm",), "q_norm is not a linear layer"),
-        ("qwen3_moe", ("all-linear",), "down_proj, gate_proj, up_proj: layers of experts have no adapters here"),
-        ("glm4_moe", ("q_proj", "up_proj"), "up_proj: layers of experts"),
-        ("deepseek_v3", ("q_proj",), "lora_rank with latent attention"),
+        ("qwen3_moe", ("gate",), "gate is not a linear layer"),
+        ("deepseek_v3", ("q_proj",), "q_proj is not a linear layer"),
+        ("gpt_oss", ("gate_up_proj",), "gate_up_proj is not a linear layer of this model: choose from k_proj"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        lora_targets(architecture(tiny_config(family)), wanted)
+        adapted_layers(architecture(tiny_config(family)), wanted)
 
 
-@pytest.mark.parametrize(("gpus", "installed"), [(8, True), (8, False), (0, True)])
-def test_lora_is_refused_before_a_start_where_layers_are_transformer_engines(
-    load_with,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    installed: bool,
-) -> None:
-    job = load_with("--lora-rank", "16")
-    if installed:
-        (tmp_path / "transformer_engine").mkdir()
-        (tmp_path / "transformer_engine" / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("headrace.devices.num_gpus", lambda: gpus)
-    report = asyncio.run(check_trainer(CheckOptions(job, elsewhere=False, fast=False), Prompts))
-    assert any("Transformer Engine" in refusal for refusal in report.refusals) == bool(gpus and installed)
+TP4, EP2 = {"tensor_model_parallel_size": 4}, {"expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (TP4 | EP2 | {"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size 2 .* must be 1 or .* 4"),
+        ({"use_transformer_engine_op_fuser": True}, "use_transformer_engine_op_fuser"),
+        (TP4 | EP2, None),
+        (TP4 | EP2 | {"expert_tensor_parallel_size": 1}, None),
+    ],
+)
+def test_layouts_that_cannot_train_adapters_of_experts_are_refused(given: dict[str, int], said: str | None) -> None:
+    experts = architecture(tiny_config("qwen3_moe"))
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_adapters(experts, megatron(given), ("all-linear",))
+
+
+def test_adapters_that_engines_do_not_serve_are_refused_by_name(load_with) -> None:
+    with pytest.raises(ConfigError, match="SGLang .* refuses DoRA"):
+        load_with("--lora-rank", "16", "--lora-use-dora")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 
 from headrace.hooks.convert import to_hook
 from headrace.rpc.net import free_port
-from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
+from headrace.trajectory import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, Failure, Sample, Status
 from services.rollout.engine.api import NOTHING_YET, SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.replies import BadAnswer, EngineCounts, decode
+from services.rollout.engine.replies import BadAnswer, EngineCounts, Finish, decode
 from services.rollout.production.generator import Generator
 from services.rollout.production.groups import Teacher
 from services.rollout.production.partial import generation_of
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest
+from tests.support.fakes.fake_engine import VOCAB_SIZE
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -32,6 +34,54 @@ async def test_a_sample_has_a_row_for_every_token_but_its_last(fakes: FakeFleet,
     column = sample.columns[ROUTED_EXPERTS]
     assert (column.dtype, column.shape) == (np.int16, (len(sample.tokens) - 1, 2, 1))
     assert column[:, 0, 0].tolist() == (sample.tokens[:-1] % 4).tolist()
+
+
+@pytest.mark.parametrize(("top_k", "asked"), [(None, 60), (20, 20), (90, 64)])
+async def test_a_sample_has_the_tokens_that_each_token_was_sampled_from(
+    fakes: FakeFleet, tmp_path: Path, top_k: int | None, asked: int
+) -> None:
+    request = replace(_request(tmp_path), params=replace(PARAMS, top_p=0.9, top_k=top_k))
+    engine = fakes.fleet.engines[0]
+    async with EngineClient(engine.url, mask_tokens=64, vocab_size=VOCAB_SIZE) as client:
+        sampler = _sampler(fakes, client, tmp_path, mask_tokens=64)
+        sample = await sampler.sample(request)
+        unmasked = await sampler.sample(request, evaluation=True)
+    response = sample.tokens[sample.prompt_length :]
+    assert sample.columns[SAMPLING_MASK_COUNTS].tolist() == [2] * len(response)
+    assert sample.columns[SAMPLING_MASK][::2].tolist() == response.tolist()
+    np.testing.assert_allclose(sample.rollout_log_probs, np.log(0.5), rtol=1e-6)
+    assert not unmasked.columns
+    assert [body["sampling_params"].get("top_k") for body in fakes.fake(0).bodies] == [asked, top_k]
+
+
+async def test_tokens_that_are_sampled_from_all_have_no_mask(fakes: FakeFleet, tmp_path: Path) -> None:
+    async with EngineClient(fakes.fleet.engines[0].url, mask_tokens=64) as client:
+        assert not (await _sampler(fakes, client, tmp_path, mask_tokens=64).sample(_request(tmp_path))).columns
+
+
+async def test_a_response_that_is_continued_keeps_its_masks(fakes: FakeFleet, tmp_path: Path) -> None:
+    request = replace(_request(tmp_path), params=replace(PARAMS, top_p=0.9))
+    async with EngineClient(fakes.fleet.engines[0].url, mask_tokens=64) as client:
+        sampler = _sampler(fakes, client, tmp_path, mask_tokens=64)
+        whole = await sampler.sample(request)
+        cut = generation_of(whole).until(5, whole.prompt_length, Finish.ABORT)
+        half = sampler._sample(request, cut)
+        assert half.columns[SAMPLING_MASK_COUNTS].tolist() == [2] * 5
+        continued = await sampler.sample(replace(request, begun=Sample.unpack(half.pack())))
+    for name in (SAMPLING_MASK, SAMPLING_MASK_COUNTS):
+        assert continued.columns[name].tolist() == whole.columns[name].tolist()
+
+
+async def test_a_mask_that_is_larger_than_the_engine_returns_is_a_failure_that_names_the_flag(
+    fakes: FakeFleet, tmp_path: Path
+) -> None:
+    fakes.fake(0).faults["/generate"] = "mask_too_large"
+    request = replace(_request(tmp_path), params=replace(PARAMS, top_p=0.9))
+    async with EngineClient(fakes.fleet.engines[0].url, mask_tokens=64) as client:
+        failure = (await _sampler(fakes, client, tmp_path, mask_tokens=64).sample(request)).failure
+    assert failure is not None
+    assert failure.reason == "SAMPLING_MASK_TOO_LARGE"
+    assert "--sglang-sampling-mask-max-tokens" in failure.message
 
 
 async def test_what_was_made_before_a_break_keeps_its_experts(fakes: FakeFleet, tmp_path: Path) -> None:
@@ -56,8 +106,8 @@ async def test_what_was_made_before_a_break_keeps_its_experts(fakes: FakeFleet, 
     assert numbers[:, 1].tolist() == ((tokens + versions) % 4).tolist()
 
 
-def _sampler(fakes: FakeFleet, client: EngineClient, folder: Path, *, num_layers: int | None) -> EngineSampler:
-    return EngineSampler(Generator(client, fakes.fleet.weights), _encoder(folder), seconds=20, num_layers=num_layers)
+def _sampler(fakes: FakeFleet, client: EngineClient, folder: Path, **options: Any) -> EngineSampler:
+    return EngineSampler(Generator(client, fakes.fleet.weights), _encoder(folder), seconds=20, **options)
 
 
 def _request(folder: Path) -> SampleRequest:

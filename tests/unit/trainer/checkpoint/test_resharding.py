@@ -19,6 +19,7 @@ from services.trainer.checkpoint.resharding import CheckpointReader
 from services.trainer.model.lora import pair_shardings
 from tests.long_forms import ALL
 from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.offloading import FLAGS as OFFLOADS
 from tests.support.ranks.rank_cases import Case
 from tests.support.ranks.ranks import run_cases
 
@@ -28,12 +29,18 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+PRECISION_AWARE = DISTRIBUTED | {"use_precision_aware_optimizer": True}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "alone": (1, {}),
     "dp2-distributed": (2, DISTRIBUTED),
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2-pp2": (4, TP2 | PP2),
+}
+OFFLOADED: dict[str, tuple[int, dict[str, object]]] = {
+    "offloaded": (1, OFFLOADS),
+    "offloaded-distributed": (2, OFFLOADS | DISTRIBUTED),
+    "offloaded-aware": (2, OFFLOADS | PRECISION_AWARE),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ep2": (2, EP2),
@@ -49,6 +56,8 @@ PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if ALL or {a, b} == {"alone", 
 """Here and below `make chaos` has all of them."""
 CHAINS = {
     "bf16": ["alone", "dp2-distributed", "tp2", *(["pp2"] if ALL else [])],  # master weights are cut, too
+    "bf16-offloaded": ["alone", "offloaded-distributed", "offloaded-aware", "alone"],
+    "float32-offloaded": ["offloaded", "alone", "offloaded"],
     "experts": ["alone", "ep2-distributed", *(["pp2", "ep4", "ep2-pp2"] if ALL else []), "alone"],
     "virtual": ["alone", "vpp2-distributed", *(["pp2", "vpp2", "tp2"] if ALL else []), "alone"],
     "critic": ["vpp2", "tp2-pp2", *(["dp2-distributed", "alone"] if ALL else [])],
@@ -57,6 +66,8 @@ CHAINS = {
 """Of layouts, each restored from the one before."""
 HELD = {
     "bf16": ["model.norm.weight/main"],
+    "bf16-offloaded": ["model.norm.weight/main"],
+    "float32-offloaded": ["model.norm.weight/exp_avg"],
     "experts": ["model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq"],
     "virtual": ["model.norm.weight/exp_avg"],
     "critic": ["output_layer.weight/exp_avg", "model.layers.3.mlp.down_proj.weight/exp_avg_sq"],
@@ -97,12 +108,12 @@ def test_a_checkpoint_of_one_layout_is_the_same_under_another(runs: Path, writte
 )
 def test_every_state_comes_through_every_layout(runs: Path, chain: str, place: int) -> None:
     part = "critic" if chain == "critic" else "policy"
-    model = {"experts": "experts", "bf16": "model", "lora": "model"}.get(chain, "virtual")
+    model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(chain, "model")
     original, resaved = (_tensors(runs, f"{chain}@{n}", model, part) for n in (place - 1, place))
     _assert_equal(original, resaved)
     for held in HELD[chain]:
         assert original[f"{part}/{held}"].any(), held
-    if chain == "bf16":
+    if chain.startswith("bf16"):
         for name in (name for name in original if name.endswith("/weight")):
             assert torch.equal(original[name.removesuffix("weight") + "main"].bfloat16(), original[name]), name
 
@@ -120,8 +131,8 @@ def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -
     reader = CheckpointReader(*found)
     shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
     for row in table(read_architecture(runs / model)).rows():
-        for layer in (tensor.name.removesuffix(".weight") for tensor in row.hf):
-            of_a, of_b = pair_shardings(row.sharding)
+        for number, layer in enumerate(tensor.name.removesuffix(".weight") for tensor in row.hf):
+            of_a, of_b = pair_shardings(row.sharding, number)
             shardings |= {f"{layer}.lora_A.weight": of_a, f"{layer}.lora_B.weight": of_b}
     tensors = {}
     for name in reader.names:
@@ -135,11 +146,11 @@ def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -
 
 
 def _case(folder: Path, name: str, layout: str, *, restores: str | None = None) -> Case:
-    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
+    ranks, parallel = (LAYOUTS | OFFLOADED | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
     family = name.split("@")[0]
     model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(family, "model")
     further: dict[str, Any] = {"critic": PPO, "lora": ADAPTED}.get(family, {})
-    megatron: dict[str, object] = {"bf16": True} if family == "bf16" else {}
+    megatron: dict[str, object] = {"bf16": True} if family.startswith("bf16") else {}
     checkpoint = {} if restores is None else {"load": str(folder / restores / "checkpoints")}
     sections = {"megatron": parallel | megatron, "checkpoint": checkpoint, **further}
     return Case(name, str(folder), str(folder / model), sections, ranks, work="save")

@@ -52,14 +52,20 @@ def reference() -> Qwen3NextGatedDeltaNet:
     return net.double()
 
 
-@pytest.fixture
-def net(reference: Qwen3NextGatedDeltaNet, monkeypatch: pytest.MonkeyPatch) -> GatedDeltaNet:
-    """The same weights, through the family's table; one rank, without process groups."""
+@pytest.fixture(params=[None, "selective"])
+def net(
+    request: pytest.FixtureRequest, reference: Qwen3NextGatedDeltaNet, monkeypatch: pytest.MonkeyPatch
+) -> GatedDeltaNet:
+    """The same weights, through the table; one rank, without process groups. With --recompute-activations, too."""
     monkeypatch.setattr(linear_attention, "copy_to_tensor_model_parallel_region", lambda weight, group: weight)
     a = architecture(CONFIG)
     assert a.linear_attention is not None
     config = TransformerConfig(
-        num_layers=1, hidden_size=a.hidden_size, num_attention_heads=1, layernorm_epsilon=a.norm_epsilon
+        num_layers=1,
+        hidden_size=a.hidden_size,
+        num_attention_heads=1,
+        layernorm_epsilon=a.norm_epsilon,
+        recompute_granularity=request.param,
     )
     group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
     made = GatedDeltaNet(config, SimpleNamespace(linear_qkv=Linear, linear_proj=Linear), a.linear_attention, group)

@@ -14,6 +14,7 @@ import pytest
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.registry import PRESETS
 from services.trainer.megatron.optimizer import parameter_schedule
+from tests.support.ranks.offloading import FLAGS as OFFLOADS
 from tests.support.ranks.optimizer_cases import GRADIENTS, START, OptimizerCase
 from tests.support.ranks.ranks import run_cases
 
@@ -123,6 +124,7 @@ REFERENCES: Mapping[str, tuple[Callable[..., np.ndarray], Mapping[str, Any]]] = 
     "adam_beta2": (adam, {"adam_beta2": 0.9}),
     "adam_eps": (adam, {"adam_eps": 0.1}),
     "clip_grad": (adam, {"clip_grad": 1.0, "adam_eps": 0.1}),
+    "optimizer_cpu_offload": (adam, OFFLOADS | {"lr": 3e-2}),
     "optimizer": (sgd, {"optimizer": "sgd", "lr": 1e-2}),
 }
 BASE = {"lr": 1e-2, "weight_decay": 0.0, "clip_grad": 0.0}

@@ -10,7 +10,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from headrace.errors import ConfigError
 from services.trainer.megatron.layers import SegmentAttention, SegmentedRow, transformer_engine_row
 from services.trainer.plan.rows import Rows, RowSegment
 
@@ -29,11 +28,14 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """[T, heads, d] each, `seen` [T, T], to [T, heads * d]."""
     key, value = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, SIZE, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :SIZE]
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
@@ -64,11 +66,35 @@ def test_a_segment_sees_its_prefix_and_itself(value_width: int) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_what_it_cannot_compute_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attends within a window of \(8, 0\): that needs Transformer Engine"):
-        SegmentAttention(config(window_size=(8, 0)), 1)
-    with pytest.raises(ConfigError, match="softmax_type learnable needs Transformer Engine"):
-        SegmentAttention(config(softmax_type="learnable"), 1)
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_window_counts_the_prefix_and_a_sink_takes_weight_from_what_is_seen(layer: int, softmax_type: str) -> None:
+    """Layer 1 has the window; a sink is one more logit, without a value."""
+    torch.manual_seed(0)
+    before = 3
+    changes = {"window_size": (before, 0), "window_attn_skip_freq": [1, 0], "softmax_type": softmax_type}
+    attention = SegmentAttention(config(**changes), layer, softmax_scale=0.3)
+    inputs = [random(SIZE, HEADS, WIDTH), random(SIZE, GROUPS, WIDTH), random(SIZE, GROUPS, WIDTH)]
+    sinks = None
+    if softmax_type == "learnable":
+        sinks = random(HEADS)
+        attention.softmax_offset = torch.nn.Parameter(sinks.detach())
+    found = attention(*inputs, None, packed_seq_params=SegmentedRow(segments=ROW))
+    seen = seen_in(ROW)
+    if layer == 1:
+        seen &= seen.flip(1).cumsum(1).flip(1) <= before + 1  # the last that are seen
+    query, key, value = inputs
+    expected = dense(query, key, value, seen, 0.3, sinks)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    mine = [*inputs, *attention.parameters()]
+    theirs = [*inputs, *([] if sinks is None else [sinks])]
+    for one, other in zip(
+        *(torch.autograd.grad(o, i, upstream) for o, i in ((found, mine), (expected, theirs))), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    padded = attention(*(each[:5, None] for each in inputs), None)
+    torch.testing.assert_close(padded[:, 0], expected[:5])
 
 
 def test_transformer_engine_gets_the_bounds_of_the_samples() -> None:

@@ -28,7 +28,7 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3")
+FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tied": True},
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
@@ -50,10 +50,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "qwen3_next@sp2": (2, SP2),
     "deepseek_v3@pp2": (2, PP2),
+    "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
-    FAMILIES += ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "moonlight", "kimi_k2")
+    FAMILIES += ("qwen2_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "moonlight", "kimi_k2")
     RUNS |= {
         "llama@tp2": (2, TP2),
         "qwen2_moe@sp2": (2, SP2),
@@ -62,6 +63,8 @@ if ALL:
         "qwen3_moe@vpp2": (2, VPP2),
         "qwen3_next@pp2": (2, PP2),
         "qwen3_next@ep2": (2, EP2 | SHARDED),
+        "qwen3_5@tp2": (2, TP2),
+        "qwen3_5_moe@ep2": (2, EP2),
         "glm4@tp2": (2, TP2),
         "moonlight@ep2": (2, EP2),
         "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
@@ -71,6 +74,8 @@ if ALL:
         "glm4_moe_lite@pp2": (2, PP2),
         "deepseek_v3@ep2": (2, EP2),
         "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+        "gpt_oss@pp2": (2, PP2),
+        "gpt_oss@ep2": (2, EP2 | SHARDED),
         "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
         "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     }
@@ -83,7 +88,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         make_tiny(folder / family, family, **SHAPES.get(family, {}))
     if ALL:
-        add_mtp_layer(folder / "glm4_moe", 3)
+        add_mtp_layer(folder / "glm4_moe", "model.layers.3")
+    add_mtp_layer(folder / "qwen3_next", "mtp.layers.0")
     make_fp8(folder / "qwen3", folder / "fp8")
     balancing = {"moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0}
     alone: dict[str, tuple[int, dict[str, Any]]] = {f"{family}@alone": (1, {}) for family in (*FAMILIES, "fp8")}

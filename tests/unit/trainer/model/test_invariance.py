@@ -32,8 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_next@cp2": (2, CP2),
     "deepseek_v3@alone": (1, {}),
     "deepseek_v3@cp2": (2, CP2),
+    "gpt_oss@alone": (1, {}),
+    "gpt_oss@cp2": (2, CP2),
 }
-"""Dense, with experts, with experts and linear attention, and with experts and latent attention."""
+"""Dense, with experts, and with experts and linear attention, latent attention, or windows and sinks."""
 if ALL:
     LAYOUTS |= {
         "qwen3@tp2": (2, TP2),

@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import AlreadyExists, ConfigError
+from headrace.job.model import adapted_layers
 from headrace.job.schema.training import LoraSection
 from headrace.models.family import HfTensor
-from headrace.models.registry import read_architecture, table
-from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, write_peft
+from headrace.models.registry import read_architecture
+from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, PeftFolder, scale_of, write_peft
+from tests.support.models.adapters import Merged, make_adapters
 from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_vision import make_tiny_vision, vision_network
+from tests.support.ranks.rank_results import network
 
 LORA = LoraSection(lora_rank=4, lora_alpha=16.0, lora_target_modules=("q_proj", "down_proj"))
 WEIGHT = HfTensor("model.layers.0.self_attn.q_proj.weight", (128, 64))
@@ -38,32 +42,62 @@ def model(tmp_path: Path) -> Path:
 
 
 def _targets(model: Path) -> list[HfTensor]:
-    names = [f"{name}.weight" for name in LORA.lora_target_modules]
-    return [t for t in table(read_architecture(model)).tensors() if ".".join(t.name.split(".")[-2:]) in names]
+    return adapted_layers(read_architecture(model), LORA.lora_target_modules)
 
 
-def _written(model: Path, folder: Path) -> Path:
+def _folder(model: Path, folder: Path, lora: LoraSection = LORA) -> PeftFolder:
+    return PeftFolder(folder, read_architecture(model), lora)
+
+
+def _written(model: Path, folder: Path, lora: LoraSection = LORA) -> Path:
     matrices = {}
     for tensor in _targets(model):
         layer = tensor.name.removesuffix(".weight")
         pair = InitialPairs(4, "gaussian", seed=3)(tensor)
         matrices |= {f"{layer}.lora_A.weight": pair.a, f"{layer}.lora_B.weight": torch.randn(pair.b.shape)}
-    write_peft(folder, model, LORA, LORA.lora_target_modules, matrices)
+    write_peft(folder, model, read_architecture(model), lora, matrices)
     return folder
 
 
-def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path, tmp_path: Path) -> None:
-    folder = _written(model, tmp_path / "adapters")
+@pytest.mark.parametrize(("lora_use_rslora", "scale"), [(False, 4.0), (True, 8.0)])
+def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(
+    model: Path, tmp_path: Path, lora_use_rslora: bool, scale: float
+) -> None:
+    lora = LORA.model_copy(update={"lora_use_rslora": lora_use_rslora})
+    folder = _written(model, tmp_path / "adapters", lora)
     network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
-    source = PeftFolder(folder, LORA, _targets(model))
+    source = _folder(model, folder, lora)
+    assert scale_of(lora) == scale
     for tensor in _targets(model):
         layer = network.get_submodule(f"base_model.model.{tensor.name.removesuffix('.weight')}")
         pair = source(tensor)
         assert torch.equal(pair.a, layer.lora_A.default.weight)
         assert torch.equal(pair.b, layer.lora_B.default.weight)
-        assert layer.scaling == {"default": 4.0}
+        assert layer.scaling == {"default": scale}
     with pytest.raises(AlreadyExists, match="name another folder"):
         _written(model, folder)
+
+
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("qwen3_moe", ("all-linear",)), ("deepseek_v3", LATENT), ("qwen2_5_vl", ("all-linear",))],
+)
+def test_peft_finds_experts_latents_and_a_decoder_beside_a_tower(
+    tmp_path: Path, family: str, words: tuple[str, ...]
+) -> None:
+    """Its logits are those of the model with the adapters added."""
+    is_vision, lora = family == "qwen2_5_vl", LoraSection(lora_rank=4, lora_alpha=6.0, lora_target_modules=words)
+    model = make_tiny_vision(tmp_path / family) if is_vision else make_tiny(tmp_path / family, family)
+    folder, load = make_adapters(model, tmp_path / "adapters", lora), vision_network if is_vision else network
+    tokens = torch.tensor([[5, 17, 256, 40, 8, 99]])
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(load(model), folder).double().eval()(tokens).logits
+        expected = Merged.of(load(model), model, folder, lora, 1.5).network(tokens).logits
+        assert not torch.allclose(expected, load(model)(tokens).logits, atol=1e-2)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +107,7 @@ def test_what_is_written_is_what_peft_reads_and_what_lora_load_reads(model: Path
         ({"peft_type": "LOHA"}, "peft_type is LOHA there"),
         ({"bias": "all"}, "bias is all there and none here"),
         ({"use_dora": True}, "use_dora is set"),
+        ({"use_rslora": True}, "use_rslora is True there and False here: pass --lora-use-rslora"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
     ],
@@ -82,21 +117,20 @@ def test_adapters_of_another_form_are_refused(model: Path, tmp_path: Path, chang
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ConfigError, match=said):
-        PeftFolder(folder, LORA, _targets(model))
+        _folder(model, folder)
 
 
 def test_adapters_of_other_layers_or_shapes_are_refused(model: Path, tmp_path: Path) -> None:
-    folder, targets = _written(model, tmp_path / "adapters"), _targets(model)
-    with pytest.raises(ConfigError, match=r"it lacks 0 .* and has 2 more"):
-        PeftFolder(folder, LORA, targets[:-1])
-    with pytest.raises(ConfigError, match="it lacks 2 .*k_proj"):
-        PeftFolder(folder, LORA, [*targets, HfTensor("model.layers.0.self_attn.k_proj.weight", (64, 64))])
+    folder, weight = _written(model, tmp_path / "adapters"), _targets(model)[0]
+    for words, said in ((("q_proj",), r"it lacks 0 .* and has 4 more"), (("q_proj", "down_proj", "k_proj"), "lacks 4")):
+        with pytest.raises(ConfigError, match=said):
+            _folder(model, folder, LORA.model_copy(update={"lora_target_modules": words}))
     tensors = load_file(folder / WEIGHTS)
     name = next(name for name in tensors if "q_proj.lora_A" in name)
     for wrong in (torch.zeros(4, 32), torch.full((4, 64), float("nan")), torch.zeros(4, 64, dtype=torch.int32)):
         save_file(tensors | {name: wrong}, folder / WEIGHTS)
         with pytest.raises(ConfigError, match="must be finite numbers of shape"):
-            PeftFolder(folder, LORA, targets)(targets[0])
+            _folder(model, folder)(weight)
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"[" * 100_000])
@@ -104,8 +138,8 @@ def test_a_folder_that_is_damaged_is_refused(model: Path, tmp_path: Path, conten
     folder = _written(model, tmp_path / "adapters")
     (folder / CONFIG).write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
-        PeftFolder(folder, LORA, _targets(model))
+        _folder(model, folder)
     _written(model, tmp_path / "others")
     (tmp_path / "others" / WEIGHTS).write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
-        PeftFolder(tmp_path / "others", LORA, _targets(model))
+        _folder(model, tmp_path / "others")

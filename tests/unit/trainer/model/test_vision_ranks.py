@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from headrace.images import IMAGE_GRIDS, PIXEL_VALUES
-from headrace.trajectory import Sample
 from tests.long_forms import ALL
-from tests.support.models.tiny_vision import make_tiny_vision
+from tests.support.models.float64_reference import log_probs_of
+from tests.support.models.tiny_vision import make_tiny_vision, vision_network
 from tests.support.ranks.rank_results import metrics, weights
 from tests.support.ranks.ranks import run_cases
-from tests.support.ranks.vision_cases import IMAGE, VisionCase, samples
+from tests.support.ranks.vision_cases import VisionCase, samples
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -52,13 +49,15 @@ def test_log_probs_with_images_are_those_of_transformers(runs: Path, run: str) -
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_the_language_part_that_transformers_has(runs: Path) -> None:
-    model = _network(runs / "model")
+    model = vision_network(runs / "model")
     every = samples()
     total = torch.zeros((), dtype=torch.float64)
     for sample in every:
         rewards = torch.tensor([s.reward for s in every if s.group_id == sample.group_id], dtype=torch.float64)
         advantage = (float(sample.reward or 0.0) - rewards.mean()) / (rewards.std() + 1e-6)
-        ratio = (_log_probs(model, sample) - torch.from_numpy(sample.rollout_log_probs).double()).exp()
+        ratio = (
+            log_probs_of(model, sample, temperature=1.0) - torch.from_numpy(sample.rollout_log_probs).double()
+        ).exp()
         loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
         mask = torch.from_numpy(sample.loss_mask).double()
         total = total + (loss * mask).sum() / mask.sum() / len(every)
@@ -93,28 +92,8 @@ def test_an_export_has_the_tower_as_it_was_and_transformers_computes_what_the_tr
 
 
 def _assert_log_probs(path: Path, folder: Path) -> None:
-    model = _network(folder)
+    model = vision_network(folder)
     for row, sample in zip(json.loads(path.read_text()), samples(), strict=True):
         with torch.no_grad():
-            expected = _log_probs(model, sample)
+            expected = log_probs_of(model, sample, temperature=1.0)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=2e-5), sample.sample_id
-
-
-def _network(folder: Path) -> Any:
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
-    ).eval()
-
-
-def _log_probs(model: Any, sample: Sample) -> Tensor:
-    tokens, start = torch.from_numpy(sample.tokens).long(), sample.prompt_length
-    given: dict[str, Tensor] = {}
-    if PIXEL_VALUES in sample.columns:
-        given = {
-            "pixel_values": torch.from_numpy(sample.columns[PIXEL_VALUES]).double(),
-            "image_grid_thw": torch.from_numpy(sample.columns[IMAGE_GRIDS]),
-            "mm_token_type_ids": (tokens[None] == IMAGE).int(),
-        }
-    table = model(tokens[None], **given).logits[0, start - 1 : -1].log_softmax(-1)
-    found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
-    return found

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.job.schema.training import TrainSection
-from headrace.models.registry import read_architecture
+from headrace.models.registry import architecture, read_architecture
 from headrace.trajectory import Status
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import ModelFlops, Planner, StepPlan, cost_of
 from services.trainer.plan.rows import Packing, row_tokens
 from services.trainer.rl.algorithms.numerics import Reduction
-from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_families import make_tiny, tiny_config
 from tests.support.slime_micro_batches import slime_cut
 
 PACKINGS = get_args(Packing)
@@ -197,3 +197,14 @@ def test_data_ranks_are_balanced_by_tokens_of_prompt_and_response() -> None:
 def test_flops_count_attention_so_one_long_sample_costs_more_than_two_of_half_its_length(tmp_path: Path) -> None:
     flops = ModelFlops.of(read_architecture(make_tiny(tmp_path / "qwen3", "qwen3", tied=True)))
     assert flops.training([(2000, 1000)]) > 2.2 * flops.training([(1000, 500)])
+
+
+def test_flops_of_linear_attention_grow_with_the_tokens_alone() -> None:
+    config = tiny_config("qwen3_next")
+    linear, whole = (
+        ModelFlops.of(architecture(config | {"layer_types": [kind] * 2}))
+        for kind in ("linear_attention", "full_attention")
+    )
+    assert linear.per_pair == 0
+    assert whole.per_pair == 2 * 2 * 4 * 2 * 32
+    assert ModelFlops.of(architecture(config)).per_pair == whole.per_pair / 2

@@ -45,7 +45,7 @@ CONSTANT = 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
 WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
-HYBRID = "qwen3_next"
+MODELS = ("qwen3_next", "gpt_oss")
 RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
 
 
@@ -144,10 +144,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("algorithms")
     make_tiny(folder / "model", "qwen3", tied=True)
     make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
-    make_tiny(folder / HYBRID, HYBRID)
+    for name in MODELS:
+        make_tiny(folder / name, name)
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes")}):
         alone = [_case(folder, *item) for item in (ESTIMATORS | OTHERS).items()]
-        run_cases(folder, 1, [*alone, AlgorithmCase(HYBRID, str(folder), str(folder / HYBRID), {})])
+        run_cases(folder, 1, [*alone, *(AlgorithmCase(name, str(folder), str(folder / name), {}) for name in MODELS)])
     with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes-of-two")}):
         run_cases(folder, 2, [_case(folder, *item) for item in SPREAD_RUNS.items()])
     return folder
@@ -170,16 +171,17 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     _assert_loss_and_gradient(metrics(runs / name)[0], loss, network)
 
 
-def test_a_model_with_linear_attention_has_the_gradient_of_transformers(runs: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_other_kinds_of_attention_have_the_gradient_of_transformers(runs: Path, name: str) -> None:
     """Whose float64 has float32 in it, in norms and states."""
-    model = network(runs / HYBRID)
+    model = network(runs / name)
     answers = [Answer(model, model, sample) for sample in told(0) if sample.reward is not None]
     terms = [
         (a.mask * clipped(a, advantage)).sum() / a.mask.sum()
         for a, advantage in zip(answers, advantages_of("grpo", answers), strict=True)
         if a.mask.any()
     ]
-    _assert_loss_and_gradient(metrics(runs / HYBRID)[0], torch.stack(terms).sum() / len(answers), model)
+    _assert_loss_and_gradient(metrics(runs / name)[0], torch.stack(terms).sum() / len(answers), model)
 
 
 def _assert_loss_and_gradient(found: dict[str, float], loss: Tensor, model: Any) -> None:

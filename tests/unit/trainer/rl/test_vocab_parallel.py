@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from services.trainer.rl.algorithms import vocab_parallel
-from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.rl.algorithms.vocab_parallel import KeptTokens, log_probs_and_entropy
 
 TEMPERATURE = 0.7
 
@@ -34,6 +35,31 @@ def whole(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 
 def fused(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return log_probs_and_entropy(hidden, weight, target, TEMPERATURE, None)
+
+
+def kept_tokens() -> KeptTokens:
+    """Some tokens and the target each; position 0 keeps only tokens of the second half, 1 the whole vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    keeps = torch.rand(POSITIONS, VOCABULARY, generator=generator) < 0.4
+    keeps[0, :6] = False
+    keeps[torch.arange(POSITIONS), far_apart()[2]] = True
+    keeps[1] = False
+    return KeptTokens(*keeps.nonzero().T)
+
+
+def renormalised(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The textbook: softmax over all tokens, those that are not kept struck out, the others divided by their sum."""
+    kept = kept_tokens()
+    keeps = torch.zeros(len(hidden), VOCABULARY, dtype=torch.bool)
+    keeps[kept.positions, kept.ids] = True
+    keeps[kept.counts(len(hidden)) == 0] = True
+    p = (hidden @ weight.T / TEMPERATURE).softmax(-1) * keeps
+    p = p / p.sum(-1, keepdim=True)
+    return p.gather(-1, target[:, None])[:, 0].log(), -(p * torch.where(keeps, p, 1.0).log()).sum(-1)
+
+
+def fused_over_kept(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return log_probs_and_entropy(hidden, weight, target, TEMPERATURE, None, kept_tokens())
 
 
 def upstream(shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -61,6 +87,41 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch: pytest.Monke
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 26])
+def test_kept_tokens_alone_share_probability_entropy_and_gradient(
+    monkeypatch: pytest.MonkeyPatch, chunk_elements: int
+) -> None:
+    monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", chunk_elements)
+    hidden, weight, _ = example()
+    target = far_apart()[2]
+    found = values_and_gradients(fused_over_kept, hidden, weight, target)
+    for a, b in zip(found, values_and_gradients(renormalised, hidden, weight, target), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_over_kept_tokens_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", 30)
+    hidden, weight, _ = example()
+    target = far_apart()[2]
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: fused_over_kept(x, w, target), inputs)
+
+
+def test_a_token_outside_of_the_kept_ones_gets_no_gradient() -> None:
+    hidden, weight, target = example()
+    _, _, _, grad = values_and_gradients(
+        lambda x, w, t: log_probs_and_entropy(
+            x, w, t, TEMPERATURE, None, KeptTokens(torch.arange(POSITIONS).repeat(2), torch.cat((t, (t + 1) % 12)))
+        ),
+        hidden,
+        weight,
+        target,
+    )
+    untouched = sorted(set(range(VOCABULARY)) - {*target.tolist(), *((target + 1) % 12).tolist()})
+    assert untouched
+    assert not grad[untouched].any()
+
+
 def test_bfloat16_gives_float32_values_and_bfloat16_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", 30)
     log_probs, _, *gradients = values_and_gradients(fused, *example(torch.bfloat16))
@@ -76,9 +137,15 @@ def shard_of_rank(rank: int, address: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     hidden, weight, target = far_apart()
     share = weight.chunk(2)[rank]
-    found = values_and_gradients(
-        lambda x, w, t: log_probs_and_entropy(x, w, t, TEMPERATURE, dist.group.WORLD), hidden, share, target
-    )
+    found = [
+        values_and_gradients(
+            partial(log_probs_and_entropy, temperature=TEMPERATURE, group=dist.group.WORLD, kept=kept),
+            hidden,
+            share,
+            target,
+        )
+        for kept in (None, kept_tokens())
+    ]
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -95,10 +162,11 @@ def far_apart() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_two_ranks_with_half_the_vocabulary_each_agree_with_one_that_has_it_all(tmp_path: Path) -> None:
     spawn(shard_of_rank, args=(f"file://{tmp_path}/rendezvous", str(tmp_path)), nprocs=2)
-    expected = values_and_gradients(fused, *far_apart())
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for log_probs, entropy, *_ in ranks:
-        torch.testing.assert_close(log_probs, expected[0], rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(entropy, expected[1], rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(ranks[0][2] + ranks[1][2], expected[2], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(torch.cat([r[3] for r in ranks]), expected[3], rtol=1e-9, atol=1e-11)
+    both = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
+    for function, ranks in zip((fused, fused_over_kept), both, strict=True):
+        expected = values_and_gradients(function, *far_apart())
+        for log_probs, entropy, *_ in ranks:
+            torch.testing.assert_close(log_probs, expected[0], rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(entropy, expected[1], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(ranks[0][2] + ranks[1][2], expected[2], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.cat([r[3] for r in ranks]), expected[3], rtol=1e-9, atol=1e-11)
