@@ -9,14 +9,16 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.errors import ConfigError, FailedPrecondition, Unavailable
+from headrace.job.engine_shape import EngineShape
 from headrace.process.linux import runs
 from headrace.rpc.net import Address, free_port
-from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.engine.process import ExternalEngine
+from services.rollout.engine.fleet import EngineSlot, EngineState, Fleet, FleetTiming
+from services.rollout.engine.process import EngineNode, ExternalEngine
 from tests.long_forms import whole_run
 from tests.support.engines.contract import CONTRACT, EngineUnderTest
 from tests.support.fakes.fake_engine import FakeEngine
@@ -213,6 +215,48 @@ async def test_engines_start_on_another_machine_are_watched_and_end_with_the_fle
     finally:
         await fleet.stop()
     await fakes.until(lambda: not runs(second))
+
+
+def node_stand_in(log_dir: Path, node: EngineNode, host: str) -> GlooEngineProcess:
+    (log_dir / f"node-{os.getpid()}").write_text(f"{node.rank} {node.meets_at}")
+    return GlooEngineProcess(log_dir / f"engine-{os.getpid()}.log")
+
+
+@pytest.mark.skipif(not has_ray, reason="ray is not installed")
+@whole_run
+async def test_an_engine_of_two_machines_is_lost_with_one_of_them_and_comes_back_on_two(
+    cluster: Any, tmp_path: Path
+) -> None:
+    from services.rollout.engine.ray_engine import RayNodes, join_cluster
+
+    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    join_cluster()
+
+    def factory(_: int) -> RayNodes:
+        return RayNodes(lambda node: partial(node_stand_in, tmp_path, node), 2, 0)
+
+    def nodes() -> dict[int, tuple[str, str]]:
+        return {
+            int(path.name.removeprefix("node-")): tuple(path.read_text().split()) for path in tmp_path.glob("node-*")
+        }
+
+    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.2, max_restarts=1)
+    fleet = Fleet(1, lambda _: EngineSlot(EngineShape(2, nodes=2)), factory, RememberedRouting(), timing)
+    await fleet.start()
+    try:
+        (engine,) = fleet.engines
+        first = nodes()
+        assert sorted(rank for rank, _ in first.values()) == ["0", "1"]
+        assert len({meets_at for _, meets_at in first.values()}) == 1
+        os.kill(next(pid for pid, (rank, _) in first.items() if rank == "1"), signal.SIGKILL)
+        await FakeFleet(fleet, RememberedRouting()).until(
+            lambda: (engine.restarts, engine.state) == (1, EngineState.READY)
+        )
+        assert "on machine 1" in engine.trouble
+        assert not any(runs(pid) for pid in first), "the other machine's process ended with it"
+        assert sorted(rank for pid, (rank, _) in nodes().items() if pid not in first) == ["0", "1"]
+    finally:
+        await fleet.stop()
 
 
 @pytest.mark.parametrize(
