@@ -87,11 +87,10 @@ def _check_experts(architecture: Architecture, args: MegatronArgs) -> None:
             "--sequence-parallel: add it, or divide the experts alone: "
             f"--expert-model-parallel-size {tensor}"
         )
-    within = args.expert_tensor_parallel_size or tensor
-    if architecture.add_bias_linear and within > 1:
+    if architecture.add_bias_linear and (within or tensor) > 1:
         raise ConfigError(
-            f"{within} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
-            f"--expert-tensor-parallel-size 1 --expert-model-parallel-size {max(ranks, 2)}"
+            f"{within or tensor} tensor ranks in each expert: Megatron-core does not divide experts with biases: pass "
+            "--expert-tensor-parallel-size 1 with --expert-model-parallel-size 2 or more"
         )
 
 

@@ -133,17 +133,20 @@ class Migration:
         return None
 
     def _place(self, placement: PlacementSection) -> None:
-        """An engine is on one machine, and the engines have GPUs for one at least. Machines have addresses."""
+        """The engines have GPUs for one at least. Machines have addresses."""
         wanted, most = placement.rollout_num_gpus_per_engine, max(placement.actor_num_gpus_per_node, _GPUS_OF_A_MACHINE)
-        if wanted > most:
+        if wanted > most and placement.colocate:
+            note = "an engine that takes turns with ranks is on one machine"
             self.moved = [
-                Moved(setting.source, "changed", (_PER_ENGINE, str(most)), "an engine is on one machine here")
+                Moved(setting.source, "changed", (_PER_ENGINE, str(most)), note)
                 if _PER_ENGINE in setting.words
                 else setting
                 for setting in self.moved
             ]
+        elif wanted > most and "--num-gpus-per-node" not in self.words:
+            self.change("machines of an engine", "--num-gpus-per-node", str(most), note="the GPUs of a machine")
         if wanted > 1 and not placement.colocate and "--rollout-num-gpus" not in self.words:
-            gpus = str(min(wanted, most))
+            gpus = str(wanted)
             self.change("GPUs of the engines", "--rollout-num-gpus", gpus, note="one engine; give more for more")
         if placement.actor_num_nodes < 2:
             return

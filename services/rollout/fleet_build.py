@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
+from headrace.job.rules.machines import plan_on
 from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
@@ -33,7 +34,7 @@ from services.rollout.engine.process import (
 )
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
-from services.rollout.engine.slurm_engine import Allocation, engine_shares, slurm_engine
+from services.rollout.engine.slurm_engine import Allocation, slurm_engine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
 
@@ -105,7 +106,7 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: i
         return _ray_factory(options_of, log_dir)
     if job.placement.rollout_placement == "slurm" and job.asks_engines:
         allocation = Allocation.here(job.placement.num_gpus_per_node)
-        shares = engine_shares(job, allocation)
+        shares = plan_on(allocation.machines, job).engines[service * job.placement.num_engines :]
         return lambda number: slurm_engine(
             options_of(number), number, log_dir, shares[number], allocation, has_accelerator=has_accelerator
         )

@@ -106,8 +106,18 @@ def test_an_endless_taskset_is_exported_up_to_its_limit(tmp_path: Path) -> None:
 def test_a_taskset_trains_three_steps_with_a_real_engine(taskset: str, tmp_path: Path) -> None:
     """The example trains a fifth, additions."""
     shutil.copy(EXAMPLE / "job.toml", tmp_path)
-    small = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "3"]
-    words = ["env", "train", taskset, "job.toml", "--python", PYTHON, "--micro-batch-size", "6", *small]
+    python = os.path.abspath(PYTHON)
+    small = [
+        "--num-rollout",
+        "3",
+        "--rollout-batch-size",
+        "2",
+        "--n-samples-per-prompt",
+        "3",
+        "--micro-batch-size",
+        "6",
+    ]
+    words = ["env", "train", taskset, "job.toml", "--python", python, *small]
     headrace = [sys.executable, "-m", "headrace.cli.main"]
     assert subprocess.run([*headrace, *words], cwd=tmp_path).returncode == 0
     (run,) = (tmp_path / "runs").iterdir()

@@ -317,9 +317,13 @@ def cluster_plan(job: Job) -> DevicePlan | None:
     placement = job.placement
     if placement.rollout_placement == "local" or placement.num_gpus_per_node is None or not job.asks_engines:
         return None
-    parts = [*parts_of(job)] * job.services.rollout_services
-    most = placement.actor_num_nodes + sum(map(len, parts))
-    machines = [machine_of(f"machine {number}", placement.num_gpus_per_node) for number in range(most)]
+    most = placement.actor_num_nodes + sum(map(len, parts_of(job))) * job.services.rollout_services
+    return plan_on([machine_of(f"machine {number}", placement.num_gpus_per_node) for number in range(most)], job)
+
+
+def plan_on(machines: Sequence[Host], job: Job) -> DevicePlan:
+    """The trainer's ranks have the first GPUs of the first machines. Raises ConfigError when there are too few."""
+    placement, parts = job.placement, [*parts_of(job)] * job.services.rollout_services
     return plan_devices(machines, Wanted(placement.actor_num_nodes, placement.actor_num_gpus_per_node, parts))
 
 

@@ -57,9 +57,9 @@ class TrainSection(Section):
     """Samples in a row of the model: one, several, or several behind one prompt; absent: the fastest."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss that is minimised."""
-    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi"] | None = (
-        None
-    )
+    loss_mask_type: (
+        Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi", "gpt_oss"] | None
+    ) = None
     """Prompts are conversations whose assistant turns are trained; names the chat template's marks."""
     keep_earlier_thoughts: bool = False
     """Earlier turns of a conversation keep their thoughts; off: the chat template decides."""

@@ -31,11 +31,14 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "distill_qwen": ("<｜end▁of▁sentence｜>",),
     "deepseek": ("<｜end▁of▁sentence｜>",),
     "kimi": ("<|im_end|>",),
+    "gpt_oss": ("<|return|>", "<|call|>"),
 }
 """--loss-mask-type → the marks that end an assistant's turn, first the one that ends a conversation.
 
 GLM's assistants end a turn by naming who speaks next.
 """
+_READ_LATER: Mapping[str, str] = {"gpt_oss": "<|end|>"}
+"""What a template writes in earlier turns for the mark that ended them: the model reads it and does not write it."""
 _TOOL_SPEAKS_NEXT = "<|observation|>"
 _THINKING = (None, True, False)
 _USER: Message = {"role": "user", "content": "."}
@@ -94,6 +97,7 @@ class ChatMask:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._closings = _closings(tokenizer, family)
+        self._read_later = _READ_LATER.get(family)
         self._ending = re.compile(rf"(?:{'|'.join(map(re.escape, self._closings))})\s*\Z")
         self._templates = {
             tools: TracedTemplate(tokenizer, with_tools=tools, variables=variables) for tools in (False, True)
@@ -102,7 +106,8 @@ class ChatMask:
         self._sentinel = f"headrace{secrets.token_hex(16)}"
         self._keep_earlier_thoughts = keep_earlier_thoughts
         self._prompts = {role: self._prompts_behind(context) for role, context in _CONTEXTS.items()}
-        self._writes_reasoning = self._writes({"content": ".", "reasoning_content": self._sentinel})
+        fields = ("reasoning_content", "thinking")
+        self._reasoning = next((f for f in fields if self._writes({"content": ".", f: self._sentinel})), None)
         self._writes_thoughts = self._writes({"content": f"{_THINK}\n{self._sentinel}\n{_THINK_END}\n\n."})
         if keep_earlier_thoughts and not self._writes_thoughts and not self._opening_prompts("user"):
             raise ConfigError(
@@ -164,6 +169,10 @@ class ChatMask:
             return
         body = text[len(known) :]
         segments.add(known)
+        if self._read_later is not None and body.endswith(self._read_later):
+            segments.train(body.removesuffix(self._read_later))
+            segments.add(self._read_later)
+            return
         found = self._ending.search(body) if self._ending.search(ending) else None
         if found is None:
             segments.train(body, closing=self._closing_before_tools(calls))
@@ -221,8 +230,8 @@ class ChatMask:
         if name is None or not _is_assistant(message):
             return message
         rest = {key: value for key, value in message.items() if key not in _REASONING}
-        if self._writes_reasoning or not self._writes_thoughts:
-            return {**rest, "reasoning_content": message[name]}
+        if self._reasoning or not self._writes_thoughts:
+            return {**rest, self._reasoning or "reasoning_content": message[name]}
         return {**rest, "content": f"{_THINK}\n{message[name]}\n{_THINK_END}\n\n{message.get('content') or ''}"}
 
     def _dropped_thoughts(self, messages: Sequence[Message]) -> dict[int, _Thought]:
@@ -232,7 +241,7 @@ class ChatMask:
             content = message.get("content") or ""
             if not _is_assistant(message):
                 continue
-            if _is_said(message.get("reasoning_content")) and not self._writes_reasoning:
+            if _is_said(message.get("reasoning_content")) and not self._reasoning:
                 found[position] = _Thought(message["reasoning_content"].strip())
             elif _THINK_END in content and not self._writes_thoughts:
                 thought, mark, answer = content.partition(_THINK_END)

@@ -17,7 +17,7 @@ from headrace.process.child import Child
 from headrace.process.exit_status import meaning
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
-from headrace.rpc.net import Address, free_port
+from headrace.rpc.net import Address, free_port, resolved
 from services.rollout.engine import arguments, launch
 from services.rollout.engine.arguments import EngineOptions, NodeOptions
 from services.rollout.engine.client import EngineClient
@@ -179,6 +179,8 @@ class SglangProcess(ServerProcess):
         self.ranks_file = (node and node.ranks_file) or self._scratch.folder / "ranks"
         if node is None or not node.is_far:
             environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self.ranks_file}"
+        else:  # it would look for the way to the internet, and without one tell the others 0.0.0.0
+            environment["SGLANG_HOST_IP"] = str(resolved(Address(options.host, port))[0][4][0])
         starter = () if node is None else node.starter
         super().__init__(
             f"http://{Address(options.host, port)}",

@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.devices import ORDER, DeviceShare, Wanted, machine_of, plan_devices
+from headrace.devices import ORDER, DeviceShare, Host, machine_of
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.engine_shape import parts_of
-from headrace.job.schema.job import Job
 from headrace.rpc.net import Address, free_port
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.process import EngineNode, EngineProcess, NodesProcess, SglangProcess, node_log
@@ -27,10 +25,10 @@ _NODE = re.compile(r"^NodeName=(\S+).*?\sNodeAddr=(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Machines by name, with the address at which each is reached, and the GPUs of each."""
+    """Machines with their GPUs, and the address at which each is reached."""
 
+    machines: Sequence[Host]
     addresses: Mapping[str, str]
-    gpus_per_machine: int
 
     @classmethod
     def here(cls, num_gpus_per_node: int | None, environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -52,15 +50,8 @@ class Allocation:
                 f"`{' '.join(words)}` does not say where the allocation's machines are: {error}"
             ) from error
         counted = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_CPUS_ON_NODE") or os.cpu_count()
-        return cls(dict(_NODE.findall(said)), num_gpus_per_node or int(counted or 1))
-
-
-def engine_shares(job: Job, allocation: Allocation) -> Sequence[Sequence[DeviceShare]]:
-    """The machines of each engine and its GPUs there. Raises ConfigError when the allocation has too few."""
-    placement = job.placement
-    machines = [machine_of(name, allocation.gpus_per_machine) for name in allocation.addresses]
-    trainer = (placement.actor_num_nodes, placement.actor_num_gpus_per_node)
-    return plan_devices(machines, Wanted(*trainer, parts_of(job))).engines
+        addresses = dict(_NODE.findall(said))
+        return cls([machine_of(name, num_gpus_per_node or int(counted or 1)) for name in addresses], addresses)
 
 
 def slurm_engine(

@@ -12,6 +12,8 @@ import asyncio
 import datetime
 import math
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load_file
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 from headrace.rpc.net import free_port
 from services.rollout.engine.process import ServerProcess
@@ -37,12 +38,23 @@ class GlooEngine(FakeEngine):
     """Answers /weights_checker as SGLang does, from the tensors that came over the wire."""
 
     def __init__(
-        self, port: int | None = None, failpoint: Failpoint | None = None, *, token_seconds: float = 0.0
+        self,
+        port: int | None = None,
+        failpoint: Failpoint | None = None,
+        *,
+        token_seconds: float = 0.0,
+        num_ranks: int = 1,
     ) -> None:
         super().__init__(port=port, token_seconds=token_seconds)
         self._failpoint = failpoint
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._joined: dict[str, dist.ProcessGroup] = {}
+        self.of_ranks: Sequence[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
+        """Each rank receives and keeps all tensors: what a real one cuts, it cuts later."""
+        self._joined: dict[str, list[Any]] = {}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the first rank."""
+        return self.of_ranks[0]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         for kept in (self.calls, self.bodies, self.cache_keys):
@@ -64,46 +76,52 @@ class GlooEngine(FakeEngine):
 
     def _join(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body["group_name"]
-        store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=_TIMEOUT)
-        self._joined[name], _ = _new_process_group_helper(
-            body["world_size"],
-            body["rank_offset"],
-            [],
-            Backend("gloo"),
-            dist.PrefixStore(name, store),
-            group_name=name,
-            backend_options=None,
-            timeout=_TIMEOUT,
-        )
+        with ThreadPoolExecutor(len(self.of_ranks)) as ranks:
+            joins = [ranks.submit(_member, body, number) for number in range(len(self.of_ranks))]
+            self._joined[name] = [join.result() for join in joins]
         self.groups.add(name)
         return {"success": True}
 
     def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
         dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
-        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
+        groups = self._joined[body["group_name"]]
+        flats = [torch.zeros(sum(sizes), dtype=torch.uint8) for _ in groups]
         options = dist.BroadcastOptions()
         options.rootRank = 0
         if self._failpoint:
             self._failpoint.passes("bucket")
-        work = self._joined[body["group_name"]].broadcast([flat], options)
+        works = [group.broadcast([flat], options) for group, flat in zip(groups, flats, strict=True)]
         if self._failpoint:
-            while not flat[:64].any() and not work.is_completed():
+            while not flats[0][:64].any() and not works[0].is_completed():
                 pass  # what comes are weights: never zeros alone
             self._failpoint.passes("bytes")
-        work.wait(_TIMEOUT)
-        for name, part, dtype, shape in zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True):
-            self.tensors[name] = part.clone().view(dtype).view(shape)
+        for work, flat, tensors in zip(works, flats, self.of_ranks, strict=True):
+            work.wait(_TIMEOUT)
+            for name, part, dtype, shape in zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True):
+                tensors[name] = part.clone().view(dtype).view(shape)
         return {"success": True}
 
     def _load_tensors(self, body: dict[str, Any]) -> dict[str, Any]:
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
-        self.tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self.of_ranks = [dict(loaded) for _ in self.of_ranks]
         return {"success": bool(files)}
 
     def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
-        checksums = engine_checksums(stood_for(self.tensors)) or {"what it would have loaded": "0" * 16}
-        return {"success": True, "ranks": [{"checksums": checksums}]}
+        ranks = [
+            {"checksums": engine_checksums(stood_for(tensors)) or {"what it would have loaded": "0" * 16}}
+            for tensors in self.of_ranks
+        ]
+        return {"success": True, "ranks": ranks}
+
+
+def _member(body: dict[str, Any], number: int) -> dist.ProcessGroupGloo:
+    """A rank as SGLang joins with it: each has the engine's offset and its own number."""
+    name = body["group_name"]
+    store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=_TIMEOUT)
+    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    return dist.ProcessGroupGloo(prefixed, body["rank_offset"] + number, body["world_size"], _TIMEOUT)
 
 
 class GlooEngineProcess(ServerProcess):

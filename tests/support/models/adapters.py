@@ -77,8 +77,15 @@ class Merged:
 def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The part of a transformers model's tensors that a checkpoint calls so."""
     if (match := _EXPERT.match(name)) is None:
-        return tensors[name] if name in tensors else tensors[name.replace("model.", "model.language_model.", 1)]
+        return _called(tensors, name)
     layer, expert, kind = match.groups()
     if kind == "down":
-        return tensors[f"{layer}.down_proj"][int(expert)]
-    return tensors[f"{layer}.gate_up_proj"][int(expert)].chunk(2)[kind == "up"]
+        return _called(tensors, f"{layer}.down_proj")[int(expert)]
+    return _called(tensors, f"{layer}.gate_up_proj")[int(expert)].chunk(2)[kind == "up"]
+
+
+def _called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A decoder beside a vision tower is the model's own in a model of text alone."""
+    alone = name.replace("model.language_model.", "model.", 1)
+    beside = alone.replace("model.", "model.language_model.", 1)
+    return next(tensors[each] for each in (name, alone, beside) if each in tensors)

@@ -10,7 +10,7 @@ class ReasoningData(vf.TaskData):
 
 class ReasoningTask(vf.Task[ReasoningData]):
     @vf.reward(weight=1.0)
-    async def score(self, trace: vf.Trace) -> float:
+    async def solved(self, trace: vf.Trace) -> float:
         entry = self.data.entry
         scorer = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
         return float(scorer(trace.last_reply.strip(), entry))

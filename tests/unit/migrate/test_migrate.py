@@ -11,6 +11,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job
@@ -165,7 +166,14 @@ def test_several_machines_ask_for_their_addresses(tmp_path):
     job = settled(tmp_path, "slime", slime_examples.SCRIPTS["minimax-m2"])
     assert job.placement.actor_num_nodes == 4
     assert job.services.rollout_address == "HOST-0:7002,HOST-1:7002,HOST-2:7002,HOST-3:7002"
-    assert job.placement.rollout_num_gpus_per_engine == 8, "16 in the script, and an engine is on one machine"
+    assert job.placement.rollout_num_gpus_per_engine == 8, "16 in the script, and it takes turns with ranks"
+
+
+def test_an_engine_that_has_gpus_of_its_own_keeps_its_machines(tmp_path):
+    script = slime_examples.SCRIPTS["minimax-m2"]
+    job = settled(tmp_path, "slime", script.replace("--colocate", ""))
+    assert job.placement.rollout_placement == "ray"
+    assert [(shape.devices, shape.nodes) for shape in engine_shapes(job)] == [(16, 2)]
 
 
 def test_a_setting_that_a_rule_refuses_is_listed_with_the_rule(tmp_path):

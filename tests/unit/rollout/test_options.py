@@ -265,6 +265,7 @@ OF_A_SERVER: Readers = {
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
     "rollout_placement": "tests/unit/rollout/engine/test_fleet.py: building its parts joins a Ray cluster",
+    "num_gpus_per_node": "tests/unit/rollout/engine/test_slurm_engine.py: building its parts needs an allocation",
 }
 """Options that the service reads and this table does not compare, with the test that shows them."""
 OF_OTHERS = {
@@ -276,6 +277,7 @@ OF_OTHERS = {
     "rm_type": "of an evaluation's request",
     "reward_parts": "of a sample",
     "master_port": "of a publication",
+    "node_rank": "of an engine's machine",
     "vocab_size": "of config.json",
 }
 """Attributes of something else that have an option's name."""

@@ -17,6 +17,7 @@ _DEEPSEEK_TOOLS = tuple(
     f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+_HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
 
@@ -40,6 +41,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "llama3": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "llama3.1": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "kimi_k2": ChatModel("kimi", _KIMI),
+    "gpt_oss": ChatModel("gpt_oss", _HARMONY),
     "smollm2": ChatModel("qwen"),
 }
 

@@ -220,7 +220,8 @@ import json, os, sys, tempfile, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://")).write_text("ranks meet here")
+if file := os.environ.get("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"):
+    Path(file.removeprefix("file://")).write_text("ranks meet here")
 tempfile.NamedTemporaryFile(delete=False)  # as SGLang does for its sockets
 if sys.argv[2] == "fails":
     sys.exit(3)

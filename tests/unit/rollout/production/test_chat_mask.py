@@ -28,9 +28,15 @@ Messages = list[dict[str, Any]]
 
 NAMES = sorted(CHAT_MODELS)
 OPENS_A_THOUGHT = "deepseek_r1_distill_qwen"  # whose prompts always open one, which its template drops later
-NO_THOUGHT = {OPENS_A_THOUGHT: "\n</think>\n\n", "glm4.5": "\n<think></think>\n", "glm4.6": "\n<think></think>\n"}
+FINAL = "<|channel|>final<|message|>"
+NO_THOUGHT = {
+    "gpt_oss": FINAL,
+    OPENS_A_THOUGHT: "\n</think>\n\n",
+    "glm4.5": "\n<think></think>\n",
+    "glm4.6": "\n<think></think>\n",
+}
 """What a model writes before an answer that it has not thought about, behind a prompt that does not say so."""
-WITH_TOOLS = sorted(set(NAMES) - {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen"})
+WITH_TOOLS = sorted(set(NAMES) - {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen", "gpt_oss"})
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
 
@@ -65,6 +71,8 @@ def said(name: str, content: str) -> str:
 
 def stop(name: str, following: str | None = None) -> str:
     family = CHAT_MODELS[name].family
+    if family == "gpt_oss" and following is not None:
+        return ""  # an earlier turn ends as the model reads it, and not as it writes it
     return "<|observation|>" if family == "glm4" and following == "tool" else FAMILIES[family][0]
 
 
@@ -183,6 +191,21 @@ def test_keep_earlier_thoughts_trains_those_of_every_turn() -> None:
     assert kept == "\n<think>first</think>\none<|user|>\n<think>second</think>\ntwo<|user|>"
 
 
+def test_a_thought_of_gpt_oss_is_a_message_of_its_own_in_the_last_turn() -> None:
+    messages = [user("a"), assistant("one", reasoning_content="first"), user("b"), assistant("two", thinking="second")]
+    thought = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant" + FINAL
+    last = thought.format("second") + "two<|return|>"
+    assert trained("gpt_oss", messages) == FINAL + "one" + last
+    kept = trained("gpt_oss", messages, keep_earlier_thoughts=True)
+    assert kept == thought.format("first") + "one<|return|>" + last
+
+
+def test_a_conversation_with_calls_of_tools_is_refused_where_the_template_hides_its_turns() -> None:
+    messages = [user("1 + 2?"), assistant("", tool_calls=[CALL]), tool("3"), assistant("It is 3.")]
+    with pytest.raises(InvalidArgument, match="the chat template refused it"):
+        trained("gpt_oss", messages, [{"function": CALL["function"] | {"description": "Adds."}}])
+
+
 def test_a_tokenizer_of_another_family_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no token for any of <\|eot_id\|>.*--loss-mask-type llama3 is of another"):
         ChatMask(make_chat_tokenizer("qwen3"), "llama3")
@@ -230,6 +253,8 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
     answers = [f"{unthought}The answer is 3.{stop}", f"{unthought}7{stop}" if cuts_blanks else f"\n7{stop}"]
     if name == "deepseek_r1_distill_qwen":  # whose prompts open a thought
         answers = [f"\n</think>\n\n\n7{stop}"]
+    if name == "gpt_oss":
+        answers = [f"{FINAL}The answer is 3.", f"{FINAL}\n7{stop}"]
     if name == "qwen3.5":
         answers = answers[1:]
     assert texts == answers

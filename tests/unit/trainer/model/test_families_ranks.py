@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "qwen3_next@sp2": (2, SP2),
     "deepseek_v3@pp2": (2, PP2),
-    "gpt_oss@sp2": (2, SP2 | {"expert_tensor_parallel_size": 1}),
+    "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
@@ -76,7 +76,6 @@ if ALL:
         "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "gpt_oss@pp2": (2, PP2),
         "gpt_oss@ep2": (2, EP2 | SHARDED),
-        "gpt_oss@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
         "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     }

@@ -35,6 +35,7 @@ TARGETS = {
     "qwen3": ["all-linear"],
     "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
     "glm4": ["all-linear"],
+    "gpt_oss": ["all-linear"],
 }
 RANK, ALPHA = 4, 6
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -61,6 +62,7 @@ if ALL:
         "llama@tp2": (2, TP2),
         "glm4@alone": (1, {}),
         "glm4@tp2": (2, TP2),
+        "gpt_oss@alone": (1, {}),
     }
     OTHERS |= {
         "kaiming@tp2": (2, TP2, ONE_STEP, {"lora_load": None}),
@@ -123,7 +125,7 @@ def _adapters(model: Path, folder: Path, targets: list[str]) -> None:
 
 
 def _of_peft(runs: Path, family: str) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(runs / family, dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(runs / family, dtype=torch.float64, experts_implementation="eager")
     return PeftModel.from_pretrained(base, runs / f"{family}-adapters", is_trainable=True).double().eval()
 
 
