@@ -210,6 +210,13 @@ def _engine_shapes(job: Job) -> None:
                 f"colocate with engine {number} on {shape.nodes} machines: a machine's engines take turns with its own "
                 "ranks. Choose engines of one machine with --rollout-num-gpus-per-engine, or leave --colocate out"
             )
+        are_here = job.placement.rollout_placement == "local" and not job.placement.rollout_external_engine_addrs
+        if shape.nodes > 1 and shape.dp_size > 1 and are_here:
+            raise ConfigError(
+                f"--sglang-dp-size {shape.dp_size} with engine {number} as {shape.nodes} processes of this machine: "
+                "SGLang opens the same ports for each of them. Pass --rollout-placement slurm or ray, or leave "
+                "--sglang-nnodes out"
+            )
         is_sent = job.publish.update_weight_transport == "collective" and not job.debug.debug_rollout_only
         if shape.pp_size > 1 and is_sent:
             raise ConfigError(

@@ -29,6 +29,9 @@ from tests.support.engine_stack import PROMPT, Stack, a_group, hugging_face_log_
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.models.tiny_model import make_tiny_qwen3
 
+_WITH_MEMORY_OF_ITS_OWN = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+"""Ranks that see the same shared memory are on one machine to SGLang, and meet at 127.0.0.1."""
+
 
 def job_of(folder: Path) -> Job:
     """One engine of a tensor rank on each of two machines."""
@@ -119,7 +122,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def _main(folder: Path, namespace: str, here: str, there: str) -> None:
     job = job_of(folder)
-    starter = ["ip", "netns", "exec", namespace]
+    starter = ["ip", "netns", "exec", namespace, "sh", "-c", _WITH_MEMORY_OF_ITS_OWN, "sh"]
     await story(job, on_two_hosts(job, folder, here=here, there=there, starter=starter), here)
 
 
