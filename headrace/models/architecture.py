@@ -39,8 +39,8 @@ class YarnRope:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
-    truncate: bool
-    """The range of frequencies that are mixed is widened to whole numbers."""
+    has_exact_range: bool
+    """The range of frequencies that are mixed is not widened to whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def yarn_rope(raw: Mapping[str, Any]) -> YarnRope | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
-        truncate=bool(rope.get("truncate", True)),
+        has_exact_range=not rope.get("truncate", True),
     )
 
 
@@ -275,7 +275,7 @@ def _require_whole_attention(raw: Mapping[str, Any]) -> None:
     windowed = [number for number, kind in enumerate(raw.get("layer_types") or ()) if kind != "full_attention"]
     if windowed or raw.get("use_sliding_window"):
         which = f"layer {windowed[0]} is {raw['layer_types'][windowed[0]]!r}" if windowed else "use_sliding_window true"
-        raise ConfigError(f"{which}: headrace trains full attention only")
+        raise ConfigError(f"{which}: headrace trains windows in gpt_oss only")
 
 
 def _is_swiglu(raw: Mapping[str, Any]) -> bool:

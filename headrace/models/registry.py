@@ -38,7 +38,7 @@ _IMAGES = (
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
-_WINDOWS = "it attends within windows, and headrace trains full attention only"
+_WINDOWS = "it attends within windows, which headrace trains in gpt_oss only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),

@@ -116,7 +116,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     if not raw.get("rope_interleave", True):
         raise ConfigError("rope_interleave false is not what Megatron-core computes in latent attention")
     rope = yarn_rope(raw)
-    if rope is not None and not rope.truncate:
+    if rope is not None and rope.has_exact_range:
         raise ConfigError("rope_scaling truncate false is not what Megatron-core computes in latent attention")
     latent = LatentAttention(
         q_lora_rank=raw["q_lora_rank"],

@@ -234,7 +234,7 @@ def _set_yarn(config: Any, rope: YarnRope) -> None:
     config.yarn_original_max_position_embeddings = rope.original_max_position_embeddings
     config.yarn_beta_fast, config.yarn_beta_slow = rope.beta_fast, rope.beta_slow
     config.yarn_mscale, config.yarn_mscale_all_dim = rope.mscale, rope.mscale_all_dim
-    config.yarn_correction_range_round_to_int = rope.truncate
+    config.yarn_correction_range_round_to_int = not rope.has_exact_range
 
 
 def _rope_factor(architecture: Architecture) -> float:

@@ -77,7 +77,8 @@ class SavedParts:
 def require_same_model(reader: CheckpointReader, here: Mapping[str, Any]) -> None:
     """Raises DataLoss that names facts in which two models differ; their tensors may have the same shapes."""
     saved, own = (_options(facts) for facts in (reader.scalars[_MODEL], here))
-    names = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    known = sorted((saved.keys() | own.keys()) - _NOT_TRAINED)
+    names = [name for name in known if not _is_same(saved.get(name), own.get(name))]
     if not names:
         return
     differences = "; ".join(f"{name} {_said(saved.get(name))} there, {_said(own.get(name))} here" for name in names[:5])
@@ -90,6 +91,17 @@ def require_same_model(reader: CheckpointReader, here: Mapping[str, Any]) -> Non
         f"the checkpoint is of another model: {differences}: resume with the --hf-checkpoint that it was saved with, "
         "or take its weights alone with --initial-megatron-checkpoint"
     )
+
+
+_NOT_TRAINED = frozenset({"kept", "num_mtp_layers"})
+"""Facts of what a checkpoint does not hold; the second is of earlier releases."""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """An earlier release did not save what no model of its own had: that is as unset as None, False and nothing."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_is_same(one.get(name), other.get(name)) for name in one.keys() | other.keys())
+    return bool((one or None) == (other or None))
 
 
 def _options(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Top-p and top-k in training: masks of engines and of the policy, against a float64 model that samples so.
 
-Responses are drawn from the model at temperature 0.8 with top_p 0.7 and top_k 30. One job gets the sets that they were
+Responses are drawn from the model at temperature 0.8 with top_p 0.11 and top_k 26. One job gets the sets that they were
 drawn from and the log-probs within them, as an engine returns them. Another gets log-probs of the whole vocabulary, and
 finds the sets itself.
 """
@@ -27,7 +27,7 @@ from tests.support.ranks.algorithm_cases import SentCase
 from tests.support.ranks.rank_results import metrics, network
 from tests.support.ranks.ranks import run_cases
 
-TEMPERATURE, TOP_P, TOP_K = 0.8, 0.7, 30
+TEMPERATURE, TOP_P, TOP_K = 0.8, 0.11, 26
 KEPT = {"keep_sampling_mask": True}
 
 
