@@ -187,7 +187,7 @@ def _numa_node(sys_bus: Path, bus_id: str) -> int | None:
 #
 # The trainer takes as many devices on each of the first machines, engines what is left. Devices of one NUMA node are
 # taken together, and an engine lies in one node wherever a node has room for it. An engine of several parts has each on
-# a machine of its own, where there are several machines. Pure: it knows no device but by name.
+# a machine of its own, where there are several machines. The plan is a pure function of names.
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class Turn:
             yield f"{self.text.removesuffix(self.answer.text)}{self.answer.spoken}"
 
     def said_behind(self, text: str, response: str) -> Sequence[Message]:
-        """What is said once a text goes on behind this turn and is answered: the messages up to here, and two more."""
+        """The conversation up to this turn as messages, for a later turn that continues the text."""
         before = self.said or (
             {"role": "user", "content": self.text.removesuffix(self.answer.text)},
             {"role": "assistant", "content": self.answer.plain},

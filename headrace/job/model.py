@@ -190,7 +190,7 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
     if a.attention_sinks:
         fields["softmax_type"] = "learnable"
     if a.windows:
-        fields["window_size"] = (a.windows.size - 1, 0)  # so many before it, and none behind it
+        fields["window_size"] = (a.windows.size - 1, 0)  # tokens before it, tokens after it
         fields["window_attn_skip_freq"] = [int(layer in a.windows.layers) for layer in range(a.num_layers)]
     if a.swiglu_limit is not None:
         fields |= {"activation_func_clamp_value": a.swiglu_limit, "glu_linear_offset": 1.0}

@@ -35,16 +35,15 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 # Short, so that a few positions are already in the part that YaRN stretches.
-_YARN = {
+_STRETCHED = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
     "factor": 4.0,
     "original_max_position_embeddings": 4096,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
 }
+_YARN = _STRETCHED | {"mscale": 1.0, "mscale_all_dim": 0.7}
 _SIGMOID_EXPERTS = {
     "moe_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -70,15 +69,7 @@ _GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 5,
     "swiglu_limit": 1.5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    },
+    "rope_parameters": _STRETCHED | {"truncate": False},
 }
 _DELTA_NET = {
     "head_dim": 32,
