@@ -503,7 +503,7 @@ def version_of(hook: RewardHook, digest: str, settings: str) -> str:
     return " ".join(filter(None, (hook.path, digest, settings)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CustomResult:
     """A reward, why there is none, or None from a scorer that abstains; the item's metadata if the function changed it.
 

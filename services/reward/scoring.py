@@ -351,8 +351,9 @@ class BatchScorer:
             return ScoreError(SCORER_ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
-        parts = reward if isinstance(reward, dict) else {}
+        parts: Mapping[str, float] = {}
         if isinstance(reward, dict):
+            parts = reward
             key = scorer.key or self._reward_key
             part = key or (scorer.builtin and scorer.builtin.part)
             if part not in reward:
@@ -362,10 +363,11 @@ class BatchScorer:
             reward = reward[part]
         try:
             for value in (reward, *parts.values()):
-                check_reward(f"a reward of scorer {scorer.name}", value)
-            to_json(result.metadata or {})
+                check_reward("a reward", value)
+            if result.metadata:
+                to_json(result.metadata)
         except InvalidArgument as error:
-            return ScoreError("SCORER_NOT_FINITE", error.message)
+            return ScoreError("SCORER_NOT_FINITE", f"scorer {scorer.name}: {error.message}")
         hook = scorer.hook
         version = version_of(hook, result.version, scorer.settings) if hook and result.version else scorer.version
         return Score(reward, scorer.name, version, parts, result.metadata)
