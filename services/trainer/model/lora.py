@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.model import adapted_layers, last_word, layer_name
+from headrace.job.model import adapted_layers, adapted_names, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
 from headrace.models.family import (
@@ -56,11 +56,12 @@ from headrace.models.family import (
     Sharding,
     Split,
 )
+from headrace.publication import TensorSpec
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Held
+from services.trainer.hugging_face.convert import Converter, Held, gathered
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.shards import ModelShard, cut
+from services.trainer.hugging_face.shards import ModelShard, cut, merge, split_dim
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
@@ -373,16 +374,11 @@ def write_peft(
 ) -> None:
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
     tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
-    config = _peft_config(base, lora, target_words(architecture, lora))
+    config = _peft_config(base, lora, adapted_names(architecture, lora.lora_target_modules))
     without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
-
-
-def target_words(architecture: Architecture, lora: LoraSection) -> list[str]:
-    """What peft calls the layers that have an adapter: q_proj and others."""
-    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, lora.lora_target_modules)})
 
 
 def _peft_config(base: Path, lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
@@ -416,6 +412,10 @@ class Adapters:
     """Every A and B with its place in the whole model; the keys end with lora_A.weight and lora_B.weight."""
     facts: Mapping[str, Any]
     """What a checkpoint of them says, as JSON has it."""
+    served: Mapping[str, Any]
+    """The adapter_config.json with which engines serve them."""
+    peft_name: Callable[[str], str]
+    """A shard's key → the name in peft's file."""
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
         """Returns what is added to each weight that leaves, in float32."""
@@ -424,6 +424,26 @@ class Adapters:
     def weights(self) -> dict[str, Tensor]:
         """The parameters by their keys in a checkpoint."""
         return {shard.key: shard.parameter for shard in self.shards}
+
+    def wholes(self, layout: Layout) -> dict[str, Tensor]:
+        """Collective over tensor ranks: this stage's whole matrices by their names in peft's file; none of experts."""
+        return {
+            self.peft_name(shard.key): merge(
+                shard.sharding, gathered(shard.parameter.detach(), layout.tp_group, shard.num_shards)
+            )[0].contiguous()
+            for shard in self.shards
+        }
+
+    def whole_specs(self) -> list[TensorSpec]:
+        """What `wholes` returns. Moves nothing."""
+        return [
+            TensorSpec(
+                self.peft_name(shard.key),
+                _whole_shape(shard),
+                str(shard.parameter.dtype).removeprefix("torch."),
+            )
+            for shard in self.shards
+        ]
 
     def fold_into(self, weights: Mapping[str, Tensor]) -> None:
         """Adds the adapters to the weights themselves, for good."""
@@ -437,6 +457,12 @@ class Adapters:
             for key, parameter in self.weights().items():
                 if key.endswith(".lora_B.weight"):
                     parameter.zero_()
+
+
+def _whole_shape(shard: ModelShard) -> tuple[int, ...]:
+    shape = list(shard.parameter.shape)
+    shape[split_dim(shard.sharding)] *= shard.num_shards
+    return tuple(shape)
 
 
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:
@@ -458,7 +484,13 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
             _put(adapter, _module(model, held), held)
             by_weight[held.name] = adapter
             shards += own
-    return Adapters(by_weight, shards, _facts(lora, target_words(architecture, lora)))
+    names = adapted_names(architecture, lora.lora_target_modules)
+    # Engines multiply by alpha / R, whatever use_rslora says.
+    served = _peft_config(Path(), lora, names) | {
+        "lora_alpha": scale_of(lora) * (lora.lora_rank or 0),
+        "use_rslora": False,
+    }
+    return Adapters(by_weight, shards, _facts(lora, names), served, partial(_peft_name, architecture=architecture))
 
 
 @dataclass(frozen=True, slots=True)
