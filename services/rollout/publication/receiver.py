@@ -269,9 +269,10 @@ class Receiver:
             await self._cleaned_up(publication)
 
     async def close(self, why: str = "the rollout service stops") -> None:
-        """Aborts an open publication."""
+        """Aborts an open publication, and waits for no request to give its adapter back."""
         if self.open_id:
             await self.abort(self.open_id, why)
+        await self.adapters.stop()
 
     def _transport(self, plan: Plan) -> Inbound:
         if plan.is_loaded:

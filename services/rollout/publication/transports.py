@@ -262,6 +262,12 @@ class AdapterInbound(DiskInbound):
         with contextlib.suppress(FailedPrecondition, InvalidArgument):
             await engine.client.unload_adapter(self.name_of(plan), seconds=_UNLOAD_SECONDS)
 
+    async def stop(self) -> None:
+        """The engines end too."""
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
     async def _unload(self, name: str) -> None:
         """A process that ended meanwhile has taken it along."""
         try:
