@@ -19,6 +19,7 @@ from headrace.job.rules.machines import (
 )
 from headrace.job.rules.production import (
     check_engine_machines,
+    check_engine_model,
     check_engine_ranks,
     check_images,
     check_lengths,
@@ -84,6 +85,8 @@ def _check_architecture(job: Job, scope: Scope) -> None:
     check_images(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)
+    if "rollout" in scope.services and job.asks_engines:
+        check_engine_model(job, found, scope)
     if job.model.model is not None and (other := differences(find(job.model.model), found)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "

@@ -184,7 +184,7 @@ class Converter:
     def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
         if is_torch_dist(folder):
             return TorchDistFolder(folder, self._architecture)
-        source = HfFolder(folder)
+        source = HfFolder(folder, self._architecture)
         check_names(source, self._architecture)
         return source
 
