@@ -14,9 +14,8 @@ from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.group import EndedLease, Group, GroupState, NewSample, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
-from services.buffer.ledger.state import LedgerState
+from services.buffer.ledger.state import Instant, LedgerEvent, LedgerState, Transaction
 from services.buffer.ledger.stream import ExpiryAction, StreamState
-from services.buffer.ledger.transaction import Instant, LedgerEvent, Transaction
 
 MAX_CHANGES = 1_024
 """How many groups one command expires, commits, deletes or rewinds before other commands run."""

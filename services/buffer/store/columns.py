@@ -26,11 +26,9 @@ from headrace.disk import sync
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from headrace.rpc.log import log
-from services.buffer.blocking import BlockingPool
+from services.buffer.blocking import BlockingPool, paced
 from services.buffer.ledger.group import Group, NewSample, SampleRecord
-from services.buffer.pace import paced
-from services.buffer.store.base import Damage
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0

@@ -28,8 +28,7 @@ from psycopg import sql
 from headrace import __version__
 from headrace.errors import ConfigError, FailedPrecondition, Fenced, RetryableError, Unavailable
 from headrace.rpc.log import log
-from services.buffer.store.base import Damage
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage
 from services.buffer.store.sql import Query, SqlStore, Statement, schema
 
 AWAY = (

@@ -13,7 +13,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import Fenced
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
-from services.buffer.store.kinds import open_store
+from services.buffer.build import open_store
 from services.buffer.store.postgres import PostgresStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
