@@ -51,6 +51,10 @@ ROUNDING = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 5e-5)
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {"resumed@ep2": (2, SHARDED)}
 if ALL:
     RUNS |= {
+        "llama@alone": (1, {}),
+        "mistral@alone": (1, {}),
+        "smollm3@alone": (1, {}),
+        "qwen2@alone": (1, {}),
         "qwen3@alone": (1, {}),
         "qwen3_moe@alone": (1, {}),
         "qwen3@tp2": (2, TP2),
