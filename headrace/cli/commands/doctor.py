@@ -22,8 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.arg_types import PATH, RUNS
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, RUNS, json_option, print_json
 from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
 from headrace.installed import EXTRAS

@@ -21,8 +21,17 @@ import click
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.arg_types import PATH, TEXT, Finite, Group, buffer_address_option, run_argument, stream_option
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import (
+    PATH,
+    TEXT,
+    Finite,
+    Group,
+    buffer_address_option,
+    json_option,
+    print_json,
+    run_argument,
+    stream_option,
+)
 from headrace.cli.runs import address_of, find_run
 from headrace.client.buffer import Buffer, BufferClient
 from headrace.client.open import open_buffer

@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.arg_types import PATH, RUNS
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, RUNS, json_option, print_json
 from headrace.cli.runs import find_run
 from headrace.cli.view.lines import evaluations, print_no_wrap
 from headrace.cli.view.run_view import sparkline

@@ -22,8 +22,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.kit.engine import ask_engine
-from headrace.hooks.kit.sglang_parser import tool_call_parser
-from headrace.hooks.kit.tool_call import ToolCall, divided_response, opens_thought
+from headrace.hooks.kit.tool_call import ToolCall, divided_response, opens_thought, tool_call_parser
 from headrace.hooks.sample import Sample
 from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.plain import plain
+from headrace.hooks.convert import plain
 from headrace.hooks.rollout.messages import (
     AddSamples,
     Ask,

@@ -13,12 +13,10 @@ from headrace.errors import Unavailable
 from headrace.hooks.args import HookArgs
 from headrace.hooks.generate import sendable
 from headrace.hooks.kit.conversation import Call, attach_tokens, calling
-from headrace.hooks.load import Hook
+from headrace.hooks.load import Hook, awaited, load_function, takes
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
-from headrace.hooks.rollout.evaluation import EvalData, eval_data
 from headrace.hooks.rollout.messages import HEADER, Ask, Order, Reply, packed
-from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
-from headrace.hooks.signature import awaited, load_function, takes
+from headrace.hooks.rollout.outputs import EvalData, RolloutFnEvalOutput, eval_data, eval_output, numbers, train_output
 from headrace.process.worker_main import Unreadable, decode_as
 
 ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
