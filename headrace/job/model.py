@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -18,7 +18,7 @@ from headrace.models.architecture import (
     YarnRope,
     is_same_setting,
 )
-from headrace.models.family import HfTensor, Row
+from headrace.models.family import HfTensor, Row, Transposed, TransposedGateUp
 from headrace.models.registry import table
 
 _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
@@ -327,14 +327,15 @@ _WEIGHT = ".weight"
 
 
 def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[HfTensor]:
-    """The weights of the layers that get an adapter, in the table's order: none of experts in one tensor, as in peft.
+    """The weights of the layers that get an adapter, out × in, in the table's order.
 
-    Raises ConfigError for a name that no layer has.
+    Experts that a checkpoint has in one tensor get one by their name alone, as in peft. Raises ConfigError for a name
+    that no layer has.
     """
     rows = [row for layer in range(architecture.num_layers) for row in table(architecture).layer(layer)]
-    linear = [tensor for row in rows if _is_linear(row) for tensor in row.hf if tensor.slot is None]
+    linear = [_out_in(tensor, row) for row in rows if _is_linear(row) for tensor in row.hf]
     if ALL_LINEAR in wanted:
-        return linear
+        return [tensor for tensor in linear if tensor.slot is None]
     known = {last_word(tensor.name) for tensor in linear}
     if unknown := sorted(set(wanted) - known):
         raise ConfigError(
@@ -342,6 +343,28 @@ def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[Hf
             f"{', '.join(sorted(known))}, or {ALL_LINEAR}"
         )
     return [tensor for tensor in linear if last_word(tensor.name) in wanted]
+
+
+_SERVED_BESIDE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Layers whose adapters SGLang serves beside the weights."""
+
+
+def adapted_names(architecture: Architecture, wanted: Sequence[str]) -> list[str]:
+    """What lora_target_modules calls the layers that get an adapter, and what peft calls them: q_proj and others."""
+    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, wanted)})
+
+
+def check_served_adapters(architecture: Architecture, wanted: Sequence[str]) -> None:
+    """Raises ConfigError for adapters that engines cannot serve beside their weights."""
+    for tensor in adapted_layers(architecture, wanted):
+        is_expert = "expert" in tensor.name
+        if is_expert or last_word(tensor.name) not in _SERVED_BESIDE:
+            raise ConfigError(
+                f"update_weight_transport adapter with an adapter on {layer_name(tensor.name)}: SGLang serves those of "
+                f"{', '.join(sorted(_SERVED_BESIDE))} outside of experts. Name layers with --lora-target-modules, or "
+                "leave --update-weight-transport out: engines then get merged weights",
+                field="update_weight_transport",
+            )
 
 
 def check_adapters(architecture: Architecture, args: MegatronArgs, wanted: Sequence[str]) -> None:
@@ -371,5 +394,9 @@ def last_word(tensor: str) -> str:
 
 
 def _is_linear(row: Row) -> bool:
-    """False for experts that a checkpoint has in one tensor: peft's form of their adapters is another."""
-    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron and row.hf[0].name.endswith(_WEIGHT)
+    return row.megatron.endswith(_WEIGHT) and ".linear_" in row.megatron
+
+
+def _out_in(tensor: HfTensor, row: Row) -> HfTensor:
+    is_transposed = isinstance(row.sharding, Transposed | TransposedGateUp)
+    return replace(tensor, shape=tensor.shape[::-1]) if is_transposed else tensor

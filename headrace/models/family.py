@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from headrace.models.architecture import Architecture, Experts, LatentAttention, LinearAttention
@@ -70,6 +71,10 @@ class TransposedGateUp:
 Sharding = Replicated | Split | GateUp | FusedGateUp | QueryKeyValue | Sections | Transposed | TransposedGateUp
 
 
+Stacks = Sequence[tuple[str, Sharding]]
+"""The tensors of a folder that stacks a layer's experts: of gate and up, of down. Empty for a family that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     """A tensor of the Hugging Face checkpoint, or one of the experts' in a tensor that holds those of a layer."""
@@ -101,6 +106,8 @@ class Row:
     sharding: Sharding
     expert: int | None = None
     """The expert that it is a part of; its Megatron name then has {expert}, counted within the rank."""
+    stack: Row | None = None
+    """Its row in a folder that has a layer's experts in one tensor. Such folders are read, never written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +245,7 @@ def mlp(a: Architecture, megatron: str, hf: str, width: int, expert: int | None 
     ]
 
 
-def mixture(a: Architecture, experts: Experts, hf: str) -> list[Row]:
+def mixture(a: Architecture, experts: Experts, hf: str, stacks: Stacks = ()) -> list[Row]:
     """Router, shared experts and experts, in the order of the experts."""
     gate = (experts.count, a.hidden_size)
     rows = [one("mlp.router.weight", f"{hf}.mlp.gate.weight", gate, Replicated())]
@@ -253,11 +260,20 @@ def mixture(a: Architecture, experts: Experts, hf: str) -> list[Row]:
         rows.append(one("mlp.shared_experts.gate_weight", f"{hf}.mlp.shared_expert_gate.weight", gate, Replicated()))
     for expert in range(experts.count):
         name = f"{hf}.mlp.experts.{expert}"
-        rows += mlp(a, "mlp.experts.local_experts.{expert}", name, experts.ffn_hidden_size, expert)
+        parts = mlp(a, "mlp.experts.local_experts.{expert}", name, experts.ffn_hidden_size, expert)
+        rows += [_with_stack(*each, f"{hf}.mlp.experts", experts.count) for each in zip_longest(parts, stacks)]
     return rows
 
 
-def decoder(a: Architecture, name: str = "model") -> Table:
+def _with_stack(row: Row, stack: tuple[str, Sharding] | None, hf: str, count: int) -> Row:
+    if stack is None:
+        return row
+    name, sharding = stack
+    shape = (sum(tensor.shape[0] for tensor in row.hf), *row.hf[0].shape[1:])
+    return replace(row, stack=replace(row, hf=(HfTensor(f"{hf}.{name}", shape, row.expert, count),), sharding=sharding))
+
+
+def decoder(a: Architecture, name: str = "model", stacks: Stacks = ()) -> Table:
     """Pre-norm layers of attention and MLP, each of the kind that the architecture says."""
 
     def mixer(number: int, hf: str) -> list[Row]:
@@ -267,12 +283,12 @@ def decoder(a: Architecture, name: str = "model") -> Table:
 
     def layer(number: int) -> Sequence[Row]:
         hf = f"{name}.layers.{number}"
-        mixed = a.experts is not None and a.experts.in_layer(number)
+        mixed = a.experts if a.experts and a.experts.in_layer(number) else None
         return [
             norm("input_layernorm", f"{hf}.input_layernorm", a.hidden_size),
             *mixer(number, hf),
             norm("pre_mlp_layernorm", f"{hf}.post_attention_layernorm", a.hidden_size),
-            *(mixture(a, a.experts, hf) if a.experts and mixed else mlp(a, "mlp", f"{hf}.mlp", a.ffn_hidden_size)),
+            *(mixture(a, mixed, hf, stacks) if mixed else mlp(a, "mlp", f"{hf}.mlp", a.ffn_hidden_size)),
         ]
 
     return Table(embedding(a, name), layer, head(a, name), a.num_layers)

@@ -202,6 +202,10 @@ def _engine_groups(job: Job) -> None:
         )
 
 
+def _are_here(job: Job) -> bool:
+    return job.placement.rollout_placement == "local" and not job.placement.rollout_external_engine_addrs
+
+
 def _engine_shapes(job: Job) -> None:
     """What engines of several machines or stages cannot do."""
     for number, shape in enumerate(engine_shapes(job)):
@@ -210,8 +214,7 @@ def _engine_shapes(job: Job) -> None:
                 f"colocate with engine {number} on {shape.nodes} machines: a machine's engines take turns with its own "
                 "ranks. Choose engines of one machine with --rollout-num-gpus-per-engine, or leave --colocate out"
             )
-        are_here = job.placement.rollout_placement == "local" and not job.placement.rollout_external_engine_addrs
-        if shape.nodes > 1 and shape.dp_size > 1 and are_here:
+        if shape.nodes > 1 and shape.dp_size > 1 and _are_here(job):
             raise ConfigError(
                 f"--sglang-dp-size {shape.dp_size} with engine {number} as {shape.nodes} processes of this machine: "
                 "SGLang opens the same ports for each of them. Pass --rollout-placement slurm or ray, or leave "
@@ -276,6 +279,21 @@ def _block_fp8(job: Job, scope: Scope) -> None:
             f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, whose other weights SGLang takes in bfloat16, "
             "and the trainer publishes float32: pass --bf16, or name a folder in float32"
         )
+
+
+def check_engine_model(job: Job, architecture: Architecture, scope: Scope) -> None:
+    """Raises ConfigError for a model that SGLang computes only on GPUs, with engines that start here."""
+    if num_gpus() or not _are_here(job) or "attention_backend" in job.sglang:
+        return
+    for has_it, what in (
+        (architecture.attention_sinks, "attention sinks"),
+        (architecture.linear_attention, "linear attention"),
+    ):
+        if has_it:
+            scope.missing(
+                f"hf_checkpoint {job.model.hf_checkpoint} ({architecture.family}) has {what}, which SGLang computes "
+                "only on a GPU, and this machine has none: start the engines on a machine with one"
+            )
 
 
 def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> None:

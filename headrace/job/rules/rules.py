@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.model import check_adapters, check_layout, contradictions, virtual_stages
+from headrace.job.model import check_adapters, check_layout, check_served_adapters, contradictions, virtual_stages
 from headrace.job.rules.combinations import check_combinations
 from headrace.job.rules.files import check_files, check_folders, check_passwords, check_remote_code
 from headrace.job.rules.machines import (
@@ -19,6 +19,7 @@ from headrace.job.rules.machines import (
 )
 from headrace.job.rules.production import (
     check_engine_machines,
+    check_engine_model,
     check_engine_ranks,
     check_images,
     check_lengths,
@@ -79,9 +80,13 @@ def _check_architecture(job: Job, scope: Scope) -> None:
     check_routing_replay(job, found)
     if job.lora.lora_rank is not None:
         check_adapters(found, args, job.lora.lora_target_modules)
+        if job.publish.update_weight_transport == "adapter":
+            check_served_adapters(found, job.lora.lora_target_modules)
     check_images(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)
+    if "rollout" in scope.services and job.asks_engines:
+        check_engine_model(job, found, scope)
     if job.model.model is not None and (other := differences(find(job.model.model), found)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "

@@ -10,10 +10,12 @@ from typing import Any
 
 from headrace.models.architecture import Architecture, read_softmax_experts
 from headrace.models.families.qwen3_next import read_hybrid
-from headrace.models.family import SHARED_OPTIMIZER, Family, Preset, Table, decoder
+from headrace.models.family import SHARED_OPTIMIZER, Family, FusedGateUp, Preset, Split, Stacks, Table, decoder
 
 _MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
 _WITH_TOWER = ("qwen3_5", "qwen3_5_moe")
+_STACKS: Stacks = (("gate_up_proj", FusedGateUp()), ("down_proj", Split(1)))
+"""As the models are published. Transformers writes a tensor for each expert."""
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
@@ -28,7 +30,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
 
 
 def table(a: Architecture) -> Table:
-    return decoder(a, "model.language_model" if a.family in _WITH_TOWER else "model")
+    return decoder(a, "model.language_model" if a.family in _WITH_TOWER else "model", _STACKS)
 
 
 def _config(

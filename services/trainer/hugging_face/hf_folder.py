@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from headrace.models.architecture import Architecture
 from headrace.models.family import Row
 from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
 from headrace.models.registry import table
+from services.trainer.hugging_face.shards import cut, merge
 from services.trainer.weights.quantization import dequantized, unpacked_int4, unpacked_mxfp4
 
 INDEX = "model.safetensors.index.json"
@@ -28,35 +27,29 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 """What the weights of gpt-oss that are in MXFP4 have in the place of their name's end."""
 _BESIDE = (_SCALE, _SCALES, f".weight{SCALE}", f".weight{SHAPE}")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_STACKED = re.compile(r"(model\..+\.experts)\.(gate_up|down)_proj")
-"""All experts of a layer in one tensor, as Qwen3.5 is published: [experts, rows, columns], gate's rows before up's."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """An expert's part of a stacked tensor."""
-
-    stack: str
-    expert: int
-    first: int
-    last: int
-    columns: int
 
 
 class HfFolder:
-    """Reads through the index if there is one; FP8, packed INT4 and MXFP4 are multiplied out, stacks are cut."""
+    """Reads through the index if there is one; FP8, packed INT4 and MXFP4 are multiplied out.
 
-    def __init__(self, folder: Path) -> None:
+    With an architecture, its table says which stacked tensors are read under the names of their parts.
+    """
+
+    def __init__(self, folder: Path, architecture: Architecture | None = None) -> None:
         self.folder = folder
         self._files = self._weight_map()
+        rows = table(architecture).rows() if architecture else ()
+        stacked = [(row, row.stack) for row in rows if row.stack and row.stack.hf[0].name in self._files]
+        self._stacked = {tensor.name: (*pair, place) for pair in stacked for place, tensor in enumerate(pair[0].hf)}
+        self._stacks = {stack.hf[0].name for _, stack in stacked}
 
     @property
     def names(self) -> frozenset[str]:
         """All weights; what quantized ones have beside them is none."""
-        return frozenset(self._slices) | frozenset(
+        return frozenset(self._stacked) | frozenset(
             name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name.removesuffix(_BLOCKS)
-            for name in self._files
-            if not name.endswith(_BESIDE) and not self._is_stack(name)
+            for name in self._files.keys() - self._stacks
+            if not name.endswith(_BESIDE)
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -66,8 +59,9 @@ class HfFolder:
         if self._is_mxfp4(name):
             *stack, rows, groups, num_bytes = self._shape_in_file(name + _BLOCKS)
             return (*stack, groups * num_bytes * 2, rows)
-        if part := self._slices.get(name):
-            return part.last - part.first, part.columns
+        if name in self._stacked:
+            row, _, place = self._stacked[name]
+            return row.hf[place].shape
         return self._shape_in_file(name)
 
     def tensor(self, name: str, slot: int | None = None) -> Tensor:
@@ -81,8 +75,9 @@ class HfFolder:
         if self._is_packed(name):
             scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
             return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
-        if part := self._slices.get(name):
-            return self._raw(part.stack, part.expert)[part.first : part.last]
+        if name in self._stacked:
+            row, stack, place = self._stacked[name]
+            return self._parts_of(row, stack)[place]
         raw = self._raw(name, slot)
         if raw.dtype not in _FP8:
             return raw
@@ -109,7 +104,18 @@ class HfFolder:
 
     def parts(self, row: Row) -> list[Tensor]:
         """The tensors that a parameter is made of."""
+        if row.stack and row.hf[0].name in self._stacked:
+            return self._parts_of(row, row.stack)
+        for tensor in row.hf:
+            if tensor.slot == 0 and (shape := self.shape(tensor.name)) != tensor.whole.shape:
+                raise ConfigError(
+                    f"{self.folder}: {tensor.name} has shape {list(shape)}, not {list(tensor.whole.shape)}: weights "
+                    "and config.json are of different models"
+                )
         return [self.tensor(tensor.name, tensor.slot) for tensor in row.hf]
+
+    def _parts_of(self, row: Row, stack: Row) -> list[Tensor]:
+        return merge(row.sharding, [cut(stack.sharding, self.parts(stack), rank=0, size=1)])
 
     def _raw(self, name: str, slot: int | None = None) -> Tensor:
         with self._opened(name) as file:
@@ -122,25 +128,6 @@ class HfFolder:
 
     def _opened(self, name: str) -> Any:
         return safe_open(str(self.folder / self._files[name]), framework="pt")
-
-    @cached_property
-    def _slices(self) -> Mapping[str, _Slice]:
-        """By the name that an expert's weight has in a folder without stacks."""
-        return {name: part for stack in self._files if self._is_stack(stack) for name, part in self._cut(stack)}
-
-    def _is_stack(self, name: str) -> bool:
-        """Those of gpt-oss, which have biases, are stacks in its table too."""
-        return _STACKED.fullmatch(name) is not None and f"{name}_bias" not in self._files
-
-    def _cut(self, stack: str) -> Iterator[tuple[str, _Slice]]:
-        experts, _, projections = stack.rpartition(".")
-        halves = ("gate_proj", "up_proj") if projections == "gate_up_proj" else (projections,)
-        count, rows, columns = self._shape_in_file(stack)
-        size = rows // len(halves)
-        for expert in range(count):
-            for half, name in enumerate(halves):
-                part = _Slice(stack, expert, half * size, (half + 1) * size, columns)
-                yield f"{experts}.{expert}.{name}.weight", part
 
     @cached_property
     def _block(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.model import adapted_layers, last_word, layer_name
+from headrace.job.model import adapted_layers, adapted_names, last_word, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
 from headrace.models.family import (
@@ -55,12 +55,15 @@ from headrace.models.family import (
     Sections,
     Sharding,
     Split,
+    Transposed,
+    TransposedGateUp,
 )
+from headrace.publication import TensorSpec
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Held
+from services.trainer.hugging_face.convert import Converter, Held, gathered
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.shards import ModelShard, cut
+from services.trainer.hugging_face.shards import ModelShard, cut, merge, split_dim
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
@@ -184,6 +187,8 @@ def arranged(sharding: Sharding, parts: Sequence[Tensor]) -> Tensor:
             return torch.cat([query, *others], dim=-1).flatten(-2)
         case GateUp() | Sections():
             return torch.cat(list(parts), dim=-1)
+        case TransposedGateUp():
+            return torch.cat([parts[0][..., ::2], parts[0][..., 1::2]], dim=-1)
         case _:
             return parts[0]
 
@@ -198,7 +203,7 @@ class ExpertAdapters(nn.ModuleList):
 
 def is_row_parallel(sharding: Sharding) -> bool:
     """True where tensor ranks divide the layer's input."""
-    return isinstance(sharding, Split) and sharding.dim == 1
+    return isinstance(sharding, Transposed) or (isinstance(sharding, Split) and sharding.dim == 1)
 
 
 def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
@@ -206,7 +211,7 @@ def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
     match sharding:
         case Replicated():
             return Replicated(), Replicated()
-        case Split(1):
+        case Split(1) | Transposed():
             return Split(1), Replicated()
         case FusedGateUp():
             return Replicated(), sharding
@@ -247,7 +252,7 @@ class InitialPairs:
     def __call__(self, weight: HfTensor) -> Pair:
         """Float32 matrices of the layer that has this weight."""
         shape_a, shape_b = pair_shapes(weight, self.rank)
-        a, random = torch.empty(shape_a), torch.Generator().manual_seed(self._seed_of(weight.name))
+        a, random = torch.empty(shape_a), torch.Generator().manual_seed(self._seed_of(weight.key))
         if self.init == "gaussian":
             torch.nn.init.normal_(a, std=1 / self.rank, generator=random)
         else:
@@ -268,7 +273,7 @@ _LARGEST_CONFIG = 1 << 20
 _SHOWN = 3
 _OTHER_FORMS = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
-    *("fan_in_fan_out", "layer_replication", "target_parameters", "lora_bias", "trainable_token_indices"),
+    *("fan_in_fan_out", "layer_replication", "lora_bias", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "velora_config"),
 )
 """Settings of peft that change what an adapter is; here all of them are off."""
@@ -283,6 +288,7 @@ class PeftFolder:
         self._folder = folder
         self._architecture = architecture
         self._rank = lora.lora_rank
+        self._words = lora.lora_target_modules
         config = {"use_rslora": False} | self._config()
         self._require(config, "peft_type", "LORA", "")
         self._require(config, "bias", "none", "")
@@ -300,14 +306,17 @@ class PeftFolder:
                 field="lora_load",
             )
         self._file = self._opened()
-        layers = adapted_layers(architecture, lora.lora_target_modules)
-        self._require_names({name for tensor in layers for name in peft_names(tensor.name, architecture)})
+        layers = adapted_layers(architecture, self._words)
+        self._require_names({name for tensor in layers for name in peft_names(tensor, architecture, self._words)})
 
     def __call__(self, weight: HfTensor) -> Pair:
         """The matrices of the layer that has this weight."""
         assert self._rank is not None
-        shapes, names = pair_shapes(weight, self._rank), peft_names(weight.name, self._architecture)
+        shapes = pair_shapes(weight, self._rank)
+        names = peft_names(weight, self._architecture, self._words)
         a, b = (self._file.get_tensor(name) for name in names)
+        if weight.slot is not None and a.shape[0] == b.shape[-1] == self._rank * weight.slots:
+            a, b = a.chunk(weight.slots)[weight.slot], b.unflatten(-1, (-1, weight.slots))[..., weight.slot]
         for name, tensor, shape in zip(names, (a, b), shapes, strict=True):
             if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ConfigError(
@@ -355,9 +364,15 @@ class PeftFolder:
             ) from error
 
 
-def peft_names(weight: str, architecture: Architecture) -> tuple[str, str]:
-    """Returns the names that A and B have in peft's file."""
-    layer = _peft_name(layer_name(weight), architecture)
+def peft_names(weight: HfTensor, architecture: Architecture, words: Sequence[str]) -> tuple[str, str]:
+    """Returns the names that A and B have in peft's file, which for experts in one tensor are those of all experts.
+
+    There peft wraps their module for one tensor after the other.
+    """
+    layer = _peft_name(layer_name(weight.name), architecture)
+    if weight.slot is not None:
+        layer, _, word = layer.rpartition(".")
+        layer += ".base_layer" * (word == "gate_up_proj" and "down_proj" in words)
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
@@ -372,29 +387,37 @@ def write_peft(
     folder: Path, base: Path, architecture: Architecture, lora: LoraSection, matrices: Mapping[str, Tensor]
 ) -> None:
     """Writes whole matrices, by their keys in a checkpoint. Raises AlreadyExists for a folder in use."""
-    tensors = {_peft_name(key, architecture): tensor.detach().cpu().contiguous() for key, tensor in matrices.items()}
-    config = _peft_config(base, lora, target_words(architecture, lora))
+    tensors: dict[str, Tensor] = {}
+    layers = adapted_layers(architecture, lora.lora_target_modules)
+    for weight in layers:
+        a, b = (matrices[f"{layer_name(weight.key)}.{part}.weight"].detach().cpu() for part in ("lora_A", "lora_B"))
+        name_a, name_b = peft_names(weight, architecture, lora.lora_target_modules)
+        if weight.slot is None:
+            tensors |= {name_a: a.contiguous(), name_b: b.contiguous()}
+            continue
+        all_a = tensors.setdefault(name_a, a.new_empty(len(a) * weight.slots, *a.shape[1:]))
+        all_b = tensors.setdefault(name_b, b.new_empty(*b.shape[:-1], b.shape[-1] * weight.slots))
+        all_a.chunk(weight.slots)[weight.slot].copy_(a)
+        all_b.unflatten(-1, (-1, weight.slots))[..., weight.slot] = b
+    config = _peft_config(base, lora, layers)
     without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
 
 
-def target_words(architecture: Architecture, lora: LoraSection) -> list[str]:
-    """What peft calls the layers that have an adapter: q_proj and others."""
-    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, lora.lora_target_modules)})
-
-
-def _peft_config(base: Path, lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
+def _peft_config(base: Path, lora: LoraSection, layers: Sequence[HfTensor]) -> dict[str, Any]:
+    stacks = sorted({f"mlp.experts.{last_word(each.name)}" for each in layers if each.slot is not None})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
-        "lora_dropout": lora.lora_dropout,
+        "lora_dropout": 0.0 if stacks else lora.lora_dropout,  # peft has none for experts in one tensor
         "use_rslora": lora.lora_use_rslora,
-        "target_modules": targets,
+        "target_modules": sorted({last_word(each.name) for each in layers if each.slot is None}),
+        **({"target_parameters": stacks} if stacks else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -416,6 +439,10 @@ class Adapters:
     """Every A and B with its place in the whole model; the keys end with lora_A.weight and lora_B.weight."""
     facts: Mapping[str, Any]
     """What a checkpoint of them says, as JSON has it."""
+    served: Mapping[str, Any]
+    """The adapter_config.json with which engines serve them."""
+    peft_name: Callable[[str], str]
+    """A shard's key → the name in peft's file."""
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
         """Returns what is added to each weight that leaves, in float32."""
@@ -424,6 +451,26 @@ class Adapters:
     def weights(self) -> dict[str, Tensor]:
         """The parameters by their keys in a checkpoint."""
         return {shard.key: shard.parameter for shard in self.shards}
+
+    def wholes(self, layout: Layout) -> dict[str, Tensor]:
+        """Collective over tensor ranks: this stage's whole matrices by their names in peft's file; none of experts."""
+        return {
+            self.peft_name(shard.key): merge(
+                shard.sharding, gathered(shard.parameter.detach(), layout.tp_group, shard.num_shards)
+            )[0].contiguous()
+            for shard in self.shards
+        }
+
+    def whole_specs(self) -> list[TensorSpec]:
+        """What `wholes` returns. Moves nothing."""
+        return [
+            TensorSpec(
+                self.peft_name(shard.key),
+                _whole_shape(shard),
+                str(shard.parameter.dtype).removeprefix("torch."),
+            )
+            for shard in self.shards
+        ]
 
     def fold_into(self, weights: Mapping[str, Tensor]) -> None:
         """Adds the adapters to the weights themselves, for good."""
@@ -439,12 +486,19 @@ class Adapters:
                     parameter.zero_()
 
 
+def _whole_shape(shard: ModelShard) -> tuple[int, ...]:
+    shape = list(shard.parameter.shape)
+    shape[split_dim(shard.sharding)] *= shard.num_shards
+    return tuple(shape)
+
+
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:
     """Freezes the stages and gives their target layers adapters; before gradients get their buffers.
 
     Raises ConfigError for a lora_load that does not fit.
     """
-    targets = frozenset(tensor.name for tensor in adapted_layers(architecture, lora.lora_target_modules))
+    layers = adapted_layers(architecture, lora.lora_target_modules)
+    targets = {tensor.key: tensor for tensor in layers}
     for stage in model.stages:
         stage.requires_grad_(False)
         if stage.pre_process:
@@ -453,12 +507,16 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
     for held in model.converter.held():
-        if any(tensor.name in targets for tensor in held.row.hf):
+        if any(tensor.key in targets for tensor in held.row.hf):
             adapter, own = builder.build(held)
             _put(adapter, _module(model, held), held)
             by_weight[held.name] = adapter
             shards += own
-    return Adapters(by_weight, shards, _facts(lora, target_words(architecture, lora)))
+    # Engines multiply by alpha / R, whatever use_rslora says.
+    alpha = scale_of(lora) * (lora.lora_rank or 0)
+    served = _peft_config(Path(), lora, layers) | {"lora_alpha": alpha, "use_rslora": False}
+    facts = _facts(lora, adapted_names(architecture, lora.lora_target_modules))
+    return Adapters(by_weight, shards, facts, served, partial(_peft_name, architecture=architecture))
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,13 +524,15 @@ class _Builder:
     config: TransformerConfig
     device: torch.device
     lora: LoraSection
-    targets: frozenset[str]
+    targets: Mapping[str, HfTensor]
+    """By their keys, out × in."""
     start: Start
 
     def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
         """The adapter of one weight, and its parameters' places."""
         row, sharding = held.row, held.sharding
-        parts = [self._part(t, held, number) if t.name in self.targets else None for number, t in enumerate(row.hf)]
+        wanted = [self.targets.get(tensor.key) for tensor in row.hf]
+        parts = [self._part(weight, held, number) if weight else None for number, weight in enumerate(wanted)]
         communicates, divided = self._communicates(row), None
         if is_row_parallel(sharding):
             divided = -1
@@ -481,7 +541,10 @@ class _Builder:
         adapter = Adapter(
             sharding,
             parts,
-            [t.shape[0] // (1 if isinstance(sharding, Replicated) else held.size) for t in row.hf],
+            [
+                (weight or tensor).shape[0] // (1 if isinstance(sharding, Replicated) else held.size)
+                for weight, tensor in zip(wanted, row.hf, strict=True)
+            ],
             scale_of(self.lora),
             SlicedDropout(self.lora.lora_dropout, divided, held.rank, held.size),
             exchange_of(sharding, sequence_parallel=self.config.sequence_parallel) if communicates else _unchanged,
@@ -511,7 +574,7 @@ class _Builder:
         return part
 
     def _shards(self, part: LowRank, held: Held, number: int) -> Iterator[ModelShard]:
-        layer = layer_name(held.row.hf[number].name)
+        layer = layer_name(held.row.hf[number].key)
         of_a, of_b = pair_shardings(held.sharding, number)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
             yield held.shard(f"{layer}.{name}.weight", parameter, how)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.job.model import adapted_layers, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.registry import read_architecture
-from services.trainer.model.lora import WEIGHTS, peft_names, write_peft
+from services.trainer.model.lora import PeftFolder, write_peft
 
+_STACKED = re.compile(r"(.*\.experts\.\w+_proj)\.(\d+)$")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
@@ -30,7 +30,7 @@ def make_adapters(model: Path, folder: Path, lora: LoraSection) -> Path:
     for tensor in adapted_layers(architecture, lora.lora_target_modules):
         size_out, size_in = tensor.shape
         for name, shape in (("lora_A", (rank, size_in)), ("lora_B", (size_out, rank))):
-            matrices[f"{layer_name(tensor.name)}.{name}.weight"] = torch.randn(shape, generator=random) * 0.1
+            matrices[f"{layer_name(tensor.key)}.{name}.weight"] = torch.randn(shape, generator=random) * 0.1
     write_peft(folder, model, architecture, lora, matrices)
     return folder
 
@@ -47,10 +47,11 @@ class Merged:
     @classmethod
     def of(cls, network: Any, model: Path, folder: Path, lora: LoraSection, scale: float) -> Merged:
         """Changes the network's weights."""
-        tensors, architecture = load_file(folder / WEIGHTS), read_architecture(model)
-        names = [tensor.name for tensor in adapted_layers(architecture, lora.lora_target_modules)]
-        pairs = {name: tuple(tensors[each].double() for each in peft_names(name, architecture)) for name in names}
-        merged = cls(network, pairs, scale)  # type: ignore[arg-type]  # two names give two tensors
+        architecture = read_architecture(model)
+        source = PeftFolder(folder, architecture, lora)
+        found = {tensor.key: source(tensor) for tensor in adapted_layers(architecture, lora.lora_target_modules)}
+        names, pairs = list(found), {name: (pair.a.double(), pair.b.double()) for name, pair in found.items()}
+        merged = cls(network, pairs, scale)
         with torch.no_grad():
             for name, weight in merged.weights(names):
                 a, b = merged.pairs[name]
@@ -76,6 +77,8 @@ class Merged:
 
 def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The part of a transformers model's tensors that a checkpoint calls so."""
+    if stacked := _STACKED.match(name):
+        return _called(tensors, stacked[1])[int(stacked[2])].T
     if (match := _EXPERT.match(name)) is None:
         return _called(tensors, name)
     layer, expert, kind = match.groups()

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from headrace.models.registry import PRESETS, architecture, table
+from headrace.errors import ConfigError
+from headrace.models.registry import PRESETS, architecture, read_architecture, table
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names, passthrough_names
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_variants import stack_experts
@@ -30,7 +32,8 @@ def test_a_presets_tensors_are_those_of_transformers_and_of_the_published_folder
     config.get("text_config", config)["num_hidden_layers"] = 4
     published = dict(_published(config))
     _write(tmp_path, published)
-    source, a = HfFolder(tmp_path), architecture(config)
+    a = architecture(config)
+    source = HfFolder(tmp_path, a)
     check_names(source, a)
     rows = {tensor.name: tensor.shape for tensor in table(a).tensors()}
     assert source.names - set(passthrough_names(source.names, a)) == rows.keys()
@@ -42,11 +45,23 @@ def test_a_presets_tensors_are_those_of_transformers_and_of_the_published_folder
 def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
     expected = weights(make_tiny(tmp_path / "model", "qwen3_5_moe"))
     stack_experts(tmp_path / "model")
-    source = HfFolder(tmp_path / "model")
+    source = HfFolder(tmp_path / "model", read_architecture(tmp_path / "model"))
     assert source.names == expected.keys()
     for name, weight in expected.items():
         assert source.shape(name) == weight.shape
         assert torch.equal(source.tensor(name), weight), name
+
+
+def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    """What lies behind the last expert would never be read."""
+    make_tiny(tmp_path / "model", "qwen3_5_moe")
+    stack_experts(tmp_path / "model")
+    a = read_architecture(tmp_path / "model")
+    assert a.experts
+    fewer = replace(a, experts=replace(a.experts, count=a.experts.count // 2))
+    source = HfFolder(tmp_path / "model", fewer)
+    with pytest.raises(ConfigError, match="of different models"):
+        source.parts(next(row for row in table(fewer).rows() if row.expert == 0))
 
 
 def _published(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from headrace.cli.main import main
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.models.folders import BlockFp8
+from headrace.models.registry import PRESETS
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.rewrite import to_plain as program
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
@@ -40,7 +41,7 @@ def plain(tmp_path: Path) -> Path:
     torch.manual_seed(3)
     weights = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (folder / "config.json").write_text(json.dumps(PRESETS["qwen3-4B"].config))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -120,7 +121,8 @@ def packed(tmp_path: Path) -> Path:
         tensors[f"{name}_scale"] = torch.randn(rows, -(-columns // GROUP)).bfloat16()
         tensors[f"{name}_shape"] = torch.tensor([rows, columns])
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "quantization_config": quantization()}))
+    config = {**PRESETS["kimi-k2"].config, "quantization_config": quantization()}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

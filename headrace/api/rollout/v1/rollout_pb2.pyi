@@ -127,6 +127,10 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """Nothing travels: engines that have not been given weights yet have loaded these by themselves. The commit compares
     them as always, no engine stands still, and one that holds others goes on as before.
     """
+    TRANSPORT_ADAPTER: _Transport.ValueType  # 5
+    """A folder of peft's that both sides see (LoRA). Engines load it beside what they serve and no engine stands still:
+    requests that begin after the commit use it, those in flight end with the version that they began with.
+    """
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
     """How weights travel."""
@@ -142,6 +146,10 @@ TRANSPORT_DISK: Transport.ValueType  # 3
 TRANSPORT_LOADED: Transport.ValueType  # 4
 """Nothing travels: engines that have not been given weights yet have loaded these by themselves. The commit compares
 them as always, no engine stands still, and one that holds others goes on as before.
+"""
+TRANSPORT_ADAPTER: Transport.ValueType  # 5
+"""A folder of peft's that both sides see (LoRA). Engines load it beside what they serve and no engine stands still:
+requests that begin after the commit use it, those in flight end with the version that they began with.
 """
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
 

@@ -11,8 +11,11 @@ from headrace.devices import DevicePlan, Wanted, machine_of, plan_devices
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.load.resolve import resolve
+from headrace.job.rules.production import check_engine_model
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
+from headrace.models.registry import architecture
+from tests.support.models.tiny_families import tiny_config
 
 ALL = "0,1,2,3,4,5,6,7"
 DP = {"enable_dp_attention": True}
@@ -204,3 +207,15 @@ def test_a_job_is_refused_whose_engines_could_not_take_its_weights(load_with, fl
         load_with("--rollout-num-gpus", "8", *flags)
     for words in said:
         assert words in refused.value.message
+
+
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "attention sinks"), ("qwen3_5_moe", "linear attention")])
+def test_a_model_that_sglang_computes_on_gpus_alone_is_refused_where_there_is_none(load_with, family, what) -> None:
+    found, here = architecture(tiny_config(family)), Scope(("rollout",))
+    with pytest.raises(ConfigError, match=f"has {what}, which SGLang computes only on a GPU"):
+        check_engine_model(load_with(), found, here)
+    there = Scope(("rollout",), "--elsewhere")
+    check_engine_model(load_with(), found, there)
+    assert len(there.unchecked) == 1
+    check_engine_model(load_with("--rollout-external-engine-addrs", "10.0.0.1:30000"), found, here)
+    check_engine_model(load_with(), architecture(tiny_config("qwen3_moe")), here)

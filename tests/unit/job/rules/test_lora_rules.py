@@ -37,6 +37,7 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
         ("moonlight", ("q_proj", "kv_b_proj"), {"q_proj", "kv_b_proj"}),
         ("qwen3_next", ("in_proj_qkvz", "out_proj"), {"in_proj_qkvz", "out_proj"}),
         ("gpt_oss", ("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("gpt_oss", ("q_proj", "down_proj"), {"q_proj", "down_proj"}),
     ],
 )
 def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...], found: set[str]) -> None:
@@ -54,7 +55,7 @@ def test_layers_are_named_as_peft_names_them(family: str, wanted: tuple[str, ...
         ("qwen3", ("q_norm",), "q_norm is not a linear layer"),
         ("qwen3_moe", ("gate",), "gate is not a linear layer"),
         ("deepseek_v3", ("q_proj",), "q_proj is not a linear layer"),
-        ("gpt_oss", ("gate_up_proj",), "gate_up_proj is not a linear layer of this model: choose from k_proj"),
+        ("gpt_oss", ("gate_proj",), "gate_proj is not a linear layer of this model: choose from down_proj"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(family: str, wanted: tuple[str, ...], said: str) -> None:

@@ -83,7 +83,14 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [("qwen3_moe", ("all-linear",)), ("deepseek_v3", LATENT), ("qwen2_5_vl", ("all-linear",))],
+    [
+        ("qwen3_moe", ("all-linear",)),
+        ("deepseek_v3", LATENT),
+        ("qwen2_5_vl", ("all-linear",)),
+        ("gpt_oss", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("gpt_oss", ("gate_up_proj",)),
+        ("gpt_oss", ("down_proj",)),
+    ],
 )
 def test_peft_finds_experts_latents_and_a_decoder_beside_a_tower(
     tmp_path: Path, family: str, words: tuple[str, ...]

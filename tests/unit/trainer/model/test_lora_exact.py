@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@sp2": (2, SP2),
     "deepseek_v3@rslora": (1, {}),
+    "gpt_oss@alone": (1, {}),
     f"{VISION}@alone": (1, {}),
 }
 STAND_INS: dict[str, tuple[int, dict[str, Any]]] = {"qwen3_moe@te": (1, {})}
@@ -60,7 +61,7 @@ if ALL:
         "qwen3_next@sp2": (2, SP2),
         "qwen3_5@sp2": (2, SP2),
         "qwen3_5_moe@ep2": (2, EP2),
-        "gpt_oss@alone": (1, {}),
+        "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "qwen2_moe@sp2": (2, SP2),
         "glm4_moe@ep2": (2, EP2),
         "deepseek_v3@alone": (1, {}),
@@ -113,6 +114,10 @@ def _family(run: str) -> str:
 
 def _lora(folder: Path, run: str) -> dict[str, Any]:
     section = RSLORA if run.endswith("rslora") else LORA
+    if _family(run) == "gpt_oss":  # whose experts have adapters only by name
+        section = section | {
+            "lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
+        }
     return section | {"lora_load": folder / f"{_family(run)}-adapters{'-rslora' if section is RSLORA else ''}"}
 
 
