@@ -197,7 +197,6 @@ class OneShot:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> OneShot:
-        """Starts the command with this environment and no other."""
         pipe = asyncio.subprocess.PIPE
         return cls(
             await asyncio.create_subprocess_exec(

@@ -141,7 +141,6 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> Iterator[Finding]:
-    """Imports torch in a process of its own."""
     if _version("torch") is None:
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -347,6 +347,5 @@ def audit(run: str | None, stream: str, deep: bool, timeout_seconds: float, as_j
 async def audited(
     folder: RunFolder, stream: str, timeout_seconds: float = TIMEOUT_SECONDS, *, deep: bool = False
 ) -> Audit:
-    """The audit of a run, alive or ended."""
     async with buffer_of_run(folder, read_only=True) as address:
         return await audit_ledger(address, stream, folder.training_record, timeout_seconds, deep=deep)

@@ -103,7 +103,6 @@ class Silence:
         self._silent: set[str] = set()
 
     def answered(self, service: str) -> None:
-        """Marks the service as answering now."""
         self._answered[service] = self._clock()
         self._silent.discard(service)
 

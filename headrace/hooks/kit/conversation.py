@@ -186,7 +186,6 @@ class Call:
         return not any(turn.answer.is_cut for turn in before) and (most is None or len(before) < most)
 
     def note(self, conversation: Conversation, completion: Completion) -> None:
-        """Remembers the latest completion of a conversation."""
         self._of_conversations[id(conversation)] = (conversation, completion)
         self.latest = completion
 
@@ -314,7 +313,6 @@ class KitRenderer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Returns the text, with special tokens or without."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def without_special(self, text: str) -> str:

@@ -52,7 +52,6 @@ class ToolCall(dict[str, Any]):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments by parameter name."""
         found: dict[str, Any] = self["arguments"]
         return found
 

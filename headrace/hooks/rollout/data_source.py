@@ -144,7 +144,6 @@ class LedgerDataSource:
         return (lease_number, place) if lease_number in self._held else (None, None)
 
     def _groups_of(self, group: Any) -> set[int]:
-        """Returns the groups that some of the samples belong to."""
         items = group if isinstance(group, list | tuple) else [group]
         flat = [one for item in items for one in (item if isinstance(item, list | tuple) else [item])]
         return {number for one in flat if isinstance(one, Sample) and (number := self._origin(one)[0]) is not None}

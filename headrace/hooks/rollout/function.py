@@ -95,7 +95,6 @@ async def run_eval_rollout(
 
 @contextmanager
 def connected(socket_path: str) -> Iterator[Ask]:
-    """Connects to the service for one call."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.connect(socket_path)
         with channel.makefile("rb") as replies:

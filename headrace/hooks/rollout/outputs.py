@@ -48,7 +48,6 @@ def eval_output(path: str, returned: Any) -> RolloutFnEvalOutput:
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Returns the metrics that are numbers, by their names."""
     return {
         str(name): float(value)
         for name, value in (metrics or {}).items()

@@ -60,7 +60,6 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """True when nothing failed."""
         return not self.failed
 
 
