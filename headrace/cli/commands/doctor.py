@@ -27,7 +27,7 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
 from headrace.installed import EXTRAS
 from headrace.process.child import run_once
-from headrace.process.memory import free_bytes
+from headrace.process.linux import free_bytes
 from headrace.process.scratch import SHARED_MEMORY
 
 _GIB = 1 << 30

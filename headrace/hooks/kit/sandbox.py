@@ -35,8 +35,7 @@ from typing import Any, Literal
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks.kit.sandbox_filter import filter_of_calls
 from headrace.hooks.load import load_hook
-from headrace.process.linux import children, descendants, marked, runs, threads_of_user
-from headrace.process.memory import bytes_of_tree
+from headrace.process.linux import bytes_of_tree, children, descendants, marked, runs, threads_of_user
 
 Sandbox = Literal["bubblewrap", "process", "refused"]
 
