@@ -17,8 +17,7 @@ from typing import Any
 
 from headrace import __version__
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.job.changes import changes
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, changes
 from headrace.job.schema.run import ModelSection
 from headrace.run_folder import MetricsRow, RunFolder, fields_in, is_evaluation
 from headrace.sample_log import Answer, SampleLog

@@ -74,7 +74,6 @@ def train_stream(job: Job) -> StreamConfig:
 
 
 def of_shard(job: Job, shard: int) -> Job:
-    """The job of the buffer that is this shard, counted from 0."""
     return job.model_copy(update={"buffer": job.buffer.model_copy(update={"buffer_shard": shard})})
 
 

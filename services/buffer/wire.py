@@ -83,7 +83,6 @@ def group_bytes(group: pb.Group, prompt: bytes, envelopes: Iterable[bytes]) -> b
 
 
 def batch_group_bytes(group_id: str, envelopes: Iterable[bytes]) -> bytes:
-    """A BatchGroup of a LeaseBatchResponse."""
     parts = [part for envelope in envelopes for part in (_BATCH_SAMPLES_TAG, varint(len(envelope)), envelope)]
     return length_delimited(_BATCH_GROUPS, length_delimited(1, group_id.encode()) + b"".join(parts))
 
@@ -253,7 +252,6 @@ def prompt_from_proto(message: sample_pb2.Prompt, i: int) -> Prompt:
 
 
 def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
-    """Returns the prompt as it was submitted."""
     return sample_pb2.Prompt.FromString(prompt.body)
 
 

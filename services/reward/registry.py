@@ -237,7 +237,6 @@ _BY_NAME = {each.name: each for each in BUILTINS}
 
 @cache
 def _function(name: str) -> Callable[..., Any]:
-    """Imports it."""
     builtin = _BY_NAME[name]
     module = importlib.import_module(f"{_SCORERS}.{builtin.module}")
     found: Callable[..., Any] = getattr(module, (builtin.target or "").partition(":")[2] or "score")

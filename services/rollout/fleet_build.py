@@ -19,7 +19,7 @@ from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.process.openmp import threads_of_each
+from headrace.process.computing import threads_of_each
 from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.cli.arg_types import COUNT, PATH, Group
+from headrace.cli.arg_types import COUNT, PATH, Group, json_option, print_json
 from headrace.cli.commands.jobs import train_words
 from headrace.cli.job_arguments import JobCommand, load_job
-from headrace.cli.json_output import json_option, print_json
 from headrace.disk import atomic_write
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.run_folder import RunFolder

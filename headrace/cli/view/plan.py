@@ -35,7 +35,7 @@ from headrace.limits import encodable, share_of_count
 from headrace.models.folders import SCALE, BlockFp8
 from headrace.models.registry import table
 from headrace.preflight import Report
-from headrace.process.memory import free_bytes
+from headrace.process.linux import free_bytes
 from headrace.rpc.proxies import NO_PROXY, proxies, uses_proxy
 from headrace.run_folder import RunFolder
 

@@ -35,8 +35,7 @@ from typing import Any, Literal
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks.kit.sandbox_filter import filter_of_calls
 from headrace.hooks.load import load_hook
-from headrace.process.linux import children, descendants, marked, runs, threads_of_user
-from headrace.process.memory import bytes_of_tree
+from headrace.process.linux import bytes_of_tree, children, descendants, marked, runs, threads_of_user
 
 Sandbox = Literal["bubblewrap", "process", "refused"]
 
@@ -356,7 +355,6 @@ class WorkFolder:
             os.chown(path, self._user, self._user)
 
     async def run(self, command: Sequence[str], limits: Limits, *, stdin: str, with_errors: bool) -> SandboxResult:
-        """Runs a command, with the limits of `run_python`."""
         work = _Work((*_BY_SHELL, *command), self._user)  # a command that is not there ends with 127, as in a shell
         async with _running(self._way, self._folder.name, limits, with_errors=with_errors, work=work) as program:
             result = await _result_of(program, limits, stdin)
@@ -691,7 +689,6 @@ def sandbox_used_by(path: str) -> str | None:
 
 
 def sandbox_said() -> str:
-    """Describes the sandbox of this machine."""
     found = _bubblewrap()
     if isinstance(found, _Way):
         return f"bubblewrap ({found.bwrap}): no network, and nothing of this machine's files"

@@ -139,7 +139,6 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def live_lease(self) -> Lease:
-        """The lease of a group that is LEASED."""
         if self.lease is None:
             raise Internal(f"group {self.group_id} is {self.state.value} and has no lease")
         return self.lease
@@ -164,12 +163,10 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of the samples that have one."""
         return [record.reward for record in self.samples if record.reward is not None]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the group's payloads in the store."""
         return sum(record.payload_bytes for record in self.records)
 
 

@@ -35,7 +35,6 @@ class Work:
         self.transaction = Transaction()
 
     def set_state(self, stream: IndexedStream, state: StreamState) -> None:
-        """Replaces the stream's state."""
         stream.state = state
         self.transaction.streams[state.name] = state
 
@@ -97,7 +96,6 @@ class Work:
         )
 
     def store_payloads(self, samples: Iterable[NewSample]) -> None:
-        """Stores the samples' payloads."""
         for sample in samples:
             self.transaction.payloads[sample.record.key] = sample.payload
             if sample.columns:
@@ -117,7 +115,6 @@ class Work:
         self.transaction.forgotten.append(group)
 
     def delete_payloads(self, records: Iterable[SampleRecord]) -> None:
-        """Deletes the records' payloads."""
         self.transaction.deleted_payloads.extend(record.key for record in records)
 
     def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:

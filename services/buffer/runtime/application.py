@@ -446,5 +446,4 @@ class BufferApplication:
         return self._store.name
 
     async def wait_until_durable(self) -> None:
-        """Waits until everything in memory is durable."""
         await self._committer.wait_until_durable()

@@ -175,7 +175,6 @@ class PromptSources:
         return reader is not None and reader.chooses
 
     async def hand_over(self, state: StreamState, groups: Sequence[Generated], kept: KeptGroups) -> None:
-        """Gives generated groups to the data source."""
         async with self.locks[state.name]:
             if reader := self._data_sources.get(state.name):
                 await reader.hand_over(state.cursors[0], groups, kept)
@@ -188,7 +187,6 @@ class PromptSources:
         return await reader.choose(state.cursors[0], asked, kept)
 
     async def close_stream(self, stream: str) -> None:
-        """Closes the sources of a deleted stream."""
         await self._close(stream)
         self._opening.pop(stream, None)
         self._troubles.pop(stream, None)

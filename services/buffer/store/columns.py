@@ -113,7 +113,6 @@ class Columns:
         await asyncio.wait({self._checking}, timeout=_CHECKED_AT_START_SECONDS)
 
     def close(self) -> None:
-        """Stops checking columns."""
         if self._checking:
             self._checking.cancel()
 
@@ -273,7 +272,6 @@ class Columns:
                     )
 
     def pin(self, record: SampleRecord, columns: Sequence[bytes]) -> None:
-        """Pins the columns that the sample names."""
         if columns:
             self._pinned[record.key].append((record.sample_id, columns))
             self._counts.update(columns)

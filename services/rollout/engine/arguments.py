@@ -16,8 +16,7 @@ from headrace.job.engine_shape import EngineShape
 from headrace.job.names import SGLANG
 from headrace.limits import nearest
 from headrace.process.child import run_once
-from headrace.process.gloo import gloo_at
-from headrace.process.openmp import openmp
+from headrace.process.computing import gloo_at, openmp
 from headrace.rpc.net import Address
 from headrace.rpc.proxies import direct_to
 from services.rollout.engine.weights import INITIAL_VERSION

@@ -12,9 +12,8 @@ from pathlib import Path
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout
 from headrace.errors import ConfigError, DataLoss, NotFound
-from headrace.job.changes import changed_options
 from headrace.job.eval_sets import eval_sets
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, changed_options
 from headrace.job_buffer import buffer_of
 from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.folders import BlockFp8

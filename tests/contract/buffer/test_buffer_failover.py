@@ -78,7 +78,7 @@ def test_an_owner_that_lost_its_claim_is_fenced_and_changes_nothing() -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction' "
             "AND query LIKE '%FOR UPDATE SKIP LOCKED%'"
         )
-    heir = PostgresStore(cluster(), "fenced", claim_seconds=60.0)
+    heir = PostgresStore(cluster(), "fenced")
     with refused(Fenced, "headrace_fenced", "epoch 1", "epoch 2"):
         it.submit("too late")
     assert heir.load().groups == ()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.interceptor import RpcMetrics
 from services.buffer.__main__ import LedgerCollector
 from services.reward.scoring import RewardMetrics
 from services.rollout.metrics import RolloutMetrics
