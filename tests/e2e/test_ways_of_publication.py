@@ -208,12 +208,12 @@ async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_compute
 
 async def by_delta(stack: Stack, way: str, version: int, receiver: Receiver, base: CommitResult) -> CommitResult:
     """What changed since `base`, whose weights are `stack.kept`."""
-    plan = stack.plan(version, root=stack.roots["disk"] if way == "disk" else None)
     sender = stack.sender(way)
     compared = sender.compare()
     assert compared is not None
     assert compared.delta_bytes is not None
     if way == "disk":
+        plan = stack.plan(version, root=stack.roots["disk"])
         sent = await asyncio.to_thread(sender.send_delta, plan.publication_id, {})
         folder = stack.roots["disk"] / f"e1-v{version - 1}-0a1b2c3d"
         await receiver.begin(replace(plan, delta=Delta(base.weights_digest, base_folders=[folder])))
@@ -223,7 +223,8 @@ async def by_delta(stack: Stack, way: str, version: int, receiver: Receiver, bas
         assert opened is not None
         group = GroupPlan(opened.name, opened.host, opened.port, (0,), joined=False)
         delta = Delta(base.weights_digest, bucket_bytes=[compared.delta_bytes])
-        begun = await receiver.begin(replace(plan, groups=(group,), delta=delta))
+        plan = stack.plan(version, group=group)
+        begun = await receiver.begin(replace(plan, delta=delta))
         sending = asyncio.create_task(asyncio.to_thread(sender.send_delta, plan.publication_id, {0: begun.world_size}))
         await receiver.receive(plan.publication_id, 0)
         sent = await sending
@@ -241,7 +242,7 @@ async def test_a_delta_gives_an_engine_the_weights_that_the_whole_gives_it(stack
     stack.sender(way).keep()
     with torch.no_grad():
         for number, weight in enumerate(stack.model.parameters()):
-            weight.view(-1)[number::97].mul_(1.5)
+            weight.view(-1)[number::97].mul_(0.5)
     changed = await by_delta(stack, way, first + 1, receiver, base)
     whole = await through_files(stack, "disk", first + 2)
     assert changed.weights_digest == whole.weights_digest
