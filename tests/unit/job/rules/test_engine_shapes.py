@@ -196,7 +196,10 @@ CHECKED = (
         ),
         ("--sglang-dp-size 2", "2 processes of this machine", "--rollout-placement slurm or ray"),
     ),
-    (("--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2"), ("pp-size 2", "--update-weight-transport disk")),
+    (
+        ("--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2", "--update-weight-transport", "collective"),
+        ("pp-size 2", "--update-weight-transport disk"),
+    ),
     (("--sglang-tp-size", "2", "--sglang-pp-size", "2", "--rollout-num-gpus-per-engine", "2"), ("--sglang-tp-size 2",)),
 )
 
