@@ -51,6 +51,7 @@ def test_the_clients_wheel_is_small(wheels: dict[str, Path]) -> None:
 def test_sglangs_platform_comes_with_the_services(wheels: dict[str, Path]) -> None:
     entry_points = {name: _entry_points(wheel) for name, wheel in wheels.items()}
     assert "sglang.srt.platforms" in entry_points["headrace_services"]
+    assert "sglang.srt.plugins" in entry_points["headrace_services"]
     assert "sglang.srt.platforms" not in entry_points["headrace"]
 
 
