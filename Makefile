@@ -59,6 +59,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
 	@echo "── roles";        $(BIN)/python -m tools.roles
+	@echo "── families";     $(BIN)/python -m tools.families
 	@echo "── sizes";        $(BIN)/python -m tools.sizes
 	@echo "── page";         tools/check_page.sh
 

@@ -7,6 +7,7 @@ import io
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headrace.cli.commands.ledger import buffer
 from headrace.cli.commands.live import rollout
 from headrace.cli.commands.reward import reward
 from headrace.job.option import ALIASES, Arity, options
+from tools import families
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -149,3 +151,21 @@ def of_services() -> frozenset[str]:
     files = [*(ROOT / "services").glob("*/__main__.py"), ROOT / "headrace/rpc/server.py"]
     flags = r'add_argument\(\s*"(--[a-z-]+)"'
     return frozenset(flag for path in files for flag in re.findall(flags, path.read_text()))
+
+
+def test_the_table_of_families_is_that_of_their_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert families.main([]) == 0
+    monkeypatch.setattr(families, "PAGE", tmp_path / "models.md")
+    families.PAGE.write_text(f"# Models\n\n{families.BEGIN}{families.END}\nbehind\n")
+    assert families.main([]) == 1
+    assert families.main(["--write"]) == families.main([]) == 0
+    assert families.PAGE.read_text().startswith("# Models\n")
+    assert families.PAGE.read_text().endswith(f"{families.END}\nbehind\n")
+
+
+def test_a_test_that_is_gone_shows_nothing_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    [test] = families.COLUMNS["LoRA"]
+    monkeypatch.setattr(families, "COLUMNS", {"LoRA": (replace(test, function="test_gone"),)})
+    assert "test_gone, which is not there" in families.mistakes()[0]
+    monkeypatch.setattr(families, "COLUMNS", {"LoRA": (replace(test, lists=("LORA",)),)})
+    assert "lora_rank is no family" in families.mistakes()[0]

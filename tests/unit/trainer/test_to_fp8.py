@@ -15,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from headrace.cli.main import main
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.models.folders import BlockFp8
-from headrace.models.registry import PRESETS
-from services.trainer.hugging_face.hf_folder import HfFolder
+from headrace.models.registry import PRESETS, read_architecture, table
+from services.trainer.hugging_face.export import write_passthrough_layers
+from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.rewrite import to_plain as program
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.hugging_face.rewrite.to_plain import to_plain
+from services.trainer.weights.quantization import quantized
+from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_variants import add_mtp_layer
+from tests.support.ranks.rank_results import weights
 
 SHAPES = {
     "model.embed_tokens.weight": (320, 128),
@@ -95,6 +100,51 @@ def test_check_refuses_a_machine_whose_engines_cannot_compute_in_fp8(
     assert main(["check", str(job_file), "--fast", "--elsewhere", "--bf16"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "engines serve block FP8: 1 of 2 tensors, 1.3 MB a publication" in printed
+
+
+QUANTIZED = ("llama", "mistral", "smollm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5")
+QUANTIZED += ("qwen3_5_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2")
+WIDE: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
+"""A block of FP8."""
+
+
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_what_is_read_of_a_familys_fp8_folder_leaves_as_it_came(family: str, tmp_path: Path) -> None:
+    """So the trainer begins with the numbers that the engines serve."""
+    make_tiny(tmp_path / "plain", family, num_layers=2, **WIDE)
+    form = to_fp8(tmp_path / "plain", tmp_path / "fp8")
+    a = read_architecture(tmp_path / "fp8")
+    source, written = HfFolder(tmp_path / "fp8", a), weights(tmp_path / "fp8")
+    check_names(source, a)
+    wide = {tensor.name for tensor in table(a).tensors() if tensor.shape[-1] % 128 == 0}
+    assert form.weights >= {name for name in wide if name.endswith("_proj.weight")}
+    for name, sent in quantized(form, ((name, source.tensor(name)) for name in sorted(form.weights))):
+        assert torch.equal(sent.float(), written[name].float()), name
+
+
+WITH_MTP = {
+    "qwen3_next": "mtp.layers.0",
+    "qwen3_5": "mtp.layers.0",
+    "qwen3_5_moe": "mtp.layers.0",
+    "glm4_moe": "model.layers.2",
+    "glm4_moe_lite": "model.layers.2",
+    "deepseek_v3": "model.layers.2",
+}
+
+
+@pytest.mark.parametrize("family", WITH_MTP)
+def test_layers_that_predict_further_tokens_are_exported_as_they_came(family: str, tmp_path: Path) -> None:
+    behind: dict[str, Any] = {} if WITH_MTP[family].startswith("mtp") else {"num_nextn_predict_layers": 1}
+    make_tiny(tmp_path, family, **behind)
+    add_mtp_layer(tmp_path, WITH_MTP[family])
+    a = read_architecture(tmp_path)
+    check_names(HfFolder(tmp_path, a), a)
+    (tmp_path / "draft").mkdir()
+    files, _ = write_passthrough_layers(tmp_path, tmp_path / "draft", "float32", 1 << 30)
+    layer = load_file(tmp_path / "mtp.safetensors")
+    assert layer.keys() <= files.keys()
+    kept = load_file(tmp_path / "draft" / "model-kept-00001.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in layer.items())
 
 
 GROUP = 32

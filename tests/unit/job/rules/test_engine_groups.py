@@ -111,7 +111,7 @@ def one(**group: object) -> tuple[str, ...]:
         (("--engine-groups", "{}"), "engine group group-1: say how large it is, by num_engines or num_gpus"),
         (("--engine-groups", '{"num_gpus": 3, "num_gpus_per_engine": 2}'), "num_gpus 3 cannot be divided by"),
         (one(num_gpu=3), "number 1, num_gpu: Extra inputs are not permitted, got 3"),
-        (one(worker_type="prefill"), "worker_type prefill divides a request over two engines on GPUs, which headrace"),
+        (one(worker_type="prefill"), "worker_type prefill computes a part of each request"),
         (one(overrides={"model_path": "m"}), "engine group group-1: --sglang-model-path cannot be given: set hf_che"),
         (one(overrides={"dtype": "float16"}), "dtype cannot be of a group, because all engines are given the same"),
         (one(overrides={"mem_fraction_static": 1.5}), "engine group group-1: --sglang-mem-fraction-static 1.5: should"),

@@ -67,6 +67,8 @@ if ALL:
         "qwen3_5_moe@ep2": (2, EP2),
         "glm4@tp2": (2, TP2),
         "moonlight@ep2": (2, EP2),
+        "qwen2_moe@ep2": (2, EP2),
+        "glm4_moe_lite@ep2": (2, EP2),
         "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
         "glm4@sp2-vpp2": (4, SP2 | VPP2),
         "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
