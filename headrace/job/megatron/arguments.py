@@ -38,6 +38,8 @@ from headrace.job.schema.section import (
     literal,
 )
 
+# Every field of Megatron-core's configs, from fields.json, which tools/megatron_fields.py writes.
+
 _TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
 _FIELDS: Mapping[str, Mapping[str, Any]] = _TABLE["fields"]
 

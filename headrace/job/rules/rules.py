@@ -106,6 +106,9 @@ def known_architecture(job: Job) -> Architecture | None:
     return None if job.model.model is None else architecture(find(job.model.model).config)
 
 
+# Settings that are allowed and probably not intended: `headrace check` and `headrace train` warn and continue.
+
+
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
     return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_parts(job)]
