@@ -170,9 +170,19 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
 # dtype).
 
 
-async def ask(probe: Probe, engine: EngineClient, policy_version: int, *, seconds: float) -> None:
-    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees."""
-    theirs = await engine.score(probe.tokens, cache_key=f"probe-{policy_version}", seconds=seconds)
+async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: float) -> None:
+    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees.
+
+    A decode engine computes no prompt, so it is not asked: it runs SGLang's code of the same model on the same bytes.
+    """
+    if engine.worker_type == "decode":
+        return
+    theirs = await engine.client.score(
+        probe.tokens,
+        cache_key=f"probe-{policy_version}",
+        seconds=seconds,
+        is_prefill=engine.worker_type == "prefill",
+    )
     difference = sum(abs(a - b) for a, b in zip(probe.log_probs, theirs, strict=True)) / len(theirs)
     if not difference <= probe.max_mean_difference:  # NaN disagrees too
         raise ChecksumMismatch(
@@ -386,9 +396,7 @@ class Receiver:
         digests = await self._verify(publication, checksums)
         state.require_open()
         if probe:
-            await participants.each(
-                lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left())
-            )
+            await participants.each(lambda engine: ask(probe, engine, version, seconds=publication.seconds_left()))
         await self._transport(state.plan).finish(publication)
         await participants.each(_still_there)
         state.commit()
