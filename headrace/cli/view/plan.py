@@ -258,7 +258,8 @@ def _engines_of_each(job: Job) -> int:
 
 def _group(group: EngineGroup, shape: EngineShape) -> str:
     own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
-    return f"{group.name}: {_count(group.count, 'engine')} of {shape}, {own}"
+    kind = f"{group.worker_type} engine" if group.is_part else "engine"
+    return f"{group.name}: {_count(group.count, kind)} of {shape}, {own}"
 
 
 def _weights(job: Job) -> str:

@@ -113,8 +113,8 @@ def _check_argument(name: str, value: object, where: str = "") -> None:
 def _refused_argument(name: str, value: object) -> str | None:
     if name in SGLANG["ours"]:
         return f"cannot be given: {SGLANG['ours'][name]}"
-    if name in PLACED_BY_US or name.startswith("disaggregation_"):
-        default, why = PLACED_BY_US.get(name, (None, PLACED_BY_US["disaggregation_mode"][1]))
+    if name in PLACED_BY_US:
+        default, why = PLACED_BY_US[name]
         # The word `null` is read as None.
         if value is not None and not (type(value) is type(default) and value == default):
             return f"{value} cannot be given: leave it out, because {why}"
@@ -193,6 +193,10 @@ def _engine_groups(job: Job) -> None:
         if names.count(group.name) > 1:
             raise ConfigError(f"two engine groups are called {group.name}: rename one")
         _check_group(group)
+    if placement.divides_requests:
+        _divided_requests(job)
+    elif idle := [name for name in job.sglang if name.startswith("disaggregation_")]:
+        raise ConfigError(f"--sglang-{idle[0].replace('_', '-')} has no effect without prefill and decode groups")
     gpus = sum(group.count * group.size for group in groups)
     if groups and gpus != placement.rollout_num_gpus:
         parts = " + ".join(f"{group.name} {group.count * group.size}" for group in groups)
@@ -227,6 +231,36 @@ def _engine_shapes(job: Job) -> None:
                 "to all stages of an engine, and they could not join the group of weights. Pass "
                 "--update-weight-transport disk, or make all GPUs of an engine tensor ranks"
             )
+
+
+def _divided_requests(job: Job) -> None:
+    """What prefill and decode engines need, and what they cannot do."""
+    groups = job.placement.engine_groups
+    kinds = {group.worker_type for group in groups}
+    if kinds != {"prefill", "decode"}:
+        raise ConfigError(
+            f"engine groups of worker_type {' and '.join(sorted(kinds))}: each request needs a prefill and a decode "
+            "engine, and the router knows no others beside them: have groups of these two kinds alone"
+        )
+    if any(shape.nodes > 1 for shape in engine_shapes(job)):
+        raise ConfigError(
+            "prefill and decode engines on several machines each were never tried: choose a num_gpus_per_engine of one "
+            "machine"
+        )
+    mode, publishes = job.publish.update_weight_pause_mode, not job.debug.debug_rollout_only
+    if publishes and mode != "abort":
+        raise ConfigError(
+            f"update_weight_pause_mode {mode} with prefill and decode groups: SGLang would say of a response's first "
+            "token that it has the new weights, when the old ones made it: pass --update-weight-pause-mode abort"
+        )
+    for name, is_on in (
+        ("colocate", job.placement.colocate),
+        ("use_rollout_routing_replay", job.train.use_rollout_routing_replay),
+        ("keep_sampling_mask", job.train.keep_sampling_mask),
+        ("multimodal_keys", bool(job.data.multimodal_keys)),
+    ):
+        if is_on:
+            raise ConfigError(f"{name} with prefill and decode groups was never tried: leave one of them out")
 
 
 def _check_group(group: EngineGroup) -> None:
