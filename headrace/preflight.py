@@ -23,11 +23,11 @@ import msgspec
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError, Internal
 from headrace.hooks.slime_names import slime_environment
+from headrace.job.rules.rules import warnings
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.warnings import warnings
 from headrace.job.schema.job import Job, read_job
 from headrace.process.child import OneShot
-from headrace.process.openmp import openmp
+from headrace.process.computing import openmp
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import drop_logs
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from headrace.cli.view.lessons import before_and_after
+from headrace.cli.commands.init import before_and_after
 from headrace.run_folder import RunFolder, fields_in
 from headrace.sample_log import Answer
 

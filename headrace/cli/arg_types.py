@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf.message import Message
 
 from headrace.errors import InvalidArgument
 from headrace.limits import did_you_mean, whole_number
@@ -116,3 +120,46 @@ buffer_address_option = click.option(
     help="host:port of the buffer, instead of a run; for a sharded ledger all addresses, separated by commas",
 )
 rollout_address_option = click.option("--rollout-address", help="host:port of the rollout service, instead of a run")
+
+
+# Machine-readable output.
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def print_json(value: Any) -> None:
+    """Prints dataclasses, messages, paths and what JSON has itself."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def teller(as_json: bool) -> Callable[[str], None]:
+    """Prints a line for a person: to stdout, or to stderr where stdout is JSON."""
+    return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Message):
+        return _fields(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """All fields under the names of the protos; null for an absent one. Numbers stay numbers, also those of 64 bits."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = field.enum_type.values_by_number if field.enum_type else None
+    if field.is_repeated:
+        return [names[each].name if names else each for each in value]
+    return names[value].name if names else value

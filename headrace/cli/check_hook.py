@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from headrace.cli.arg_types import PATH
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, json_option, print_json
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.hooks.slime_names import SLIME_IMPORTS

@@ -71,7 +71,6 @@ async def may_be_paused_and_resumed(subject: TrainerSubject) -> None:
 
 
 async def refuses_an_export_to_nowhere(subject: TrainerSubject) -> None:
-    """ExportModel without a path is refused."""
     with refused("an empty path", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
         await ask(subject.stub.ExportModel, pb.ExportModelRequest())
 

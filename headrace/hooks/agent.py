@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook
+from headrace.hooks.load import Hook, Signature, awaited, load_function
 from headrace.hooks.reward import checked_reward
-from headrace.hooks.signature import Signature, awaited, load_function
 from headrace.rpc.proxies import direct_to
 
 ROLE_MARK = "~"

@@ -60,7 +60,6 @@ def hook_args(job: Job) -> HookArgs:
 
 
 def default_args() -> HookArgs:
-    """The args of a job with every default."""
     from headrace.job.schema.job import Job
     from headrace.job.schema.run import ModelSection
 
@@ -68,7 +67,6 @@ def default_args() -> HookArgs:
 
 
 def section_args(section: Section) -> HookArgs:
-    """The options of one section alone."""
     return HookArgs({name: _for_hooks(option) for name, option in section.__dict__.items()})
 
 

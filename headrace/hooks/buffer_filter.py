@@ -12,9 +12,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.convert import to_hook
-from headrace.hooks.load import Hook
+from headrace.hooks.load import Hook, Signature, awaited, load_function
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, awaited, load_function
 from headrace.trajectory import Sample as WireSample
 
 ACCEPTED = (

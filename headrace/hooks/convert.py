@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+import io
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -13,7 +15,7 @@ from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample, SamplePrefixCacheInfo, SampleSpecInfo
 from headrace.images import processed_columns, processed_of, raw_columns, raw_of
 from headrace.limits import to_json
-from headrace.prompts import label_for_hooks, label_mark, label_text
+from headrace.prompts import label_as_given, label_for_hooks, label_mark, label_text
 from headrace.trajectory import (
     LOSS_MASK,
     ROLLOUT_LOG_PROBS,
@@ -305,3 +307,118 @@ def _joined(name: str, messages: Any) -> str:
         return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
     except (KeyError, TypeError) as error:
         raise InvalidArgument(f"{name} prompt is neither text nor messages with role and content") from error
+
+
+# A sample on its way out of its worker process: of headrace's own class, with plain values in its fields.
+
+
+def plain(sample: Sample) -> Sample:
+    """A copy with lists where there were arrays and tensors, and text where there were numbers as labels and ids.
+
+    Images become the bytes of PNG files; what is given to a model beside its tokens stays arrays and tensors.
+    """
+    values = {f.name: getattr(sample, f.name) for f in fields(Sample)}
+    given = {name: convert(values[name]) for name, convert in _PLAIN.items() if values[name] is not None}
+    return Sample(**values | given)
+
+
+def _listed(values: Any) -> Any:
+    if isinstance(values, list) and all(type(value) is int or type(value) is float for value in values):
+        return values
+    if isinstance(values, list | tuple):
+        return [value.item() if hasattr(value, "item") else value for value in values]
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _plain_mask(values: Any) -> Any:
+    """0 and 1 as integers, however they were written; what is neither stays, and is refused."""
+    listed = _listed(values)
+    if not isinstance(listed, list):
+        return listed
+    return [int(v) if isinstance(v, bool | int | float) and v in (0, 1) else v for v in listed]
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float | np.generic) else value
+
+
+def _texts(values: Any) -> Any:
+    return [_text(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def _media(inputs: Any) -> Any:
+    """Lists of files for lists of images, by their kind; None where there are none."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {kind: _files(media) for kind, media in inputs.items() if media is not None} or None
+
+
+def _files(media: Any) -> Any:
+    if isinstance(media, list | tuple):
+        return [_file(each) for each in media]
+    return [_file(media)] if hasattr(media, "save") or isinstance(media, bytes) else media
+
+
+def _file(image: Any) -> Any:
+    """An image of Pillow as PNG; others as they are."""
+    if not hasattr(image, "save"):
+        return image
+    content = io.BytesIO()
+    (image if image.mode in _PNG_MODES else image.convert("RGB")).save(content, "PNG")
+    return content.getvalue()
+
+
+def _given(inputs: Any) -> Any:
+    """A dict of a mapping, such as a processor answers, without what is None."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {name: values for name, values in inputs.items() if values is not None} or None
+
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "tokens": _listed,
+    "loss_mask": _plain_mask,
+    "rollout_log_probs": _listed,
+    "rollout_sampling_mask": lambda rows: [_listed(row) for row in rows],
+    "teacher_log_probs": _listed,
+    "label": label_as_given,
+    "rollout_id": _text,
+    "session_id": _text,
+    "weight_versions": _texts,
+    "multimodal_inputs": _media,
+    "multimodal_train_inputs": _given,
+}
+
+
+# What a generate function has to set. A sample that lacks some of it would train nothing, without a warning.
+
+
+_STATUS = (
+    "status is still PENDING: set sample.status to Sample.Status.COMPLETED, TRUNCATED (a length limit ended it), "
+    "ABORTED, or FAILED with failure_reason"
+)
+_RESPONSE = (
+    "response_length is 0, and a response's text is never tokenized again: ask the engine with return_logprob, append "
+    "the token ids of its answer to sample.tokens behind the prompt's, and set response_length, rollout_log_probs and, "
+    "where there are tokens that the policy did not write, loss_mask; or set remove_sample"
+)
+_PROMPT = "all of tokens are the response: sample.tokens begin with the prompt's token ids"
+
+
+def require_finished(path: str, sample: Sample) -> None:
+    """Raises InvalidArgument, with reason HOOK_INCOMPLETE, for one that cannot be trained as it is."""
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
+        return
+    missing = []
+    if sample.status is Sample.Status.PENDING:
+        missing.append(_STATUS)
+    if not sample.response_length and not sample.remove_sample:
+        missing.append(_RESPONSE)
+    if sample.response_length and len(sample.tokens) == sample.response_length and sample.prompt:
+        missing.append(_PROMPT)
+    if missing:
+        raise InvalidArgument(
+            f"hook {path} returned a sample that cannot be trained: {'; '.join(missing)}", reason="HOOK_INCOMPLETE"
+        )

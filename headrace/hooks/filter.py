@@ -8,11 +8,10 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook
+from headrace.hooks.load import Hook, Signature, awaited, load_function, takes
 from headrace.hooks.rollout.data_source import LedgerDataSource
 from headrace.hooks.rollout.messages import Order, OrderRefused, Reply
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, awaited, load_function, takes
 
 ALL_REWARDS_ARE = "all rewards are "
 """Begins the reason of `check_reward_nonzero_std`, and of a filter that gives none and drops equal rewards."""

@@ -10,12 +10,11 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
+from headrace.hooks.convert import plain
 from headrace.hooks.kit.conversation import Call, attach_tokens, calling
-from headrace.hooks.load import Hook, load_hook
-from headrace.hooks.plain import plain
+from headrace.hooks.load import Hook, Signature, awaited, load_hook, takes, wrong_signature
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, awaited, takes, wrong_signature
 from headrace.images import open_image
 
 ACCEPTED = (

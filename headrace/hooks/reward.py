@@ -12,9 +12,8 @@ from typing import Any, SupportsFloat
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook, Signature, awaited, load_hook, wrong_signature
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature, awaited, wrong_signature
 from headrace.limits import MAX_TAGS, require_at_most, require_name
 from headrace.trajectory import MAX_REWARD, check_text
 

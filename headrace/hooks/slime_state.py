@@ -42,7 +42,6 @@ class GenerateState:
     _made: dict[str, GenerateState] = {}  # noqa: RUF012  # of the class: slime's is a singleton too
 
     def __new__(cls, args: Any) -> GenerateState:
-        """Returns the state of the model that `args` name."""
         state = cls._made.get(str(args.hf_checkpoint))
         if state is None:
             state = cls._made[str(args.hf_checkpoint)] = super().__new__(cls)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from headrace.hooks.load import Hook, load_hook
-from headrace.hooks.signature import Signature, wrong_signature
+from headrace.hooks.load import Hook, Signature, load_hook, wrong_signature
 from headrace.job.hook_files import TRAINER_FORMS
 
 _ALSO_PASSED = ("total_lengths", "response_lengths", "metadata")

@@ -43,5 +43,4 @@ def readers(option: str) -> list[str]:
 
 
 def options_of_some() -> list[str]:
-    """The options that only some estimators read."""
     return list(dict.fromkeys(option for spec in _SPECS for option in spec.reads))

@@ -345,6 +345,34 @@ def adapted_layers(architecture: Architecture, wanted: Sequence[str]) -> list[Hf
     return [tensor for tensor in linear if last_word(tensor.name) in wanted]
 
 
+_SERVED_BESIDE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Layers whose adapters SGLang serves beside the weights."""
+
+
+def adapted_names(architecture: Architecture, wanted: Sequence[str]) -> list[str]:
+    """What lora_target_modules calls the layers that get an adapter, and what peft calls them: q_proj and others."""
+    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, wanted)})
+
+
+def check_served_adapters(architecture: Architecture, wanted: Sequence[str]) -> None:
+    """Raises ConfigError for adapters that engines cannot serve beside their weights."""
+    if architecture.vision is not None:
+        raise ConfigError(
+            "update_weight_transport adapter with a model that reads images has not been tried: leave it out, and "
+            "engines get merged weights",
+            field="update_weight_transport",
+        )
+    for tensor in adapted_layers(architecture, wanted):
+        is_expert = "expert" in tensor.name
+        if is_expert or last_word(tensor.name) not in _SERVED_BESIDE:
+            raise ConfigError(
+                f"update_weight_transport adapter with an adapter on {layer_name(tensor.name)}: SGLang serves those of "
+                f"{', '.join(sorted(_SERVED_BESIDE))} outside of experts. Name layers with --lora-target-modules, or "
+                "leave --update-weight-transport out: engines then get merged weights",
+                field="update_weight_transport",
+            )
+
+
 def check_adapters(architecture: Architecture, args: MegatronArgs, wanted: Sequence[str]) -> None:
     """Raises ConfigError for a name that no layer has, and for experts whose adapters this layout cannot train."""
     layers, within = adapted_layers(architecture, wanted), args.expert_tensor_parallel_size

@@ -17,7 +17,6 @@ EARLIER: Mapping[str, Any] = _TABLE["earlier"]
 
 
 def reason_of_each(names_by_reason: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Each name with its reason."""
     return {name: reason for reason, names in names_by_reason.items() for name in names}
 
 

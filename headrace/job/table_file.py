@@ -30,7 +30,6 @@ class TableFile:
         raise ConfigError(f"{self.option} {self.path}: {why}")
 
     def read(self) -> str:
-        """The file's text."""
         try:
             with self.path.expanduser().open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)

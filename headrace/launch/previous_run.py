@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, NotFound
-from headrace.job.changes import changed_options, changes
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, changed_options, changes
 from headrace.job.schema.services import BufferSection
 from headrace.limits import MAX_COUNTER, whole_number
 from headrace.models.folders import is_whole

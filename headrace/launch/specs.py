@@ -19,7 +19,7 @@ from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import PlacementSection
 from headrace.launch.process import ServiceSpec
-from headrace.process.openmp import openmp, threads_of_each
+from headrace.process.computing import openmp, threads_of_each
 from headrace.rpc.net import Address, free_port, own_place, require_free
 from headrace.rpc.proxies import direct_to
 from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of

@@ -204,7 +204,6 @@ class Steps:
     """The last event of a batch that is being given, or of a step that is being consumed."""
 
     def step_of(self, group_id: str) -> int | None:
-        """The step that has the group in its batch."""
         return self._of.get(group_id)
 
     def before(self, event: pb.LedgerEvent) -> None:
@@ -225,13 +224,11 @@ class Steps:
                 self.epochs.append(Epoch(event.epoch, self.next_step))
 
     def finish(self) -> None:
-        """There are no more events."""
         if self._last is not None:
             self._end_step(self._last)
         self._end_dissolving()
 
     def batched(self, event: pb.LedgerEvent) -> None:
-        """A group was given to a step."""
         if event.group_id in self._of:
             step = self._of[event.group_id]
             self.found("batch", event, f"gave group {event.group_id} to step {event.step}, step {step} has it")
@@ -266,7 +263,6 @@ class Steps:
         self.committed_step = max(self.committed_step, event.step + 1)
 
     def rewound(self, event: pb.LedgerEvent) -> None:
-        """A trainer begins at a step."""
         if not self._rewinding and self.epochs and self.epochs[-1].number == event.epoch:
             self.found("epoch", event, f"opened epoch {event.epoch}, which was open")
         self._rewinding = False
@@ -372,7 +368,6 @@ class Replay:
             self._add_to_stream(event)
 
     def finish(self) -> None:
-        """There are no more events."""
         self.steps.finish()
         if not self._limits_changed:
             self.findings += self._stale
@@ -382,7 +377,6 @@ class Replay:
         return Counter(group.state for group in self.groups.values())
 
     def samples_of(self, group_ids: Sequence[str]) -> tuple[str, ...]:
-        """The samples of these groups, in order."""
         return tuple(each for group_id in group_ids for each in self.groups[group_id].sample_ids)
 
     def _add_to_group(self, event: pb.LedgerEvent) -> None:
@@ -745,7 +739,6 @@ def _samples(ledger: AuditedLedger, step: int) -> tuple[str, ...]:
 
 
 def _part(ledger: AuditedLedger, line: RecordLine) -> tuple[str, ...]:
-    """The part of one shard."""
     return tuple(sample_id for sample_id in line.sample_ids if sample_id in ledger.replay.home)
 
 
@@ -767,7 +760,6 @@ class AuditVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True when nothing was found."""
         return not (self.lost or self.doubled or self.unaccounted or self.others)
 
 

@@ -63,7 +63,6 @@ async def damage_findings(buffer: BufferClient, stream: str) -> list[Finding]:
 
 
 def damage_line(damage: pb.Damage) -> str:
-    """What is damaged, and whose it is."""
     parts = [("group", damage.group_id), ("sample", damage.sample_id)]
     named = ", ".join(f"{kind} {name}" for kind, name in parts if name)
     return f"{damage.what} ({named})" if named else damage.what

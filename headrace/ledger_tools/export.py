@@ -77,7 +77,6 @@ class _Logged:
         return _text(answer) if answer else {}
 
     def exported(self, sample_id: str) -> None:
-        """It has its row."""
         self._rows.add(sample_id)
 
     def others(self) -> Iterator[list[dict[str, Any]]]:

@@ -68,7 +68,6 @@ class Migration:
         self._take(source, "changed", words, note)
 
     def supervise(self, source: str) -> None:
-        """The settings of a supervised run."""
         words = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--loss-mask-type", "qwen")
         note = "rows are conversations; --loss-mask-type names the template's marks"
         self.change(source, *words, "--input-key", "messages", note=note)

@@ -22,9 +22,8 @@ from typing import TypeVar
 from headrace.errors import Internal
 from headrace.process.exit_status import of_shell
 from headrace.process.guard import SWEEP_NOW, guard_command
-from headrace.process.linux import descendants, runs
+from headrace.process.linux import descendants, of_tree, runs
 from headrace.process.log_file import last_lines, open_log, tail
-from headrace.process.memory import of_tree
 
 Stream = TypeVar("Stream", asyncio.StreamReader, asyncio.StreamWriter)
 
@@ -197,7 +196,6 @@ class OneShot:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> OneShot:
-        """Starts the command with this environment and no other."""
         pipe = asyncio.subprocess.PIPE
         return cls(
             await asyncio.create_subprocess_exec(

@@ -65,7 +65,6 @@ class ExitStatus:
     message: str
 
     def write(self, file: Path) -> None:
-        """Writes the file atomically."""
         with atomic_write(file) as draft:
             draft.write_text(json.dumps(asdict(self)))
 

@@ -109,7 +109,6 @@ async def read(
 
 
 def packed(message: Order | Reply) -> bytes:
-    """The message as it is sent."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 

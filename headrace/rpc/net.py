@@ -38,7 +38,6 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True when only this machine can reach it."""
         if self.host == "localhost":
             return True
         try:

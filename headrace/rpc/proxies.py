@@ -36,7 +36,6 @@ def direct_to_all() -> dict[str, str]:
 
 
 def is_here(url: str) -> bool:
-    """True for the URL of a server on this machine."""
     host = urlsplit(url).hostname
     return host is not None and Address(host, 0).is_loopback
 

@@ -108,5 +108,4 @@ ALLOWED: Mapping[str, Mapping[str, frozenset[Role]]] = {
 
 
 def roles_of(service: str, method: str) -> frozenset[Role]:
-    """The roles that may call a method."""
     return ALLOWED.get(service, {}).get(method, frozenset())

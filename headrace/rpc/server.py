@@ -32,9 +32,8 @@ from headrace.limits import (
     MAX_STREAMS_PER_CONNECTION,
 )
 from headrace.rpc.access import Access, Tokens
-from headrace.rpc.interceptor import CallInterceptor, CallsInProgress
+from headrace.rpc.interceptor import CallInterceptor, CallsInProgress, RpcMetrics
 from headrace.rpc.log import log
-from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, keepalive_options, require_free, require_reachable
 from headrace.rpc.tls import VARIABLE, TlsFolder, server_credentials, use_tls
 

@@ -50,7 +50,6 @@ def to_status(error: HeadraceError) -> status_pb2.Status:
 
 
 def code_of(error: HeadraceError) -> grpc.StatusCode:
-    """The gRPC code of the error's class."""
     return grpc.StatusCode[error.status]
 
 

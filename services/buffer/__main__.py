@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DataLoss, Unavailable
@@ -17,13 +23,13 @@ from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
-from services.buffer.conversion.wire import add_to_server
-from services.buffer.memory import keep_large_blocks, long_lived
-from services.buffer.metrics import LedgerCollector
+from services.buffer.ledger.group import GroupState
+from services.buffer.ledger.ledger import Ledger
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.servicer import REQUEST_BYTES, WAITING, BufferServicer
 from services.buffer.store.base import Store
+from services.buffer.wire import add_to_server
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
@@ -110,6 +116,72 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the ledger")
     parser.add_argument("--shard", type=int, help="which of the job's buffer_shards this is, from 0")
     return parser
+
+
+# How the process keeps its memory: large requests come and go, and a ledger's rows stay.
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 256 << 20
+
+
+def keep_large_blocks() -> None:
+    """Tells glibc to keep the memory of large requests instead of mapping new pages each time.
+
+    Call it once, at the start of a process. It does nothing where the C library is not glibc.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+@contextmanager
+def long_lived() -> Iterator[None]:
+    """Switches the cyclic collector off inside, and exempts all that exists at the end from it for good.
+
+    Loading makes a million objects that stay: the collector would walk them again and again while they are made, and
+    later stop the server at every full collection.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+class LedgerCollector(Collector):
+    """Register it once with the server's registry."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterable[Metric]:
+        groups = GaugeMetricFamily("headrace_buffer_groups", "Groups in a state.", labels=["stream", "state"])
+        numbers = {
+            "payload_bytes": _gauge("payload_bytes", "Payload bytes stored."),
+            "step": _gauge("step", "The step to be consumed next."),
+            "committed_step": _gauge("committed_step", "Every step below it is committed."),
+            "policy_version": _gauge("policy_version", "The policy version that engines serve."),
+            "prompts_read": _gauge("prompts_read", "Prompts read from the prompt files."),
+            "bad_lines": _gauge("bad_lines", "Bad lines of the prompt files that were skipped."),
+        }
+        for name, stream in list(self._ledger.streams.items()):
+            state = stream.state
+            for group_state in GroupState:
+                groups.add_metric([name, group_state.name], stream.count(group_state))
+            numbers["payload_bytes"].add_metric([name], stream.payload_bytes)
+            numbers["step"].add_metric([name], state.step)
+            numbers["committed_step"].add_metric([name], state.committed_step)
+            numbers["policy_version"].add_metric([name], state.policy_version)
+            numbers["prompts_read"].add_metric([name], state.prompts_read)
+            numbers["bad_lines"].add_metric([name], state.num_bad_lines)
+        return [groups, *numbers.values()]
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"headrace_buffer_{name}", text, labels=["stream"])
 
 
 if __name__ == "__main__":

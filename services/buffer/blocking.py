@@ -1,4 +1,4 @@
-"""Threads for one kind of work that blocks: as many as it may take, and none that keeps the process from ending.
+"""What keeps the event loop free: threads for work that blocks, and long work in short parts.
 
 Each kind (prompt files, payloads, hashing, …) has a pool of its own, so that a file that never answers takes the
 threads of its kind and no others. Threads are daemons: Python waits for those of an executor when it ends, and a read
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -61,3 +62,17 @@ class BlockingPool:
             result.set_result(value)
         else:
             result.set_exception(error)
+
+
+_Item = TypeVar("_Item")
+_PIECE_SECONDS = 0.005
+
+
+async def paced(items: Iterable[_Item]) -> AsyncIterator[_Item]:
+    """Yields the items, and lets other work on the loop run whenever a few milliseconds have passed."""
+    began = time.perf_counter()
+    for item in items:
+        yield item
+        if time.perf_counter() - began > _PIECE_SECONDS:
+            await asyncio.sleep(0)
+            began = time.perf_counter()

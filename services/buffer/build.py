@@ -23,7 +23,8 @@ from services.buffer.ledger.stream import (
 )
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
-from services.buffer.store.kinds import open_store
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite import FILE, SqliteStore
 
 TRAIN_STREAM = "train"
 LEASE_SECONDS = 60.0
@@ -73,7 +74,6 @@ def train_stream(job: Job) -> StreamConfig:
 
 
 def of_shard(job: Job, shard: int) -> Job:
-    """The job of the buffer that is this shard, counted from 0."""
     return job.model_copy(update={"buffer": job.buffer.model_copy(update={"buffer_shard": shard})})
 
 
@@ -144,3 +144,32 @@ def _file(data: DataSection, text: str, weight: float) -> FileSource:
         streaming=data.streaming_data,
         num_workers=data.num_data_workers,
     )
+
+
+DATABASE_WAIT_SECONDS = 120.0
+"""A database that is unreachable for longer (a failover) ends the buffer; until then it waits."""
+
+
+def open_store(section: BufferSection, folder: Path, name: str) -> Store:
+    """Raises ConfigError when the folder holds a ledger of another kind, which would be ignored otherwise."""
+    if (folder / "segments").exists():
+        raise ConfigError(
+            f"{folder} holds a ledger of buffer_store segments, which this headrace does not read: finish the run with "
+            "the headrace that wrote it, or choose another run_name, which begins a ledger of buffer_store sqlite"
+        )
+    if section.buffer_store != "sqlite" and (folder / FILE).exists():
+        raise ConfigError(
+            f"{folder} holds a ledger of buffer_store sqlite, the job says {section.buffer_store}: "
+            "set buffer_store to sqlite, or choose another run_name"
+        )
+    match section.buffer_store:
+        case "memory":
+            return MemoryStore()
+        case "sqlite":
+            return SqliteStore(folder)
+        case "postgres":
+            if section.buffer_postgres is None:
+                raise ConfigError("buffer_store postgres needs a database: pass --buffer-postgres postgresql://…")
+            from services.buffer.store.postgres import PostgresStore  # its driver is an extra: headrace[postgres]
+
+            return PostgresStore(section.buffer_postgres, name, wait_seconds=DATABASE_WAIT_SECONDS)

@@ -42,15 +42,14 @@ from headrace.limits import (
 from headrace.protobuf import RawPut
 from headrace.rpc.interceptor import seconds_left
 from headrace.rpc.log import log
-from services.buffer.conversion import wire, wire_stream
-from services.buffer.conversion.wire import batch_group_bytes, require_sha256, sample_bytes
-from services.buffer.ledger.chunks import cut, first_within
-from services.buffer.ledger.group import Group, GroupState
+from services.buffer import wire
+from services.buffer.blocking import paced
+from services.buffer.ledger.group import Group, GroupState, cut, first_within
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.pace import paced
 from services.buffer.runtime.application import BufferApplication, Digest
 from services.buffer.runtime.commit import now
+from services.buffer.wire import batch_group_bytes, require_sha256, sample_bytes
 
 DEFAULT_PAGE_SIZE = 100
 REQUEST_BYTES = {
@@ -68,16 +67,16 @@ _OfStream = pb.RetryGroupsRequest | pb.DropGroupsRequest | pb.ConsumeBatchReques
 
 
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
-    """Every method's contract is in the proto. Registered by `wire_bytes.add_to_server`."""
+    """Every method's contract is in the proto. Registered by `wire.add_to_server`."""
 
     def __init__(self, buffer: BufferApplication) -> None:
         self._buffer = buffer
         self._ledger = buffer.ledger
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
-        config, created = await self._buffer.create_stream_of_client(wire_stream.config_from_proto(request.config))
+        config, created = await self._buffer.create_stream_of_client(wire.config_from_proto(request.config))
         stream_id = self._ledger.stream_id(config.name)
-        return pb.CreateStreamResponse(config=wire_stream.config_to_proto(config), created=created, stream_id=stream_id)
+        return pb.CreateStreamResponse(config=wire.config_to_proto(config), created=created, stream_id=stream_id)
 
     async def DeleteStream(self, request: pb.DeleteStreamRequest, context: Context) -> pb.DeleteStreamResponse:
         stream = require_id(request.stream, "stream")
@@ -87,7 +86,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.wait_until_durable()
-        configs = [wire_stream.config_to_proto(stream.state.config) async for stream in paced(self._streams(""))]
+        configs = [wire.config_to_proto(stream.state.config) async for stream in paced(self._streams(""))]
         return pb.ListStreamsResponse(streams=configs)
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
@@ -300,7 +299,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return sorted(wanted, key=lambda group: -group.position)
 
     def _stats(self, stream: IndexedStream) -> pb.StreamStats:
-        stats = wire_stream.stats_to_proto(stream)
+        stats = wire.stats_to_proto(stream)
         stats.trouble = self._buffer.sources.trouble_of(stream.state.name) or ""
         stats.stream_id = self._ledger.stream_id(stream.state.name)
         return stats

@@ -16,9 +16,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, HeadraceError
 from headrace.job.schema.services import BufferSection
 from headrace.rpc.log import configure_logging
+from services.buffer.build import open_store
 from services.buffer.ledger.group import SampleRecord
 from services.buffer.store.base import Damage, Store
-from services.buffer.store.kinds import open_store
 
 
 @dataclass(frozen=True, slots=True)

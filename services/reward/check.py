@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument
 from headrace.hooks import RewardForm, RewardHook, hook_args
+from headrace.hooks.args import HookArgs
+from headrace.hooks.kit.conversation import renderer_of
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox, require_sandbox, sandbox_said, sandbox_used_by
-from headrace.hooks.trial.rendered import plain_conversation, rendered_prompts
 from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 from headrace.job.schema.section import PromptPath
@@ -313,6 +315,36 @@ async def _other_forms(
                 "--label-key (KEY.INNER for an object's inner key), choose another scorer, or pass --skip-label-check "
                 "to start all the same"
             )
+
+
+# The text of prompts as a run gives it to rewards: the conversation in the model's chat template.
+
+
+def rendered_prompts(args: HookArgs, prompts: Sequence[bytes]) -> list[str]:
+    """Returns a text for each serialized prompt. Runs in a worker. Raises ConfigError without a tokenizer."""
+    return [_text(args, sample_pb2.Prompt.FromString(prompt)) for prompt in prompts]
+
+
+def plain_conversation(prompt: sample_pb2.Prompt) -> str:
+    """The same without a model: ChatML, where the prompt is messages."""
+    if prompt.WhichOneof("content") == "text":
+        return prompt.text
+    turns = [f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in prompt.messages.messages]
+    return "".join([*turns, "<|im_start|>assistant\n"])
+
+
+def _text(args: HookArgs, prompt: sample_pb2.Prompt) -> str:
+    messages = [
+        {"role": turn.role, "content": turn.content, **from_json(turn.extra_json)} for turn in prompt.messages.messages
+    ]
+    if prompt.WhichOneof("content") == "text":
+        if not args.get("apply_chat_template"):
+            return prompt.text
+        messages = [{"role": "user", "content": prompt.text}]
+    try:
+        return renderer_of(args).render(messages, None)
+    except InvalidArgument:  # the rollout service's check names it
+        return plain_conversation(prompt)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ class Part:
     """Entries of a row's metadata, each a value or a list of values: the rows that the part scores. None: all."""
 
     def scores(self, metadata: Mapping[str, Any]) -> bool:
-        """True for a row with this metadata."""
         return all(
             metadata.get(key) in wanted if isinstance(wanted, list) else metadata.get(key) == wanted
             for key, wanted in (self.when or {}).items()

@@ -237,7 +237,6 @@ _BY_NAME = {each.name: each for each in BUILTINS}
 
 @cache
 def _function(name: str) -> Callable[..., Any]:
-    """Imports it."""
     builtin = _BY_NAME[name]
     module = importlib.import_module(f"{_SCORERS}.{builtin.module}")
     found: Callable[..., Any] = getattr(module, (builtin.target or "").partition(":")[2] or "score")
@@ -503,7 +502,7 @@ def version_of(hook: RewardHook, digest: str, settings: str) -> str:
     return " ".join(filter(None, (hook.path, digest, settings)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CustomResult:
     """A reward, why there is none, or None from a scorer that abstains; the item's metadata if the function changed it.
 

@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from headrace.process.workers import WorkerCrashed, WorkerError, WorkerPool, Wor
 from headrace.rpc.log import log
 from headrace.score import SCORER_ABSTAINED, SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
-from services.reward.circuit_breaker import FAILURES, CircuitBreaker
 from services.reward.composition import combined, is_passed
 from services.reward.live_scorers import Choice, LiveScorers
 from services.reward.registry import (
@@ -351,8 +350,9 @@ class BatchScorer:
             return ScoreError(SCORER_ABSTAINED, f"scorer {scorer.name} gave no reward: it abstains")
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
-        parts = reward if isinstance(reward, dict) else {}
+        parts: Mapping[str, float] = {}
         if isinstance(reward, dict):
+            parts = reward
             key = scorer.key or self._reward_key
             part = key or (scorer.builtin and scorer.builtin.part)
             if part not in reward:
@@ -362,10 +362,11 @@ class BatchScorer:
             reward = reward[part]
         try:
             for value in (reward, *parts.values()):
-                check_reward(f"a reward of scorer {scorer.name}", value)
-            to_json(result.metadata or {})
+                check_reward("a reward", value)
+            if result.metadata:
+                to_json(result.metadata)
         except InvalidArgument as error:
-            return ScoreError("SCORER_NOT_FINITE", error.message)
+            return ScoreError("SCORER_NOT_FINITE", f"scorer {scorer.name}: {error.message}")
         hook = scorer.hook
         version = version_of(hook, result.version, scorer.settings) if hook and result.version else scorer.version
         return Score(reward, scorer.name, version, parts, result.metadata)
@@ -477,3 +478,48 @@ def _error_of(error: WorkerError | HeadraceError, scorer: Scorer) -> ScoreError:
             return ScoreError("SCORER_RAISED", error.message, retryable=not error.is_ours)
         case _:
             raise error
+
+
+FAILURES = 5
+"""Calls in a row that open it."""
+_TRY_SECONDS = 2.0
+
+
+class CircuitBreaker:
+    """Spares a scorer whose server is unreachable: after some calls in a row that failed, one at a time tries it.
+
+    Closed: every call is made. Open: a call is refused at once, but one every `_TRY_SECONDS`, which closes it when the
+    server answers.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._is_trying = False
+        self._next_try = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= FAILURES
+
+    def admits(self) -> bool:
+        """True for a call that may be made now."""
+        return not self.is_open or (not self._is_trying and self._clock() >= self._next_try)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call that was admitted. It says with `reached` or `not_reached` what came of it."""
+        is_try = self.is_open
+        self._is_trying |= is_try
+        try:
+            yield
+        finally:
+            if is_try:
+                self._is_trying = False
+
+    def reached(self) -> None:
+        self._failures = 0
+
+    def not_reached(self) -> None:
+        self._failures += 1
+        self._next_try = self._clock() + _TRY_SECONDS

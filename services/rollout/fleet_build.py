@@ -11,13 +11,15 @@ from typing import TypeVar
 
 from headrace.job.engine_shape import engine_shapes
 from headrace.job.megatron.arguments import megatron
+from headrace.job.model import adapted_names
 from headrace.job.rules.machines import plan_on
 from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
-from headrace.process.openmp import threads_of_each
+from headrace.models.registry import read_architecture
+from headrace.process.computing import threads_of_each
 from headrace.process.scratch import delete_scratch
 from headrace.rpc.net import Address
 from services.rollout.engine.arguments import EngineOptions
@@ -175,6 +177,7 @@ def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], Engine
 def engine_options(job: Job) -> EngineOptions:
     """Lets engines use all cores where the trainer waits for them (on-policy), and else leave half of them to it."""
     share = 0.5 if job.buffer.max_staleness else 1.0
+    has_adapters = job.publish.update_weight_transport == "adapter"
     return EngineOptions(
         hf_checkpoint=job.model.hf_checkpoint,
         shape=engine_shapes(job)[0],
@@ -184,8 +187,14 @@ def engine_options(job: Job) -> EngineOptions:
         threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
         mask_tokens=mask_tokens(job),
+        adapter_rank=job.lora.lora_rank if has_adapters else None,
+        adapted_layers=_adapted_layers(job) if has_adapters else (),
         releases_memory=bool(job.placement.offload_rollout),
     )
+
+
+def _adapted_layers(job: Job) -> list[str]:
+    return adapted_names(read_architecture(job.model.hf_checkpoint), job.lora.lora_target_modules)
 
 
 def capacity(job: Job, *, has_accelerator: bool) -> Capacity:

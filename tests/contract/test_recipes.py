@@ -266,12 +266,12 @@ class ForgetfulStore(MemoryStore):
     lines=(
         ("headrace/job/schema/services.py", 'buffer_store: Annotated[Literal["memory", ', '"forgetful", '),
         (
-            "services/buffer/store/kinds.py",
+            "services/buffer/build.py",
             "from services.buffer.store.base import Store\n",
             "from services.buffer.store.forgetful import ForgetfulStore\n",
         ),
         (
-            "services/buffer/store/kinds.py",
+            "services/buffer/build.py",
             "    match section.buffer_store:\n",
             '        case "forgetful":\n            return ForgetfulStore()\n',
         ),
@@ -279,7 +279,7 @@ class ForgetfulStore(MemoryStore):
     shown="""
 from pathlib import Path
 from headrace.job.schema.services import BufferSection
-from services.buffer.store.kinds import open_store
+from services.buffer.build import open_store
 print("ok", open_store(BufferSection(buffer_store="forgetful"), Path("none"), "run").name)
 """,
 )

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from headrace.api.sample.v1 import sample_pb2
 from headrace.ledger_tools.audit_run import audit_ledger, described
 from services.buffer.ledger.group import Group, GroupState
-from services.buffer.ledger.transaction import LedgerEvent
+from services.buffer.ledger.state import LedgerEvent
 from tests.support.ledgers.audited_run import STREAM, AuditedRun, good_run, run_with_drops
 from tests.support.processes.buffer_server import served_buffer
 

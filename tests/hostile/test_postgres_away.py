@@ -56,7 +56,7 @@ def buffer_of(folder: Path, postgres: PostgresServer, run_name: str, *, wait_sec
         buffer_store="postgres",
         buffer_postgres=postgres.dsn,
     )
-    wait = f"services.buffer.store.kinds:DATABASE_WAIT_SECONDS={wait_seconds}"
+    wait = f"services.buffer.build:DATABASE_WAIT_SECONDS={wait_seconds}"
     return BufferProcess(folder, prompts, constants=[wait], buffer=section, run=RunSection(run_name=run_name))
 
 

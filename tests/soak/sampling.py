@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from headrace.process.linux import descendants
-from headrace.process.memory import resident_bytes
+from headrace.process.linux import descendants, resident_bytes
 
 _ROLES = (
     ("guard", r"headrace\.process\.guard\b"),

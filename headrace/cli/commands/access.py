@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from headrace.cli.arg_types import PATH, Group
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, Group, json_option, print_json
 from headrace.errors import ConfigError
 from headrace.rpc.access import add_token, revoke_token, tokens_in
 from headrace.rpc.roles import OF_CLIENTS, Role, role_named

@@ -22,13 +22,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.arg_types import PATH, RUNS
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, RUNS, json_option, print_json
 from headrace.cli.view.lines import print_no_wrap
 from headrace.errors import FailedPrecondition
 from headrace.installed import EXTRAS
 from headrace.process.child import run_once
-from headrace.process.memory import free_bytes
+from headrace.process.linux import free_bytes
 from headrace.process.scratch import SHARED_MEMORY
 
 _GIB = 1 << 30
@@ -142,7 +141,6 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> Iterator[Finding]:
-    """Imports torch in a process of its own."""
     if _version("torch") is None:
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -19,10 +19,9 @@ from rich.progress import Progress
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, PATH, run_argument
+from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, PATH, json_option, print_json, run_argument, teller
 from headrace.cli.commands.policy import export_step
 from headrace.cli.job_arguments import JobCommand, load_job
-from headrace.cli.json_output import json_option, print_json, teller
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import evaluated_rows, history_table, print_no_wrap
 from headrace.client.open import open_rollout

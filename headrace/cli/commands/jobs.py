@@ -13,9 +13,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from headrace.cli.arg_types import PATH
+from headrace.cli.arg_types import PATH, json_option, print_json
 from headrace.cli.job_arguments import JobCommand, load_job, note
-from headrace.cli.json_output import json_option, print_json
 from headrace.cli.runs import find_run
 from headrace.cli.view.lines import compared
 from headrace.cli.view.plan import in_short, plan, print_report, report_tree, too_little_memory

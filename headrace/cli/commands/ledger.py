@@ -21,8 +21,17 @@ import click
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.arg_types import PATH, TEXT, Finite, Group, buffer_address_option, run_argument, stream_option
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import (
+    PATH,
+    TEXT,
+    Finite,
+    Group,
+    buffer_address_option,
+    json_option,
+    print_json,
+    run_argument,
+    stream_option,
+)
 from headrace.cli.runs import address_of, find_run
 from headrace.client.buffer import Buffer, BufferClient
 from headrace.client.open import open_buffer
@@ -338,6 +347,5 @@ def audit(run: str | None, stream: str, deep: bool, timeout_seconds: float, as_j
 async def audited(
     folder: RunFolder, stream: str, timeout_seconds: float = TIMEOUT_SECONDS, *, deep: bool = False
 ) -> Audit:
-    """The audit of a run, alive or ended."""
     async with buffer_of_run(folder, read_only=True) as address:
         return await audit_ledger(address, stream, folder.training_record, timeout_seconds, deep=deep)

@@ -19,12 +19,10 @@ from headrace.agent_host import AgentHost
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.arg_types import COUNT, Finite, Group, rollout_address_option, run_argument
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import COUNT, Finite, Group, json_option, print_json, rollout_address_option, run_argument
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import Coming, duration, failures_line, print_no_wrap
-from headrace.cli.view.run_view import WARNING_CHARACTERS
-from headrace.cli.view.stalls import awaited, waits_too_long
+from headrace.cli.view.run_view import WARNING_CHARACTERS, awaited, waits_too_long
 from headrace.client.open import open_buffer, open_rollout
 from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient

@@ -16,8 +16,16 @@ from rich.table import Table
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.arg_types import COUNT, PATH, TEXT, Finite, rollout_address_option, run_argument
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import (
+    COUNT,
+    PATH,
+    TEXT,
+    Finite,
+    json_option,
+    print_json,
+    rollout_address_option,
+    run_argument,
+)
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import print_no_wrap
 from headrace.client.open import open_rollout

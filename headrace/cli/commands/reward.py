@@ -1,10 +1,12 @@
-"""`headrace reward`: which scorer pays for the samples of a live run, and which one is tried."""
+"""`headrace reward`: which scorer pays for the samples of a live run, which one is tried; a service by itself."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.api.reward.v1 import reward_pb2 as pb
-from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, Finite, Group, run_argument
-from headrace.cli.commands.reward_service import new, serve
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, PATH, Finite, Group, json_option, print_json, run_argument
 from headrace.cli.runs import address_of, find_run
 from headrace.cli.view.lines import print_no_wrap
 from headrace.client.reward import RewardClient
+from headrace.disk import write_new
 from headrace.errors import ConfigError, FailedPrecondition, NotFound
 from headrace.hooks import hook_args
 from headrace.hooks.trial.check import check_hook
@@ -45,10 +46,6 @@ def reward() -> None:
 def _address_option(function: Callable[..., int]) -> Callable[..., int]:
     option = click.option("--reward-address", help="host:port of the reward service, instead of a run")
     return option(function)
-
-
-reward.add_command(serve)
-reward.add_command(new)
 
 
 @reward.command("set")
@@ -303,3 +300,35 @@ def _print_difference(
 
 def _number(value: float | None) -> str:
     return "– (one of them always gives the same)" if value is None else f"{value:.2f}"
+
+
+# A reward service by itself, without a job.
+
+
+ADDRESS = "127.0.0.1:7010"
+
+
+@reward.command(context_settings={"ignore_unknown_options": True})
+@click.argument("scorer")
+@click.option("--address", default=ADDRESS, show_default=True, help="host:port to listen on.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]")
+def serve(scorer: str, address: str, words: Sequence[str]) -> int:
+    """Serves SCORER until Ctrl-C: a function (file.py:fn, pkg.mod.fn), or one of headrace's own (math, judge, …).
+
+    Further flags are those of a job's [reward] section, and --tls-dir, --tokens-file, --insecure.
+    """
+    is_function = ":" in scorer or "." in scorer
+    named = ["--custom-rm-path" if is_function else "--rm-type", scorer]
+    os.execv(sys.executable, [sys.executable, "-m", "services.reward", "--address", address, *named, *words])
+
+
+@reward.command()
+@click.argument("folder", type=PATH)
+def new(folder: Path) -> int:
+    """Writes a reward service into FOLDER, to be changed: the function, its tests, a Containerfile."""
+    template = files("headrace.templates").joinpath("reward")
+    written = write_new(folder, {file.name: file.read_text() for file in template.iterdir() if file.is_file()})
+    print(f"{folder}: {', '.join(written)}")
+    print(f"next: cd {folder} && python -m pytest")
+    print(f"      headrace reward serve reward.py:reward --address {ADDRESS}")
+    return 0

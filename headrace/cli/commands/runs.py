@@ -12,12 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.arg_types import PATH, RUNS
-from headrace.cli.json_output import json_option, print_json
+from headrace.cli.arg_types import PATH, RUNS, json_option, print_json
 from headrace.cli.runs import find_run
 from headrace.cli.view.lines import evaluations, print_no_wrap
 from headrace.cli.view.run_view import sparkline
-from headrace.job.changes import Change, changes
+from headrace.job.schema.job import Change, changes
 from headrace.launch.previous_run import previous_run
 from headrace.run_folder import RunFolder, fields_in
 

@@ -16,8 +16,7 @@ import numpy as np
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.convert import from_hook, to_hook
-from headrace.hooks.plain import plain
+from headrace.hooks.convert import from_hook, plain, to_hook
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
 from headrace.trajectory import Sample as WireSample

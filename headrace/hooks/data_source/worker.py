@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
+from headrace.hooks.convert import plain
 from headrace.hooks.data_source import RolloutDataSource
 from headrace.hooks.data_source.dataset import Dataset
 from headrace.hooks.data_source.generated import (
@@ -28,10 +29,8 @@ from headrace.hooks.data_source.generated import (
     is_finished,
     origin_of,
 )
-from headrace.hooks.load import load_hook
-from headrace.hooks.plain import plain
+from headrace.hooks.load import Signature, load_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature
 
 _AT_ONCE = 256
 

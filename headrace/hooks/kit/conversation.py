@@ -22,8 +22,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.kit.engine import ask_engine
-from headrace.hooks.kit.sglang_parser import tool_call_parser
-from headrace.hooks.kit.tool_call import ToolCall, divided_response, opens_thought
+from headrace.hooks.kit.tool_call import ToolCall, divided_response, opens_thought, tool_call_parser
 from headrace.hooks.sample import Sample
 from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
@@ -187,7 +186,6 @@ class Call:
         return not any(turn.answer.is_cut for turn in before) and (most is None or len(before) < most)
 
     def note(self, conversation: Conversation, completion: Completion) -> None:
-        """Remembers the latest completion of a conversation."""
         self._of_conversations[id(conversation)] = (conversation, completion)
         self.latest = completion
 
@@ -315,7 +313,6 @@ class KitRenderer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=True))
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Returns the text, with special tokens or without."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def without_special(self, text: str) -> str:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import json
 import math
 import os
 import re
@@ -36,8 +35,7 @@ from typing import Any, Literal
 from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.hooks.kit.sandbox_filter import filter_of_calls
 from headrace.hooks.load import load_hook
-from headrace.process.linux import children, descendants, marked, runs, threads_of_user
-from headrace.process.memory import bytes_of_tree
+from headrace.process.linux import bytes_of_tree, children, descendants, marked, runs, threads_of_user
 
 Sandbox = Literal["bubblewrap", "process", "refused"]
 
@@ -76,8 +74,10 @@ _OF_ROOT = (
 _OPENS = re.compile(r"run_python|open_sandbox\((?!\s*[\"'](?!bubblewrap))")
 _MOST_USERS = 1 << 31
 _LIMITED = """
-import json, os, resource, signal, sys
-order = json.loads(sys.argv[1])
+import os, resource, sys
+order = eval(sys.argv[1])
+if order["filter"]:
+    import signal
 command = sys.argv[2:]
 
 def prctl(option, *values):
@@ -179,7 +179,10 @@ except OSError as error:
     os.write(order["begins"], b"0")
     sys.exit("%s: %s" % (command[0], error))
 """
-"""Runs in front of the program. With a `filter` it is the process mode: a parent stays, and ends what is left."""
+"""Runs in front of the program. With a `filter` it is the process mode: a parent stays, and ends what is left.
+
+`json` and `signal` would take as long to import as the interpreter takes to start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +355,6 @@ class WorkFolder:
             os.chown(path, self._user, self._user)
 
     async def run(self, command: Sequence[str], limits: Limits, *, stdin: str, with_errors: bool) -> SandboxResult:
-        """Runs a command, with the limits of `run_python`."""
         work = _Work((*_BY_SHELL, *command), self._user)  # a command that is not there ends with 127, as in a shell
         async with _running(self._way, self._folder.name, limits, with_errors=with_errors, work=work) as program:
             result = await _result_of(program, limits, stdin)
@@ -402,7 +404,8 @@ async def _running(
             yield program
         finally:
             watch.cancel()
-            await asyncio.shield(asyncio.to_thread(_end, process.pid, None if way.bwrap else mark))
+            if way.bwrap is None or process.returncode is None:  # the namespace ends with its first process
+                await asyncio.shield(asyncio.to_thread(_end, process.pid, None if way.bwrap else mark))
             await _emptied(process)
 
 
@@ -468,7 +471,7 @@ def _command(way: _Way, folder: str, limits: Limits, begins: int, work: _Work | 
             home = os.path.realpath(sys.base_prefix)
             run = os.path.relpath(os.path.realpath(python), home)
             order["homes"] = [home, *(site.getsitepackages() if sys.prefix != sys.base_prefix else ())]
-        words = (python, "-I", "-S", "-c", _LIMITED, json.dumps(order), run, "-I", "-B", program)
+        words = (python, "-I", "-S", "-c", _LIMITED, repr(order), run, "-I", "-B", program)
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
         return _Command(words, (begins,), environment, folder)
     if user is not None:
@@ -482,7 +485,7 @@ def _command(way: _Way, folder: str, limits: Limits, begins: int, work: _Work | 
     begun = work.command if work else (python, "-I", "-B", program)
     sandboxed = (
         *_bubblewrapped(way, folder, filter_file, is_work=work is not None),
-        *(python, "-I", "-S", "-c", _LIMITED, json.dumps(order), *begun),
+        *(os.path.realpath(python), "-I", "-S", "-c", _LIMITED, repr(order), *begun),
     )
     environment = {"PATH": "/usr/bin:/bin", "HOME": _TMP, "LANG": "C.UTF-8"}
     if work:
@@ -686,7 +689,6 @@ def sandbox_used_by(path: str) -> str | None:
 
 
 def sandbox_said() -> str:
-    """Describes the sandbox of this machine."""
     found = _bubblewrap()
     if isinstance(found, _Way):
         return f"bubblewrap ({found.bwrap}): no network, and nothing of this machine's files"
@@ -776,7 +778,7 @@ async def _send(to: asyncio.StreamWriter, text: str) -> None:
 def _end(pid: int, mark: str | None) -> None:
     """Kills the program, and whatever it has started: below it, or anywhere with its mark in the environment.
 
-    With bubblewrap nothing is elsewhere: the namespace ends with its first process.
+    With bubblewrap nothing is elsewhere.
     """
     _kill_tree(pid)
     while left := marked(_MARK, mark) if mark else ():

@@ -6,13 +6,16 @@ nothing but itself.
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from headrace.hooks.kit.argument import argument_of, json_at
-from headrace.hooks.kit.sglang_parser import read_by
+from headrace.errors import ConfigError
+from headrace.limits import did_you_mean
 from headrace.session import Completion
 
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
@@ -49,7 +52,6 @@ class ToolCall(dict[str, Any]):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments by parameter name."""
         found: dict[str, Any] = self["arguments"]
         return found
 
@@ -323,3 +325,180 @@ def _of_json(item: Any) -> ToolCall | None:
 def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
     found = pattern.match(text, position)
     return found.end() if found else position
+
+
+# Values of tool arguments that a format writes without JSON's quotes, as GLM does.
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
+_MOST_REFERENCES = 8
+
+
+def argument_of(text: str, parameters: Mapping[str, Any], name: str) -> Any:
+    """Returns the value that `text` is for the parameter `name` of a tool with the JSON schema `parameters`.
+
+    A parameter of text gets the text. Without a schema a text is a value only where JSON would write the value so:
+    `0042`, `1.10` and `2031-05-17` stay text.
+    """
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    kinds = set(_kinds(schema, parameters, _MOST_REFERENCES)) if isinstance(schema, Mapping) else set()
+    value = _json(text.strip())
+    if isinstance(value, str):
+        return text if value == text.strip() else value  # a text in JSON's quotes
+    if not kinds:
+        return text if value is _NONE or not _is_written_so(value, text.strip()) else value
+    for kind in ("null", "boolean", "integer", "number", "object", "array"):
+        if kind in kinds and _is_of(value, kind) and ("string" not in kinds or _is_written_so(value, text.strip())):
+            return value
+    if "string" not in kinds and "boolean" in kinds and text.strip() in ("True", "False"):
+        return text.strip() == "True"
+    if "string" not in kinds and "integer" in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return text
+
+
+_NONE = object()
+
+
+def json_at(text: str, position: int) -> tuple[Any, int]:
+    """Returns the JSON value that begins there, and its end; (None, -1) where none is well-formed.
+
+    JSON has no NaN and no infinity: they stay the text that the policy wrote, as in the JSON of protocol buffers.
+    """
+    try:
+        return _DECODER.raw_decode(text, position)
+    except (ValueError, RecursionError):
+        return None, -1
+
+
+def _number(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_number)
+
+
+def _json(text: str) -> Any:
+    """The value of the whole text, or _NONE."""
+    value, end = json_at(text, 0)
+    return value if end == len(text) else _NONE
+
+
+def _is_written_so(value: Any, text: str) -> bool:
+    """False for numbers that lose digits or zeros."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value) == text
+    return value is not _NONE
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if value is _NONE or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    return isinstance(value, _KINDS[kind])
+
+
+def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], most: int) -> Iterator[str]:
+    """Yields JSON's names of the types that the schema allows; none where it allows all."""
+    kind = schema.get("type")
+    yield from [kind] if isinstance(kind, str) else [each for each in kind or () if isinstance(each, str)]
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    for value in [*values, *([schema["const"]] if "const" in schema else [])]:
+        yield next((name for name, of in _KINDS.items() if isinstance(value, of)), "string")
+    for key in ("anyOf", "oneOf", "allOf"):
+        for part in schema.get(key) or ():
+            if isinstance(part, Mapping) and most:
+                yield from _kinds(part, root, most - 1)
+    if isinstance(reference := schema.get("$ref"), str) and most:
+        for folder in ("$defs", "definitions"):
+            defined = root.get(folder)
+            part = defined.get(reference.rpartition("/")[2]) if isinstance(defined, Mapping) else None
+            if isinstance(part, Mapping):
+                yield from _kinds(part, root, most - 1)
+
+
+# SGLang's own parsers of tool calls, by the name that `--sglang-tool-call-parser` has. They come with all of SGLang:
+# five seconds and half a gigabyte for each process that uses one. So only a job that names one pays that.
+
+
+_AUTO = "auto"
+_NEEDS_A_TOKENIZER = "response_template"
+
+
+def tool_call_parser(args: Mapping[str, Any]) -> str | None:
+    """The parser that a job's args name; None for SGLang's `auto`, which headrace's own reading stands for."""
+    name = args.get("sglang_tool_call_parser")
+    return None if name is None or name == _AUTO else str(name)
+
+
+def load_parser(name: str) -> None:
+    """Imports SGLang, which takes seconds. Raises ConfigError unless it has a parser of that name."""
+    _detector(name)
+
+
+def read_by(name: str, text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Returns what of the text stands before the calls, and name and arguments of each call.
+
+    Calls of other tools than `tools` are among them. Raises ConfigError as `load_parser` does.
+    """
+    detector = _detector(name)()
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.environ import envs
+
+    with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+        found = _found(detector, text, [Tool.model_validate(tool) for tool in tools])
+    if found is None:
+        return text, []
+    calls = [(call.name, _arguments(call.parameters)) for call in found.calls]
+    return _before(text, found.normal_text), [
+        (called, arguments) for called, arguments in calls if called and arguments is not None
+    ]
+
+
+def _found(detector: Any, text: str, tools: Sequence[Any]) -> Any | None:
+    try:
+        return detector.detect_and_parse(text, tools)
+    except Exception:  # noqa: BLE001  # what a policy writes may break any parser: then it calls nothing
+        return None
+
+
+@cache
+def _detector(name: str) -> Any:
+    try:
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except ImportError as error:
+        raise ConfigError(
+            f"the tool call parser {name} is one of SGLang's, which cannot be imported here ({error}): leave "
+            "--sglang-tool-call-parser out, and headrace reads the calls itself",
+            field="sglang.tool_call_parser",
+        ) from error
+    known = {key: one for key, one in FunctionCallParser.ToolCallParserEnum.items() if key != _NEEDS_A_TOKENIZER}
+    if name not in known:
+        raise ConfigError(
+            f"SGLang has no tool call parser {name!r} (it has {', '.join(sorted(known))}){did_you_mean(name, known)}",
+            field="sglang.tool_call_parser",
+        )
+    return known[name]
+
+
+def _before(text: str, normal: str) -> str:
+    """Parsers strip the text that they leave: what stands before the calls is given as it was sampled."""
+    blank = len(text) - len(text.lstrip())
+    pairs = zip(text[blank:], normal.lstrip(), strict=False)
+    size = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    size = min(len(text) - blank, len(normal.lstrip())) if size is None else size
+    return text[: blank + size] if size else ""
+
+
+def _arguments(written: str) -> dict[str, Any] | None:
+    text = written.strip() or "{}"
+    found, end = json_at(text, 0)
+    return found if isinstance(found, dict) and end == len(text) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.hooks.args import HookArgs
-from headrace.hooks.plain import plain
+from headrace.hooks.convert import plain
 from headrace.hooks.rollout.messages import (
     AddSamples,
     Ask,
@@ -144,7 +144,6 @@ class LedgerDataSource:
         return (lease_number, place) if lease_number in self._held else (None, None)
 
     def _groups_of(self, group: Any) -> set[int]:
-        """Returns the groups that some of the samples belong to."""
         items = group if isinstance(group, list | tuple) else [group]
         flat = [one for item in items for one in (item if isinstance(item, list | tuple) else [item])]
         return {number for one in flat if isinstance(one, Sample) and (number := self._origin(one)[0]) is not None}

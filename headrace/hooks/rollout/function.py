@@ -13,12 +13,10 @@ from headrace.errors import Unavailable
 from headrace.hooks.args import HookArgs
 from headrace.hooks.generate import sendable
 from headrace.hooks.kit.conversation import Call, attach_tokens, calling
-from headrace.hooks.load import Hook
+from headrace.hooks.load import Hook, awaited, load_function, takes
 from headrace.hooks.rollout.data_source import LedgerDataSource, no_data_source, whole_groups
-from headrace.hooks.rollout.evaluation import EvalData, eval_data
 from headrace.hooks.rollout.messages import HEADER, Ask, Order, Reply, packed
-from headrace.hooks.rollout.outputs import RolloutFnEvalOutput, eval_output, numbers, train_output
-from headrace.hooks.signature import awaited, load_function, takes
+from headrace.hooks.rollout.outputs import EvalData, RolloutFnEvalOutput, eval_data, eval_output, numbers, train_output
 from headrace.process.worker_main import Unreadable, decode_as
 
 ACCEPTED = ("def f(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput",)
@@ -97,7 +95,6 @@ async def run_eval_rollout(
 
 @contextmanager
 def connected(socket_path: str) -> Iterator[Ask]:
-    """Connects to the service for one call."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.connect(socket_path)
         with channel.makefile("rb") as replies:

@@ -90,6 +90,5 @@ Ask = Callable[[Order], Reply]
 
 
 def packed(message: Order | Reply) -> bytes:
-    """Returns the message with its length in front."""
     body = encode(message)
     return HEADER.pack(len(body)) + body

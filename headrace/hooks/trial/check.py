@@ -18,11 +18,10 @@ from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source.worker import load_data_source
 from headrace.hooks.filter import is_all_samples, load_all_samples, load_filter, load_sample_hook
 from headrace.hooks.generate import takes_group
-from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.load import Hook, Signature, load_hook
 from headrace.hooks.reward import reward_hook
 from headrace.hooks.rollout.function import rollout_hook
 from headrace.hooks.sample import Sample
-from headrace.hooks.signature import Signature
 from headrace.hooks.trainer import trainer_hook, trainer_kind
 from headrace.hooks.trial.dry_run import answer_tokens, dry_run
 from headrace.hooks.trial.stand_in import stand_in_engine, write_stand_in_model
@@ -61,7 +60,6 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """True when nothing failed."""
         return not self.failed
 
 

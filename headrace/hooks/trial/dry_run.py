@@ -11,10 +11,9 @@ from headrace.errors import InvalidArgument
 from headrace.hooks.agent import Task, run_agent
 from headrace.hooks.args import HookArgs
 from headrace.hooks.buffer_filter import run_buffer_filter
-from headrace.hooks.convert import from_hook
+from headrace.hooks.convert import from_hook, require_finished
 from headrace.hooks.data_source.worker import try_data_source
 from headrace.hooks.filter import run_all_samples, run_filter, run_sample_hooks
-from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import load_hook
 from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward

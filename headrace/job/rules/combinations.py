@@ -54,7 +54,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("buffer_address", "buffer_shard"),
     ("rollout_address", "rollout_service"),
     ("colocate", "offload_train offload_rollout"),
-    ("update_weight_transport=disk", "update_weight_disk_path"),
+    ("update_weight_transport=disk or update_weight_transport=adapter", "update_weight_disk_path"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
     ("reward_parts", "reward_combine reward_clip"),
@@ -91,6 +91,7 @@ _NEEDS: Sequence[tuple[str, str, str]] = (
         "opd_type sglang asks a teacher at http://host:port, or a function sets sample.teacher_log_probs",
     ),
     ("buffer_store=postgres", "buffer_postgres", "postgresql://USER@HOST/NAME"),
+    ("update_weight_transport=adapter", "lora_rank", "it sends the adapters of LoRA alone"),
     (
         "debug_train_only",
         "load_debug_rollout_data",

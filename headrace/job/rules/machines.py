@@ -132,8 +132,8 @@ def check_transport(job: Job) -> None:
         )
     if publish.update_weight_disk_path is None:
         raise ConfigError(
-            f"update_weight_transport disk with {where}: the run's folder may be this machine's alone. Name a folder "
-            "that all machines see at the same path with --update-weight-disk-path"
+            f"update_weight_transport {transport} with {where}: the run's folder may be this machine's alone. Name a "
+            "folder that all machines see at the same path with --update-weight-disk-path"
         )
 
 
@@ -250,6 +250,11 @@ def check_colocation(job: Job) -> None:
         raise ConfigError(
             "update_weight_transport collective with colocate: trainer and engines are not on their GPUs at the same "
             "time. Leave it out, which is ipc, or choose disk"
+        )
+    if publish.update_weight_transport == "adapter":
+        raise ConfigError(
+            "update_weight_transport adapter with colocate: engines give up their memory, and with it the weights that "
+            "adapters are for. Leave it out, which sends merged weights"
         )
 
 

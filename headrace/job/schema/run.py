@@ -49,13 +49,14 @@ class ModelSection(Section):
 
 
 class PublishSection(Section):
-    update_weight_transport: Literal["collective", "disk", "ipc"] = "collective"
+    update_weight_transport: Literal["collective", "disk", "ipc", "adapter"] = "collective"
     """How weights reach the engines: broadcast in a collective group, through files in update_weight_disk_path, or, on
-    one machine, through its shared memory (ipc). That holds two versions."""
+    one machine, through its shared memory (ipc). That holds two versions. With LoRA `adapter` sends the adapters alone,
+    through files: engines load them beside those in use, and none stands still."""
     update_weight_disk_path: Path | None = None
-    """With transport disk: folder of the versions. Several runs may use one. Trainer, rollout service and engines must
-    see it at this path on their machines; absent: weights/ in the run's folder. It holds two versions of each run
-    during a publication, and then the one that is served."""
+    """With transports disk and adapter: folder of the versions. Several runs may use one. Trainer, rollout service and
+    engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two versions of
+    each run during a publication, and then the one that is served."""
     update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = 512 << 20
     """Largest number of bytes in a bucket of weights, or in a file of them."""
     update_weight_pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
@@ -66,7 +67,7 @@ class PublishSection(Section):
     """Largest mean log-prob difference of the probe between trainer and engines."""
     update_weight_rollback: Literal["none", "host"] = "none"
     """What engines are given when new weights cannot be had: nothing, or the weights that were served before, of which
-    each sender keeps a copy in host memory. With transports disk and ipc they load those from their folder in any
+    each sender keeps a copy in host memory. With the other transports they load those from their folder in any
     case."""
     update_weights_interval: Positive = 1
     """Rollout steps between publications."""

@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.process.exit_status import PEER_AWAY, PEER_LOST, meaning, of_shell
-from headrace.process.linux import die_with_parent
+from headrace.process.linux import die_with_parent, resident_bytes
 from headrace.process.log_file import open_log, tail
-from headrace.process.memory import resident_bytes
 from headrace.rpc.net import Address
 
 PEER_SECONDS = 20.0

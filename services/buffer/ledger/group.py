@@ -9,11 +9,14 @@ would walk millions of them, passes them by.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
 from headrace.errors import Internal
+from headrace.limits import MAX_ANSWER_BYTES
 from headrace.protobuf import Payload
 from headrace.trajectory import Failure
 
@@ -136,7 +139,6 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def live_lease(self) -> Lease:
-        """The lease of a group that is LEASED."""
         if self.lease is None:
             raise Internal(f"group {self.group_id} is {self.state.value} and has no lease")
         return self.lease
@@ -161,10 +163,40 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of the samples that have one."""
         return [record.reward for record in self.samples if record.reward is not None]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the group's payloads in the store."""
         return sum(record.payload_bytes for record in self.records)
+
+
+# Answers are limited in bytes: lists are cut into as many messages as they need.
+
+
+_Item = TypeVar("_Item")
+_MOST_ITEMS = 2_048
+
+
+def sample_chunks(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """Cuts samples into messages by their payloads' sizes. A sample larger than a message should be is alone in one."""
+    return cut(records, lambda record: record.payload_bytes + len(record.envelope))
+
+
+def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> Iterator[list[_Item]]:
+    """Cuts the items into chunks that fit one answer each."""
+    some: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        item_bytes = size(item)
+        if some and (num_bytes + item_bytes > most or len(some) == _MOST_ITEMS):
+            yield some
+            some, num_bytes = [], 0
+        some.append(item)
+        num_bytes += item_bytes
+    if some:
+        yield some
+
+
+def first_within(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> list[_Item]:
+    """Returns the first items, as many as fit one answer."""
+    return next(cut(items, size, most), [])

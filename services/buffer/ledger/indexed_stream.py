@@ -116,7 +116,6 @@ class IndexedStream:
         return [self.groups[members[i]] for i in sorted(members)]
 
     def batched_steps(self, first: int, end: int) -> list[int]:
-        """Steps in [first, end) that have a batch."""
         return sorted(step for step in self._batches if first <= step < end)
 
     def delete(self, group_id: str) -> Group:

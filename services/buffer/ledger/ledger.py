@@ -4,7 +4,7 @@ A command is a function `(ledger, now, request) → (answer, transaction)`. It c
 nothing changed, or changes memory and returns what must be made durable before its answer may leave the process. One
 that changes nothing returns an empty transaction; its answer still has to wait for the transactions before it. No
 command looks at all groups: every question has an index.
-The states are in `group`, the staleness rule in `admission`, the commands in `streams`, `produce`, `train`, `operate`.
+The states are in `group`, the staleness rule in `admission`, the commands in `produce`, `train`, `operate`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from headrace.errors import NotFound
-from services.buffer.ledger import operate, produce, streams, train
+from services.buffer.ledger import operate, produce, train
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
-from services.buffer.ledger.state import LedgerState
-from services.buffer.ledger.transaction import Instant
+from services.buffer.ledger.state import Instant, LedgerState
 from services.buffer.ledger.work import command, command_of_stream
 
 
 class Ledger(LedgerState):
     """The commands, and questions that change nothing durable."""
 
-    create_stream = command(streams.create)
-    set_limits = command(streams.set_limits)
-    delete_stream = command(streams.delete)
-    purge_deleted = command(streams.purge_deleted)
+    create_stream = command(operate.create)
+    set_limits = command(operate.set_limits)
+    delete_stream = command(operate.delete)
+    purge_deleted = command(operate.purge_deleted)
 
     submit = command_of_stream(produce.submit)
     read = command_of_stream(produce.read)

@@ -20,8 +20,7 @@ from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceEx
 from headrace.limits import MAX_SAMPLES_PER_STEP, shown
 from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
-from services.buffer.ledger.chunks import first_within
-from services.buffer.ledger.group import Group, GroupState, Lease, NewSample, Prompt
+from services.buffer.ledger.group import Group, GroupState, Lease, NewSample, Prompt, first_within
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.stream import Cursor
 from services.buffer.ledger.work import MAX_CHANGES, Work, require_distinct

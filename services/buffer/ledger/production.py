@@ -65,7 +65,6 @@ class Production:
                 self._count(group_id, failure, 1)
 
     def failed(self, group_id: str, failure: Failure, num_samples: int) -> None:
-        """Counts a failed attempt at a group."""
         self.num_samples += num_samples
         self.num_failed += num_samples
         self._count(group_id, failure, num_samples)

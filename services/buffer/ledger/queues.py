@@ -51,7 +51,6 @@ class NameQueue(Generic[_Key]):
             self._heap = []
 
     def discard(self, name: str) -> None:
-        """Removes the name if it is there."""
         self.keys.pop(name, None)
 
     def first(self) -> tuple[_Key, str] | None:
@@ -74,7 +73,6 @@ class NameQueue(Generic[_Key]):
         return taken
 
     def sorted(self) -> list[str]:
-        """Returns all names by their keys."""
         return sorted(self.keys, key=self.keys.__getitem__)
 
     def _pop(self) -> tuple[_Key, str]:
@@ -99,22 +97,18 @@ class LeaseTable:
         return len(self._groups)
 
     def grant(self, group: Group, deadline: float) -> None:
-        """Adds the group's lease."""
         lease = group.live_lease
         self._groups[lease.lease_id] = group
         self._requests[group.stream, lease.request_id][lease.lease_id] = None
         self._deadlines.add(lease.lease_id, deadline)
 
     def renew(self, lease_id: str, deadline: float) -> None:
-        """Moves the deadline of a live lease."""
         self._deadlines.add(lease_id, deadline)
 
     def live(self) -> list[Group]:
-        """Returns the groups of all live leases."""
         return list(self._groups.values())
 
     def end(self, lease_id: str) -> None:
-        """Removes a live lease."""
         group = self._groups.pop(lease_id)
         self._deadlines.discard(lease_id)
         request = (group.stream, group.live_lease.request_id)
@@ -123,11 +117,9 @@ class LeaseTable:
             del self._requests[request]
 
     def find(self, lease_id: str) -> Group | None:
-        """Returns the group under a live lease, or None."""
         return self._groups.get(lease_id)
 
     def seconds_left(self, lease_id: str, now: float) -> float:
-        """Returns the time until a live lease expires."""
         return max(self._deadlines.keys[lease_id] - now, 0.0)
 
     def of_request(self, stream: str, request_id: str) -> list[Group]:
@@ -145,7 +137,6 @@ class LeaseTable:
         return found
 
     def is_due(self, now: float) -> bool:
-        """True when some lease has reached its deadline."""
         deadline = self.next_deadline()
         return deadline is not None and deadline <= now
 
@@ -238,7 +229,6 @@ class ReadyPool:
             self._oldest.add(group.group_id, (group.oldest_version, *key))
 
     def discard(self, group_id: str) -> None:
-        """Removes the group if it is there."""
         self._chosen.keys.pop(group_id, None)
         self._oldest.keys.pop(group_id, None)
 
@@ -320,7 +310,6 @@ class SourceQueues:
         return len(self._queues[source]), self._leased[source], len(self._pools[source])
 
     def enqueue(self, group: Group) -> None:
-        """Adds a QUEUED group."""
         self._queues[self._source(group)].enqueue(group)
 
     def discard_queued(self, group: Group) -> None:
@@ -328,19 +317,15 @@ class SourceQueues:
         self._queues[self._source(group)].discard(group.group_id)
 
     def lease(self, group: Group) -> None:
-        """Counts a group that became LEASED."""
         self._leased[self._source(group)] += 1
 
     def unlease(self, group: Group) -> None:
-        """Counts a group that is no longer LEASED."""
         self._leased[self._source(group)] -= 1
 
     def add_ready(self, group: Group) -> None:
-        """Adds a READY group that is in no batch."""
         self._pools[self._source(group)].add(group)
 
     def discard_ready(self, group_id: str) -> None:
-        """Removes the group if it is in the pool."""
         for pool in self._pools.values():
             pool.discard(group_id)
 

@@ -1,19 +1,64 @@
-"""The ledger's memory: its streams, their groups and leases, and how a store's rows become them."""
+"""The ledger's memory, how a store's rows become it, and the transactions that change both."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import DataLoss, FailedPrecondition, Fenced, NotFound
 from headrace.limits import shown
-from services.buffer.ledger.group import Group, GroupState
+from headrace.protobuf import Payload
+from services.buffer.ledger.group import Group, GroupState, NewSample
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.queues import LeaseTable
 from services.buffer.ledger.stream import StreamConfig, StreamState
-from services.buffer.ledger.transaction import Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """The current time on two clocks: leases use monotonic seconds, the history Unix seconds."""
+
+    monotonic: float
+    unix: float
+
+
+class LedgerEvent(msgspec.Struct, frozen=True, gc=False):
+    """One transition. Positions are 1, 2, 3, … without gaps over the whole ledger."""
+
+    position: int
+    unix_seconds: float
+    stream: str
+    kind: str
+    group_id: str | None = None
+    state: GroupState | None = None
+    epoch: int | None = None
+    step: int | None = None
+    policy_version: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Transaction:
+    """The rows to write and to delete, together or not at all. It is empty when a command changed nothing."""
+
+    streams: dict[str, StreamState] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    new_groups: list[str] = field(default_factory=list)
+    forgotten: list[Group] = field(default_factory=list)
+    """Groups that are deleted, with their prompts; applied after `groups`."""
+    payloads: dict[str, Payload] = field(default_factory=dict)
+    """Payloads by SampleRecord.key; the records are in `groups`."""
+    with_columns: list[NewSample] = field(default_factory=list)
+    """Those samples of `payloads` that name columns out of line."""
+    deleted_payloads: list[str] = field(default_factory=list)
+    events: list[LedgerEvent] = field(default_factory=list)
+    events_from: int | None = None
+    """Events below this position are deleted."""
 
 
 class LedgerState:

@@ -304,21 +304,17 @@ class StreamState(msgspec.Struct, frozen=True):
         return self.config.name
 
     def has_ended(self, source: int) -> bool:
-        """True when all epochs of the source were read."""
         return self.ended[source] if self.ended else self.exhausted
 
     def taken_of(self, source: int) -> int:
-        """Counts the source's groups that were ever given to a batch."""
         return self.taken[source] if self.taken else 0
 
     @property
     def prompts_read(self) -> int:
-        """Counts the prompts read from all sources."""
         return sum(cursor.prompts_read for cursor in self.cursors)
 
     @property
     def num_bad_lines(self) -> int:
-        """Counts the bad lines skipped so far."""
         return self.bad_lines + sum(cursor.bad_lines for cursor in self.cursors)
 
     @property

@@ -14,9 +14,8 @@ from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.group import EndedLease, Group, GroupState, NewSample, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
-from services.buffer.ledger.state import LedgerState
+from services.buffer.ledger.state import Instant, LedgerEvent, LedgerState, Transaction
 from services.buffer.ledger.stream import ExpiryAction, StreamState
-from services.buffer.ledger.transaction import Instant, LedgerEvent, Transaction
 
 MAX_CHANGES = 1_024
 """How many groups one command expires, commits, deletes or rewinds before other commands run."""
@@ -36,7 +35,6 @@ class Work:
         self.transaction = Transaction()
 
     def set_state(self, stream: IndexedStream, state: StreamState) -> None:
-        """Replaces the stream's state."""
         stream.state = state
         self.transaction.streams[state.name] = state
 
@@ -98,7 +96,6 @@ class Work:
         )
 
     def store_payloads(self, samples: Iterable[NewSample]) -> None:
-        """Stores the samples' payloads."""
         for sample in samples:
             self.transaction.payloads[sample.record.key] = sample.payload
             if sample.columns:
@@ -118,7 +115,6 @@ class Work:
         self.transaction.forgotten.append(group)
 
     def delete_payloads(self, records: Iterable[SampleRecord]) -> None:
-        """Deletes the records' payloads."""
         self.transaction.deleted_payloads.extend(record.key for record in records)
 
     def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:

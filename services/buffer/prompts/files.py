@@ -188,7 +188,6 @@ class IndexedFile:
         return await self._readers.run(self._read, cursor, count)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """True when all epochs were read."""
         return self._source.num_epochs is not None and cursor.epoch >= self._source.num_epochs
 
     async def close(self) -> None:
@@ -329,7 +328,6 @@ class StreamedFile:
         return Reading(entries, cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """True when all epochs were read."""
         return self._source.num_epochs is not None and cursor.epoch >= self._source.num_epochs
 
     async def close(self) -> None:

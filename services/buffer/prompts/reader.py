@@ -97,7 +97,6 @@ class PromptMix:
         return sum(reader.bad_lines for reader in self._readers)
 
     def start(self) -> tuple[Cursor, ...]:
-        """Returns the cursors of a new stream."""
         return tuple(Cursor() for _ in self._readers)
 
     async def read(self, cursors: Sequence[Cursor], counts: Sequence[int]) -> MixReading:
@@ -138,7 +137,6 @@ class ReaderShard:
         return Reading(reading.entries[skip :: self._num_shards], reading.cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """True at the end of the whole source."""
         return self._whole.is_end(cursor)
 
     async def close(self) -> None:

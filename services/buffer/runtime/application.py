@@ -20,25 +20,22 @@ from headrace.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
 from headrace.protobuf import Payload
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
-from services.buffer.blocking import BlockingPool
-from services.buffer.conversion import wire
-from services.buffer.conversion.payload import check_samples
-from services.buffer.ledger.chunks import cut, sample_chunks
-from services.buffer.ledger.group import Group, GroupState, NewSample, Prompt, SampleRecord
+from services.buffer import wire
+from services.buffer.blocking import BlockingPool, paced
+from services.buffer.ledger.group import Group, GroupState, NewSample, Prompt, SampleRecord, cut, sample_chunks
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import GroupPut, NoLeaseReason, PutResult, Release, check_submit
 from services.buffer.ledger.stream import StreamConfig, StreamState, check_config
 from services.buffer.ledger.train import StepBatch, candidates, commit_steps, is_starved, rewind_steps
 from services.buffer.ledger.work import MAX_CHANGES
-from services.buffer.pace import paced
+from services.buffer.payload import check_samples
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.commit import Committer, Pulse, now
 from services.buffer.runtime.journal import EventStream, Journal
 from services.buffer.runtime.prompt_sources import Locks, PromptReading, PromptSources
 from services.buffer.runtime.user_code import GroupChooser, UserCode
-from services.buffer.store.base import Damage, Store
+from services.buffer.store.base import CopiedFile, Damage, Store
 from services.buffer.store.columns import Columns
-from services.buffer.store.copy import CopiedFile
 
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 8 << 10
@@ -449,5 +446,4 @@ class BufferApplication:
         return self._store.name
 
     async def wait_until_durable(self) -> None:
-        """Waits until everything in memory is durable."""
         await self._committer.wait_until_durable()

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from headrace.errors import Unavailable
 from headrace.rpc.log import log
 from services.buffer.ledger.ledger import Ledger
-from services.buffer.ledger.transaction import Instant, Transaction
+from services.buffer.ledger.state import Instant, Transaction
 from services.buffer.ledger.work import Command
 from services.buffer.runtime.journal import Journal, Signal, wait_for
 from services.buffer.store.base import Store

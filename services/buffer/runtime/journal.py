@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace.errors import DataLoss, OutOfRange, RetryableError, Unavailable
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.store.base import Store
 
 

@@ -17,15 +17,13 @@ from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.hooks.data_source.generated import Generated, ReuseRequest
 from headrace.protobuf import RawSample
 from headrace.rpc.log import log
-from services.buffer.blocking import BlockingPool
-from services.buffer.conversion import wire
-from services.buffer.conversion.wire import distinct, to_finished
+from services.buffer import wire
+from services.buffer.blocking import BlockingPool, paced
 from services.buffer.ledger.group import Group, GroupState, NewSample, payload_key
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import Finish, NoLeaseReason
+from services.buffer.ledger.state import Transaction
 from services.buffer.ledger.stream import FileSource, StreamConfig, StreamState, source_names
-from services.buffer.ledger.transaction import Transaction
-from services.buffer.pace import paced
 from services.buffer.prompts.data_source import DataSourceReader, KeptGroups, is_again, origin_group
 from services.buffer.prompts.files import IndexedFile, PromptFiles, RowReader, StreamedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, lines_or_table, read_jsonl_block
@@ -33,6 +31,7 @@ from services.buffer.prompts.reader import MixReading, PromptEntry, PromptMix, P
 from services.buffer.runtime.commit import Committer
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
+from services.buffer.wire import distinct, to_finished
 
 
 def open_files(files: Sequence[FileSource], pool: BlockingPool) -> list[PromptReader]:
@@ -176,7 +175,6 @@ class PromptSources:
         return reader is not None and reader.chooses
 
     async def hand_over(self, state: StreamState, groups: Sequence[Generated], kept: KeptGroups) -> None:
-        """Gives generated groups to the data source."""
         async with self.locks[state.name]:
             if reader := self._data_sources.get(state.name):
                 await reader.hand_over(state.cursors[0], groups, kept)
@@ -189,7 +187,6 @@ class PromptSources:
         return await reader.choose(state.cursors[0], asked, kept)
 
     async def close_stream(self, stream: str) -> None:
-        """Closes the sources of a deleted stream."""
         await self._close(stream)
         self._opening.pop(stream, None)
         self._troubles.pop(stream, None)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from headrace.digest import matches
 from headrace.errors import DataLoss, NotFound, RetryableError
 from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.ledger.stream import StreamState
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
-from services.buffer.store.copy import CopiedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class Snapshot:
     """Ids of groups of the other streams that cannot be loaded, because their records are damaged."""
     torn_bytes: int = 0
     """Bytes that were deleted: the process before this one was writing them when it ended, and never answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """`num_bytes` of the file at `path`; `name` is relative to the ledger's folder."""
+
+    name: str
+    path: Path
+    num_bytes: int
 
 
 class Store(Protocol):

@@ -26,11 +26,9 @@ from headrace.disk import sync
 from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
 from headrace.rpc.log import log
-from services.buffer.blocking import BlockingPool
+from services.buffer.blocking import BlockingPool, paced
 from services.buffer.ledger.group import Group, NewSample, SampleRecord
-from services.buffer.pace import paced
-from services.buffer.store.base import Damage
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
@@ -115,7 +113,6 @@ class Columns:
         await asyncio.wait({self._checking}, timeout=_CHECKED_AT_START_SECONDS)
 
     def close(self) -> None:
-        """Stops checking columns."""
         if self._checking:
             self._checking.cancel()
 
@@ -275,7 +272,6 @@ class Columns:
                     )
 
     def pin(self, record: SampleRecord, columns: Sequence[bytes]) -> None:
-        """Pins the columns that the sample names."""
         if columns:
             self._pinned[record.key].append((record.sample_id, columns))
             self._counts.update(columns)

@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager
 from headrace.errors import FailedPrecondition, RetryableError
 from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.ledger.stream import StreamState
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
-from services.buffer.store.base import Damage, Snapshot, checked_payload
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage, Snapshot, checked_payload
 
 
 class MemoryStore:

@@ -180,7 +180,6 @@ class PayloadFiles:
         return set(self._places)
 
     def names(self) -> list[str]:
-        """Returns the names of the files that rows name."""
         return list(self._num_named)
 
     def read(self, place: PayloadPlace) -> bytes | None:

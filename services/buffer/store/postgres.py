@@ -28,8 +28,7 @@ from psycopg import sql
 from headrace import __version__
 from headrace.errors import ConfigError, FailedPrecondition, Fenced, RetryableError, Unavailable
 from headrace.rpc.log import log
-from services.buffer.store.base import Damage
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage
 from services.buffer.store.sql import Query, SqlStore, Statement, schema
 
 AWAY = (
@@ -79,9 +78,9 @@ _Result = TypeVar("_Result")
 
 
 class Sessions:
-    """Waits until the ledger is free; raises ConfigError after `claim_seconds`."""
+    """Waits until the ledger is free."""
 
-    def __init__(self, dsn: str, schema: str, wait_seconds: float, claim_seconds: float | None) -> None:
+    def __init__(self, dsn: str, schema: str, wait_seconds: float) -> None:
         self._dsn = dsn
         self.schema = schema
         self.wait_seconds = wait_seconds
@@ -91,7 +90,7 @@ class Sessions:
         self._claim_seen = 0.0
         self._is_told = False
         self._told = float("inf")
-        self._open_all(claim_seconds)
+        self._open_all()
 
     def check_claim(self) -> None:
         """Raises one of AWAY when the claim's session has ended. It asks at most once a second."""
@@ -149,27 +148,24 @@ class Sessions:
 
     # The first time
 
-    def _open_all(self, claim_seconds: float | None) -> None:
+    def _open_all(self) -> None:
         while True:
             try:
-                self._open_once(claim_seconds)
+                self._open_once()
                 return
             except AWAY as error:
                 if any(mistake in str(error) for mistake in _MISTAKES):
                     raise ConfigError(f"PostgreSQL refuses buffer_postgres: {_said(error)}") from error
                 self._wait_again(error, self._reached)
 
-    def _open_once(self, claim_seconds: float | None) -> None:
+    def _open_once(self) -> None:
         self.close()
         self.claim = self._kept("claim")
         with answered(self.claim):
             self.claim.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self.schema)))
             for statement in (_OWNER, *schema(_TYPES), _UNPACKED):
                 self.claim.execute(statement.encode())
-        end = None if claim_seconds is None else time.monotonic() + claim_seconds
         while not self._take_claim():
-            if end is not None and time.monotonic() >= end:
-                raise ConfigError(f"ledger {self.schema} is in use by another buffer: stop it, or use another run_name")
             if not self._is_told:
                 log.info("standing_by", ledger=self.schema)
                 self._is_told = True
@@ -255,16 +251,14 @@ class Sessions:
 
 
 class PostgresStore(SqlStore):
-    """Waits until the ledger is free; raises ConfigError after `claim_seconds`.
+    """Waits until the ledger is free.
 
     `wait_seconds` is how long PostgreSQL may be away before `commit` gives up. The error that it raises then is final.
     All payloads are in rows: a standby on another machine has no file.
     """
 
-    def __init__(
-        self, dsn: str, ledger: str, *, wait_seconds: float = 120.0, claim_seconds: float | None = None
-    ) -> None:
-        super().__init__(PostgresDatabase(Sessions(dsn, f"headrace_{ledger}", wait_seconds, claim_seconds)), None)
+    def __init__(self, dsn: str, ledger: str, *, wait_seconds: float = 120.0) -> None:
+        super().__init__(PostgresDatabase(Sessions(dsn, f"headrace_{ledger}", wait_seconds)), None)
 
 
 class PostgresDatabase:

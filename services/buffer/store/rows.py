@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from headrace.protobuf import Payload
 from services.buffer.ledger.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.ledger.stream import StreamState
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store.payload_files import PayloadPlace
 
 _NAMES = tuple(name for name in Group.__struct_fields__ if name not in ("prompt", "samples", "partials"))

@@ -21,10 +21,9 @@ from headrace.errors import DataLoss, RetryableError
 from headrace.protobuf import Payload
 from headrace.rpc.log import log
 from services.buffer.ledger.group import Group, Prompt, SampleRecord
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.store import rows
-from services.buffer.store.base import Damage, Snapshot, checked_payload, group_of, way_out
-from services.buffer.store.copy import CopiedFile
+from services.buffer.store.base import CopiedFile, Damage, Snapshot, checked_payload, group_of, way_out
 from services.buffer.store.payload_files import PayloadFiles, PayloadPlace
 
 TABLES = {

@@ -24,10 +24,9 @@ from headrace import __version__
 from headrace.disk import lock, sync
 from headrace.errors import ConfigError, DataLoss, DiskFull, RetryableError
 from headrace.rpc.log import log
-from services.buffer.ledger.transaction import Transaction
+from services.buffer.ledger.state import Transaction
 from services.buffer.store import release_0_1, salvage
-from services.buffer.store.base import Damage
-from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
+from services.buffer.store.base import CopiedFile, Damage
 from services.buffer.store.payload_files import DiskFiles, Files, PayloadFiles
 from services.buffer.store.sql import LARGE_CALL_BYTES, Query, SqlStore, Statement, checksum, schema
 
@@ -101,7 +100,7 @@ class SqliteDatabase:
         self.full_disk = FullDisk(folder)
         sync(folder)  # the name of payloads/
         sync(folder.parent)
-        delete_leftovers(folder)
+        _delete_copies(folder)
         salvage.delete_drafts(folder)
         is_new = not any(name.endswith(".payloads") for name in files.names()) and not (folder / MARK).exists()
         if not (is_new or self._path.exists()):
@@ -211,7 +210,7 @@ class SqliteDatabase:
     def copy(
         self, writing: AbstractContextManager[Any], files: Callable[[], Sequence[str]]
     ) -> Iterator[Sequence[CopiedFile]]:
-        with copy_folder(self._folder) as folder:
+        with _copy_folder(self._folder) as folder:
             (folder / PAYLOADS).mkdir()
             with closing(connect(self._path)) as source, closing(sqlite3.connect(folder / FILE)) as target:
                 with writing:
@@ -220,7 +219,7 @@ class SqliteDatabase:
                     for name in files():
                         (folder / PAYLOADS / name).hardlink_to(self._folder / PAYLOADS / name)
                 source.backup(target)  # of the moment that is pinned: the writer continues
-            yield files_of(folder)
+            yield _files_of(folder)
 
     def damage(self) -> Sequence[Damage]:
         return self._salvaged
@@ -266,6 +265,33 @@ def _lock_folder(folder: Path) -> Any:
     if not lock(lock_file):
         raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir")
     return lock_file
+
+
+# A consistent copy of the files, beside them while it is read
+
+_COPY_PREFIX = "copy-"
+
+
+@contextmanager
+def _copy_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder on the ledger's disk, and deletes it afterwards."""
+    copy = folder / f"{_COPY_PREFIX}{secrets.token_hex(4)}"
+    copy.mkdir()
+    try:
+        yield copy
+    finally:
+        shutil.rmtree(copy)
+
+
+def _delete_copies(folder: Path) -> None:
+    """Deletes copies that a killed process left behind. Only the process that owns the folder may call it."""
+    for copy in folder.glob(f"{_COPY_PREFIX}*"):
+        shutil.rmtree(copy)
+
+
+def _files_of(copy: Path) -> Sequence[CopiedFile]:
+    paths = sorted(path for path in copy.rglob("*") if path.is_file())
+    return [CopiedFile(str(path.relative_to(copy)), path, path.stat().st_size) for path in paths]
 
 
 # The position mark

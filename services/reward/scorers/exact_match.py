@@ -11,5 +11,5 @@ def score(item: ScoreItem) -> float:
     """Raises InvalidArgument without a label, or with an object that names no answer."""
     if item.label is None:
         raise InvalidArgument("scorer exact_match compares with the label, and the item has none: set --label-key")
-    answers = {answer.strip() for answer in (item.label, *right_answers("exact_match", item.label, repeats_json=True))}
-    return float(after_thinking(item.response).strip() in answers)
+    answers = (item.label, *right_answers("exact_match", item.label, repeats_json=True))
+    return float(after_thinking(item.response).strip() in map(str.strip, answers))

@@ -146,7 +146,6 @@ def score(item: ScoreItem) -> float:
 
 
 def _boxes(text: str) -> list[str]:
-    """Returns the contents of the boxes, in order."""
     starts = [match.start() for match in _BOX.finditer(text)]
     contents = (boxed(text[start:end]) for start, end in pairwise([*starts, len(text)]))
     return [content for content in contents if content is not None]

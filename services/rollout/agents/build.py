@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.hooks import HookArgs
-from headrace.hooks.kit.sglang_parser import tool_call_parser
+from headrace.hooks.kit.tool_call import tool_call_parser
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
 from headrace.limits import PEER_WAIT_SECONDS

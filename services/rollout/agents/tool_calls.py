@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.hooks.kit.sglang_parser import load_parser, read_by
-from headrace.hooks.kit.tool_call import SplitResponse, ToolCall, divided, divided_by, spoken_from
+from headrace.hooks.kit.tool_call import SplitResponse, ToolCall, divided, divided_by, load_parser, read_by, spoken_from
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from services.rollout.agents.dialects.core import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -16,11 +16,13 @@ from headrace.job.engine_shape import EngineShape
 from headrace.job.names import SGLANG
 from headrace.limits import nearest
 from headrace.process.child import run_once
-from headrace.process.gloo import gloo_at
-from headrace.process.openmp import openmp
+from headrace.process.computing import gloo_at, openmp
 from headrace.rpc.net import Address, free_port
 from headrace.rpc.proxies import direct_to
 from services.rollout.engine.weights import INITIAL_VERSION
+
+MOST_ADAPTERS = 4
+"""Versions of an adapter that an engine holds at once: the served one, the next one, and those still in use."""
 
 _SECONDS = 120.0
 _ASK = "import torch; print(torch.accelerator.is_available())"
@@ -104,6 +106,10 @@ class EngineOptions:
     """Each token comes with the experts that it was routed to."""
     mask_tokens: int | None = None
     """How many tokens of each sampling mask it returns at most; None: it returns no masks."""
+    adapter_rank: int | None = None
+    """The rank of the adapters that it is given beside its own weights; None: it is given weights."""
+    adapted_layers: Sequence[str] = ()
+    """The names of the layers that have one: q_proj and others."""
     releases_memory: bool = False
     """It gives its memory to a trainer on the same GPUs, again and again."""
     first_engine: int = 0
@@ -162,6 +168,16 @@ def words(
         arguments["enable_return_routed_experts"] = True
     if options.mask_tokens is not None:
         arguments.setdefault("sampling_mask_max_tokens", options.mask_tokens)
+    if options.adapter_rank is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": options.adapter_rank,
+            "lora_target_modules": options.adapted_layers,
+        }
+        # One batch has requests of each version in use, and of the engine's own weights.
+        arguments.setdefault("max_loras_per_batch", MOST_ADAPTERS + 1)
+        if not machine.has_accelerator:
+            arguments.setdefault("lora_backend", "torch_native")
     if options.sglang.get("disaggregation_mode") == "prefill":
         arguments["disaggregation_bootstrap_port"] = free_port(options.host)
     if machine.has_accelerator and options.releases_memory:

@@ -77,16 +77,18 @@ class EngineClient:
         images: PromptImages | None = None,
         routing_key: str | None = None,
         sampling_mask: bool = False,
+        adapter: str = "",
     ) -> EngineResponse:
         """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
+        With an `adapter` the tokens are of the weights with its name, whatever the engine calls its own.
         The router sends requests of one `routing_key` to one engine. With `sampling_mask` the response says which
         tokens each one was sampled from; the parameters need a top_k for that.
         Raises BadAnswer for an impossible response, InvalidArgument when the engine refuses the request, and
         ResourceExhausted when a sampling mask has more tokens than the engine returns.
         """
-        body = self._generate_body(tokens, params, request_id, cache_key, images)
-        expected = replace(self._expected(tokens, params, images), has_sampling_mask=sampling_mask)
+        body = self._generate_body(tokens, params, request_id, cache_key, images, adapter)
+        expected = replace(self._expected(tokens, params, images), has_sampling_mask=sampling_mask, adapter=adapter)
         if sampling_mask:
             body["return_sampling_mask"] = True
         if priority is not None:
@@ -122,14 +124,15 @@ class EngineClient:
         seconds: float,
         images: PromptImages | None = None,
         routing_key: str | None = None,
+        adapter: str = "",
     ) -> AsyncGenerator[EngineResponse, None]:
         """Yields all tokens so far, again and again; the last response has `finish`. Raises as `generate` does.
 
         Once the engine's weights have changed, only the last response says which token is of which weights: those
         between are left out.
         """
-        body = {**self._generate_body(tokens, params, request_id, cache_key, images), "stream": True}
-        expected = self._expected(tokens, params, images)
+        body = {**self._generate_body(tokens, params, request_id, cache_key, images, adapter), "stream": True}
+        expected = replace(self._expected(tokens, params, images), adapter=adapter)
         events = self._http.events(
             "/generate",
             body,
@@ -152,18 +155,25 @@ class EngineClient:
         raise BadAnswer("cut_short", "a stream that ended without a finish_reason")
 
     async def score(
-        self, tokens: Sequence[int], *, cache_key: str, seconds: float, is_prefill: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        cache_key: str,
+        seconds: float,
+        adapter: str = "",
+        is_prefill: bool = False,
     ) -> list[float]:
         """Returns log-probs of all tokens but the first, at temperature 1. Raises BadAnswer.
 
         A prefill engine gives no decode engine anything of it.
         """
-        body = {
+        body: dict[str, Any] = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
             "extra_key": cache_key,
+            **_with(adapter),
             **(_TO_NOBODY if is_prefill else {}),
         }
         max_bytes = _BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(tokens)
@@ -282,6 +292,14 @@ class EngineClient:
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
         await self._post("/update_weights_from_disk", body, seconds)
 
+    async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
+        """Loads a folder of peft's on the engine's machine beside its weights. Raises InvalidArgument."""
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds)
+
+    async def unload_adapter(self, name: str, *, seconds: float) -> None:
+        """Returns once its last request has ended. Raises InvalidArgument where there is no such adapter."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, seconds)
+
     async def checksums(self, *, skipped: Sequence[str] = (), seconds: float = 120.0) -> list[dict[str, str]]:
         """Returns name → checksum for each tensor-parallel rank, but for names that contain one of `skipped`.
 
@@ -304,6 +322,7 @@ class EngineClient:
         request_id: str,
         cache_key: str,
         images: PromptImages | None,
+        adapter: str,
     ) -> dict[str, Any]:
         return {
             "input_ids": list(tokens),
@@ -313,6 +332,7 @@ class EngineClient:
             "extra_key": cache_key,
             **self._further,
             **(images.body(tokens) if images else {}),
+            **_with(adapter),
         }
 
     def _expected(self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None) -> ExpectedReply:
@@ -340,3 +360,7 @@ class EngineClient:
     async def _tell(self, path: str, body: Mapping[str, Any], seconds: float = _CONTROL_SECONDS) -> None:
         """For what answers with text."""
         (await self._http.request("POST", path, body, seconds=seconds)).require_success()
+
+
+def _with(adapter: str) -> dict[str, str]:
+    return {"lora_path": adapter} if adapter else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.errors import ConfigError, FailedPrecondition, HeadraceError, Unavailable
-from headrace.process import memory
+from headrace.process import linux
 from headrace.process.child import Child
 from headrace.process.exit_status import meaning
 from headrace.process.log_file import last_words
@@ -112,7 +112,7 @@ class ServerProcess(EngineProcess):
 
     def memory_bytes(self) -> int | None:
         """Returns the memory of its process and those below it."""
-        return memory.of_tree(self.pid) if self.exit_code is None else None
+        return linux.of_tree(self.pid) if self.exit_code is None else None
 
     @property
     def resident_bytes(self) -> int | None:

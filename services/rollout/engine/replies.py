@@ -185,6 +185,8 @@ class ExpectedReply:
     """The prompt has images, whose embeddings the engine counts by itself."""
     has_sampling_mask: bool = False
     """The engine must say which tokens each one was sampled from."""
+    adapter: str = ""
+    """The adapter whose tokens they are: the engine names its own weights, which lie below it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,6 +291,8 @@ def _response(reply: _Generated, meta: _Meta, expected: ExpectedReply) -> Engine
         raise BadAnswer("log_prob_count", f"{len(log_probs)} log-probs for {len(tokens)} tokens")
     elif covered != len(tokens):
         raise BadAnswer("weight_versions", f"weight_versions cover {covered} of {len(tokens)} tokens")
+    if expected.adapter:
+        spans = (NamedSpan(expected.adapter, 0, len(tokens)),) if tokens else ()
     if finish in (Finish.STOP, Finish.LENGTH) and not tokens:
         raise BadAnswer("no_tokens", f"a response that ended by {finish} without a token")
     # In mid-stream, experts are of tokens that are not all in this reply; the last reply has them all.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from headrace.process.memory import free_bytes
+from headrace.process.linux import free_bytes
 from headrace.rpc.log import kept_running
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetObserver
 

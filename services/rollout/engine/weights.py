@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,6 +49,10 @@ class ServedWeights:
         self.refusals = 0
         self.cache_key = f"v{INITIAL_VERSION}"
         """Keeps prefixes of different weights apart, also of weights that are not accepted yet."""
+        self.adapter = ""
+        """The adapter that is served on top of the engines' own weights; empty where there is none."""
+        self._adapters_in_use: Counter[str] = Counter()
+        self._adapter_left = asyncio.Event()
         self._cached_version = INITIAL_VERSION
         self._named: dict[str, _Named] = {}
         self._pending: set[str] = set()
@@ -60,6 +66,31 @@ class ServedWeights:
         while len(self._named) > _REMEMBERED and (oldest := next(iter(self._named))) not in self._pending:
             del self._named[oldest]
         return name
+
+    def serve_adapter(self, name: str, policy_version: int) -> str:
+        """Requests that begin from now on use it, and their tokens are of this version. Returns the former one."""
+        former, self.adapter = self.adapter, name
+        self._named[name] = _Named(policy_version, "", Verdict.ACCEPTED)
+        return "" if former == name else former
+
+    @contextmanager
+    def using_adapter(self) -> Iterator[str]:
+        """The served adapter, for one request: it stays in the engines until the block has ended."""
+        adapter = self.adapter
+        self._adapters_in_use[adapter] += 1
+        try:
+            yield adapter
+        finally:
+            self._adapters_in_use[adapter] -= 1
+            if not self._adapters_in_use[adapter]:
+                del self._adapters_in_use[adapter]
+                self._adapter_left.set()
+                self._adapter_left = asyncio.Event()
+
+    async def unused(self, adapter: str) -> None:
+        """Returns once no request uses this adapter, which is not served any more."""
+        while adapter in self._adapters_in_use:
+            await self._adapter_left.wait()
 
     def cache_apart(self, policy_version: int) -> None:
         """Engines go on with other weights: what they cached with any before is not used again."""
@@ -88,7 +119,7 @@ class ServedWeights:
 
     def engine_of(self, name: str) -> str | None:
         """Returns the engine that was given the name, or None."""
-        return self._named[name].engine_id if name in self._named else None
+        return (self._named[name].engine_id or None) if name in self._named else None
 
     async def wait_for_verdicts(self) -> None:
         """Returns when no verdict is pending."""

@@ -9,8 +9,8 @@ from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
 from headrace.hooks import HookArgs, from_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.failure import call_failure
-from headrace.hooks.rollout.evaluation import EvalDataset
 from headrace.hooks.rollout.function import ACCEPTED, EvalReport, load_rollout, run_eval_rollout
+from headrace.hooks.rollout.outputs import EvalDataset
 from headrace.job.eval_sets import PASS_REWARD
 from headrace.limits import MAX_COUNTER, require_name, whole_number
 from headrace.process.workers import WorkerError

@@ -397,7 +397,7 @@ class Generator:
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
         if not request.streaming:
-            with self._activity.requests():
+            with self._activity.requests(), self._weights.using_adapter() as adapter:
                 async with ending:
                     answer = await self._router.generate(
                         tokens,
@@ -409,20 +409,22 @@ class Generator:
                         images=request.images,
                         routing_key=request.routing_key,
                         sampling_mask=request.sampling_mask,
+                        adapter=adapter,
                     )
             yield await self._accepted(answer, len(tokens), end)
             return
-        answers = self._router.stream(
-            tokens,
-            params,
-            request_id=request.request_id,
-            cache_key=cache_key,
-            seconds=seconds,
-            images=request.images,
-            routing_key=request.routing_key,
-        )
-        async with contextlib.aclosing(answers):
-            with self._activity.requests():
+        with self._activity.requests(), self._weights.using_adapter() as adapter:
+            answers = self._router.stream(
+                tokens,
+                params,
+                request_id=request.request_id,
+                cache_key=cache_key,
+                seconds=seconds,
+                images=request.images,
+                routing_key=request.routing_key,
+                adapter=adapter,
+            )
+            async with contextlib.aclosing(answers):
                 async for answer in answers:
                     generation = await self._accepted(answer, len(tokens), end)
                     yield generation

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
+from headrace.hooks.convert import require_finished
 from headrace.hooks.failure import call_failure
 from headrace.hooks.filter import (
     ALL_REWARDS_ARE,
@@ -22,7 +23,6 @@ from headrace.hooks.filter import (
     run_filter,
     run_sample_hooks,
 )
-from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
 from headrace.images import processed_of, raw_of
 from headrace.job.schema.production import RolloutSection

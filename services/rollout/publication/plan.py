@@ -36,7 +36,7 @@ _PAUSE_MODES: Mapping[int, str] = {
     pb.PAUSE_MODE_ABORT: "abort",
 }
 _TRANSPORTS = tuple(pb.Transport.values())
-_THROUGH_FILES = (pb.TRANSPORT_DISK, pb.TRANSPORT_IPC)
+_THROUGH_FILES = (pb.TRANSPORT_DISK, pb.TRANSPORT_IPC, pb.TRANSPORT_ADAPTER)
 _BACKENDS = ("gloo", "nccl")
 
 
@@ -65,13 +65,15 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
         engine_ids=_distinct([require_name(i, "engine_ids") for i in request.engine_ids], "engine_ids"),
         folder=folder,
         is_loaded=request.transport == pb.TRANSPORT_LOADED,
+        is_adapter=request.transport == pb.TRANSPORT_ADAPTER,
     )
 
 
 def _folder(request: pb.BeginPublishRequest) -> Path | None:
     if request.transport not in _THROUGH_FILES:
         if request.disk_path:
-            raise InvalidArgument("disk_path is for TRANSPORT_DISK and TRANSPORT_IPC only", field="disk_path")
+            named = ", ".join(map(pb.Transport.Name, _THROUGH_FILES))
+            raise InvalidArgument(f"disk_path is for {named} only", field="disk_path")
         return None
     folder = Path(require_path(request.disk_path, "disk_path"))
     if not folder.is_absolute():

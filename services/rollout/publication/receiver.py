@@ -21,7 +21,13 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet
 from services.rollout.publication.publication import CommitResult, Members, Publication
 from services.rollout.publication.state import EpochFence, Phase, Plan
-from services.rollout.publication.transports import CollectiveInbound, DiskInbound, Inbound, NoTransfer
+from services.rollout.publication.transports import (
+    AdapterInbound,
+    CollectiveInbound,
+    DiskInbound,
+    Inbound,
+    NoTransfer,
+)
 
 # Compares the weights in engines with those that were sent.
 # An engine hashes in the thread that generates: it is asked for a slice at a time, and generates between two slices.
@@ -119,7 +125,7 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
         publication.preparing.cancel()
     transport.release(publication.plan)
     failed = await publication.participants.failed()
-    was_sent = publication.committing is not None and not publication.plan.is_loaded
+    was_sent = publication.committing is not None and not publication.plan.leaves_served
     if was_sent:  # and is something else
         failed |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
@@ -156,7 +162,7 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
     """Every engine that still takes part is paused and open for weights."""
     plan, participants = publication.plan, publication.participants
     await transport.ready(publication)
-    if plan.is_loaded:
+    if plan.leaves_served:
         return  # nothing comes that they would have to stand still for
     publication.paused_at = time.monotonic()
     if not plan.engine_ids:
@@ -170,7 +176,7 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
 # dtype).
 
 
-async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: float) -> None:
+async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: float, adapter: str = "") -> None:
     """Raises ChecksumMismatch with both sides' numbers when the engine disagrees.
 
     A decode engine computes no prompt, so it is not asked: it runs SGLang's code of the same model on the same bytes.
@@ -181,6 +187,7 @@ async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: flo
         probe.tokens,
         cache_key=f"probe-{policy_version}",
         seconds=seconds,
+        adapter=adapter,
         is_prefill=engine.worker_type == "prefill",
     )
     difference = sum(abs(a - b) for a, b in zip(probe.log_probs, theirs, strict=True)) / len(theirs)
@@ -208,6 +215,7 @@ class Receiver:
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root)
+        self.adapters = AdapterInbound(weights_root, fleet)
         self._loaded = NoTransfer()
 
     @property
@@ -271,13 +279,16 @@ class Receiver:
             await self._cleaned_up(publication)
 
     async def close(self, why: str = "the rollout service stops") -> None:
-        """Aborts an open publication."""
+        """Aborts an open publication, and waits for no request to give its adapter back."""
         if self.open_id:
             await self.abort(self.open_id, why)
+        await self.adapters.stop()
 
     def _transport(self, plan: Plan) -> Inbound:
         if plan.is_loaded:
             return self._loaded
+        if plan.is_adapter:
+            return self.adapters
         return self._collective if plan.folder is None else self._disk
 
     def _engines_for(self, plan: Plan) -> list[Engine]:
@@ -362,7 +373,7 @@ class Receiver:
             state.mark_dirty(bucket)
             await self._transport(state.plan).receive(publication, bucket)
             state.received.add(bucket)
-            if state.is_complete:
+            if state.is_complete and not state.plan.leaves_served:
                 await self._resume(publication)
         return tuple(sorted(state.lost))
 
@@ -396,12 +407,18 @@ class Receiver:
         digests = await self._verify(publication, checksums)
         state.require_open()
         if probe:
-            await participants.each(lambda engine: ask(probe, engine, version, seconds=publication.seconds_left()))
+            adapter = self.adapters.name_of(state.plan) if state.plan.is_adapter else ""
+            await participants.each(
+                lambda engine: ask(probe, engine, version, seconds=publication.seconds_left(), adapter=adapter)
+            )
         await self._transport(state.plan).finish(publication)
         await participants.each(_still_there)
         state.commit()
         publication.end_timer()
-        self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
+        if state.plan.is_adapter:
+            self.adapters.serve(state.plan)
+        else:
+            self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
         await self._fleet.switch_to(version)
         for engine in participants.remaining:
             if engine.state is EngineState.UPDATING:
@@ -418,7 +435,12 @@ class Receiver:
         wrong: dict[str, str] = {}
 
         async def check(engine: Engine) -> None:
-            ranks = await read(publication.plan, expected, engine.client, seconds=publication.seconds_left())
+            given = self._transport(publication.plan).checksums(publication)
+            ranks = (
+                [given]
+                if given is not None
+                else await read(publication.plan, expected, engine.client, seconds=publication.seconds_left())
+            )
             digests[engine.engine_id] = digest(ranks)
             if difference := differences(expected, ranks) if expected else None:
                 wrong[engine.engine_id] = difference

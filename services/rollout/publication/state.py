@@ -46,6 +46,8 @@ class Plan:
     """The folder from which bucket 0, the only one, is loaded; None: buckets are broadcast in groups."""
     is_loaded: bool = False
     """Engines have loaded the weights themselves: nothing travels."""
+    is_adapter: bool = False
+    """The folder has an adapter, which engines load beside what they serve."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:
@@ -74,6 +76,11 @@ class Plan:
                 f"groups send buckets {_some(sent)}, the manifest has {_some(self.buckets)}: each one exactly once",
                 field="groups",
             )
+
+    @property
+    def leaves_served(self) -> bool:
+        """What engines serve stays in them until the commit: none stands still, and an abort costs nothing."""
+        return self.is_loaded or self.is_adapter
 
     @property
     def group_names(self) -> list[str]:
@@ -138,10 +145,10 @@ class PublicationState:
             raise FailedPrecondition(f"publication {self.plan.publication_id} is committed already")
 
     def mark_dirty(self, bucket: int) -> None:
-        """Call it before a bucket is received: from then on engines hold a mixture."""
+        """Call it before a bucket is received: from then on engines hold a mixture, unless what they serve stays."""
         self.require_open()
         self.plan.require_bucket(bucket)
-        self.dirty = True
+        self.dirty = not self.plan.leaves_served
 
     def lose(self, engine_id: str, why: str) -> None:
         """Takes an engine out. Raises PublicationAborted when it was the last one."""

@@ -1,4 +1,4 @@
-"""The transports of a publication: broadcast, from a folder, or loaded at an engine's start.
+"""The transports of a publication: broadcast, from a folder, as an adapter, or loaded at an engine's start.
 
 The rest of the transaction is the same for all.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from headrace.errors import DeadlineExceeded, FailedPrecondition, GroupGone, InvalidArgument
+from headrace.errors import DeadlineExceeded, FailedPrecondition, GroupGone, HeadraceError, InvalidArgument
 from headrace.models.folders import is_whole
+from headrace.rpc.log import log
 from services.rollout.engine.api import GroupJoin
-from services.rollout.engine.fleet import Engine, EngineState
+from services.rollout.engine.arguments import MOST_ADAPTERS
+from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.publication import Publication
 from services.rollout.publication.state import GroupPlan, Plan
 
@@ -33,6 +36,10 @@ class Inbound:
 
     async def receive(self, publication: Publication, bucket: int) -> None:
         """Returns when every engine that still takes part has the bucket. Raises PublicationAborted."""
+
+    def checksums(self, publication: Publication) -> Mapping[str, str] | None:
+        """What all its engines have been given, by name; None: each of them is asked."""
+        return None
 
     async def close(self, publication: Publication, engine: Engine) -> None:
         """Undoes `open`, after the last bucket or an abort; does nothing where `open` was not called."""
@@ -172,6 +179,11 @@ class DiskInbound(Inbound):
         )
 
     def _require_whole(self, folder: Path) -> None:
+        resolved = self._below_root(folder)
+        if not is_whole(resolved):
+            raise _not_whole(folder)
+
+    def _below_root(self, folder: Path) -> Path:
         if self._root is None:
             raise InvalidArgument("this rollout service was given no folder for weights", field="disk_path")
         try:
@@ -184,11 +196,101 @@ class DiskInbound(Inbound):
                 "the same --update-weight-disk-path",
                 field="disk_path",
             )
-        if not is_whole(resolved):
-            raise FailedPrecondition(
-                f"{folder} is not a whole folder of weights on the rollout service's machine: trainer and engines must "
-                "see the same --update-weight-disk-path"
-            )
+        return resolved
+
+
+def _not_whole(folder: Path) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{folder} is not a whole folder of weights on the rollout service's machine: trainer and engines must see the "
+        "same --update-weight-disk-path"
+    )
+
+
+class AdapterInbound(DiskInbound):
+    """Has engines load a folder of peft's beside what they serve; requests go on.
+
+    An adapter is named after the publication that brought it. One that is not served any more leaves the engines with
+    its last request. At most MOST_ADAPTERS are held: a publication waits until there is room.
+    """
+
+    def __init__(self, root: Path | None, fleet: Fleet) -> None:
+        super().__init__(root)
+        self._fleet = fleet
+        self._held: dict[str, Mapping[str, str]] = {}
+        """Adapters in the engines, oldest first, with the SHA-256 of each file."""
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def held(self) -> Sequence[str]:
+        """The adapters in the engines, oldest first."""
+        return tuple(self._held)
+
+    def name_of(self, plan: Plan) -> str:
+        """Engines that come back are given the served adapter under the name that the others know."""
+        served = self._fleet.weights.adapter
+        return served if plan.engine_ids and served else plan.publication_id
+
+    async def ready(self, publication: Publication) -> None:
+        await super().ready(publication)
+        while self.name_of(publication.plan) not in self._held and len(self._held) >= MOST_ADAPTERS:
+            await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
+        folder = publication.plan.folder
+        assert folder is not None, "DiskInbound has read it"
+        self._held[self.name_of(publication.plan)] = await asyncio.to_thread(_digests, folder)
+
+    async def receive(self, publication: Publication, bucket: int) -> None:
+        name, folder = self.name_of(publication.plan), str(publication.plan.folder)
+        await publication.participants.gather_independent(
+            lambda e: e.client.load_adapter(name, folder, seconds=publication.seconds_left())
+        )
+
+    def checksums(self, publication: Publication) -> Mapping[str, str] | None:
+        return self._held[self.name_of(publication.plan)]
+
+    def serve(self, plan: Plan) -> None:
+        """Called at a commit: requests that begin from now on use it."""
+        former = self._fleet.weights.serve_adapter(self.name_of(plan), plan.policy_version)
+        if former in self._held:
+            self._leaving[former] = asyncio.create_task(self._unload(former))
+
+    def release(self, plan: Plan) -> None:
+        if (name := self.name_of(plan)) != self._fleet.weights.adapter:
+            self._held.pop(name, None)
+
+    async def leave(self, plan: Plan, engine: Engine) -> None:
+        """It may not have come so far that it has the adapter."""
+        with contextlib.suppress(FailedPrecondition, InvalidArgument):
+            await engine.client.unload_adapter(self.name_of(plan), seconds=_UNLOAD_SECONDS)
+
+    async def stop(self) -> None:
+        """The engines end too."""
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
+    async def _unload(self, name: str) -> None:
+        """A process that ended meanwhile has taken it along."""
+        try:
+            await self._fleet.weights.unused(name)
+            engines = [engine for engine in self._fleet.engines if engine.state in _HOLDING]
+            calls = (engine.client.unload_adapter(name, seconds=_UNLOAD_SECONDS) for engine in engines)
+            for engine, error in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                if isinstance(error, HeadraceError):
+                    log.info("adapter_not_unloaded", adapter=name, engine=engine.engine_id, error=error.message)
+        finally:
+            del self._held[name], self._leaving[name]
+
+    def _require_whole(self, folder: Path) -> None:
+        if not (self._below_root(folder) / "adapter_config.json").is_file():
+            raise _not_whole(folder)
+
+
+_UNLOAD_SECONDS = 60.0
+_HOLDING = (EngineState.READY, EngineState.UPDATING, EngineState.LEAVING)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
 
 class NoTransfer(Inbound):

@@ -12,9 +12,8 @@ from pathlib import Path
 from headrace.client.open import open_rollout
 from headrace.client.rollout import Rollout
 from headrace.errors import ConfigError, DataLoss, NotFound
-from headrace.job.changes import changed_options
 from headrace.job.eval_sets import eval_sets
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, changed_options
 from headrace.job_buffer import buffer_of
 from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.folders import BlockFp8
@@ -26,7 +25,7 @@ from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import JoinedRanks, RankGroup, TrainerRanks
-from services.trainer.control.senders import Sender, WeightSender, WeightWriter
+from services.trainer.control.senders import AdapterWriter, Sender, WeightSender, WeightWriter
 from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
@@ -131,6 +130,8 @@ class TrainerBuild:
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
         publish, form = self._job.publish, BlockFp8.of(self._job.model.hf_checkpoint)
+        if publish.update_weight_transport == "adapter":
+            return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
         if publish.update_weight_transport != "collective":
             return WeightWriter(
                 policy,

@@ -5,6 +5,8 @@ tensor rank 0 and data rank 0 are senders, one for each pipeline stage; all othe
 If a publication is given up in the middle, senders stop broadcasting but gather to the end, so that no rank is left
 waiting in a collective.
 
+With LoRA the adapters alone may be written, for engines that load them beside the weights that they have.
+
 On a disk or in the machine's shared memory a publication's folder is a whole Hugging Face folder, written as an export
 is: every stage's sender writes its own files at the same time, a failure on one rank is every rank's, and the folder
 gets its name once it is durable.
@@ -12,6 +14,8 @@ gets its name once it is durable.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 import uuid
 from abc import abstractmethod
@@ -22,12 +26,16 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
-from headrace.errors import HeadraceError, PublicationAborted
+from headrace.errors import HeadraceError, InvalidArgument, PublicationAborted
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
+from services.trainer.collective_io import CollectiveIO
+from services.trainer.durable import make_folder, put_in_place, remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import (
@@ -315,3 +323,50 @@ class WeightWriter(Sender):
         write = self._memory.write if self._memory else None
         self._policy.export(self._root / publication_id, self._file_bytes, look, write, self._form)
         return num_bytes
+
+
+class AdapterWriter(Sender):
+    """Writes the adapters alone below `root`, as peft does: every stage's sender a file of its own layers."""
+
+    def __init__(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool], *, root: Path) -> None:
+        super().__init__(policy, layout, is_aborted, bucket_bytes=None)
+        assert policy.adapters is not None, "the job's rules ask for lora_rank"
+        self._adapters = policy.adapters
+        self._buckets = [self._adapters.whole_specs()]
+        self._layout = layout
+        self._root = root
+
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
+        """Writes the publication's folder, and says the SHA-256 of its files."""
+        folder = self._root / publication_id
+        draft = folder.parent / f".{folder.name}.draft"
+        work = CollectiveIO(_get_default_group(), self._layout.device, InvalidArgument)
+        checksums: dict[str, str] = {}
+        is_first = self._layout.rank == 0
+        matrices = self._adapters.wholes(self._layout) if self._layout.dp_rank == 0 else {}
+        try:
+            work.do(lambda: _begin(draft) if is_first else None)
+            if self._is_sender:
+                work.attempt(lambda: checksums.update([self._write(draft, matrices)]))
+            work.agree()
+            work.do(lambda: self._finish(draft, folder) if is_first else None)
+        except HeadraceError as error:
+            log.warning("writing_adapters_failed", publication_id=publication_id, error=error.message)
+            return Sent(self._stage, {}, error.message) if self._is_sender else None
+        return Sent(self._stage, checksums) if self._is_sender else None
+
+    def _write(self, draft: Path, matrices: Mapping[str, Tensor]) -> tuple[str, str]:
+        """The file's name and its SHA-256."""
+        content = save({name: matrix.cpu() for name, matrix in matrices.items()}, {"format": "pt"})
+        name = "adapter_model.safetensors" if self._layout.pp_size == 1 else f"adapter_model-{self._stage}.safetensors"
+        (draft / name).write_bytes(content)
+        return name, hashlib.sha256(content).hexdigest()
+
+    def _finish(self, draft: Path, folder: Path) -> None:
+        (draft / "adapter_config.json").write_text(json.dumps(self._adapters.served))
+        put_in_place(draft, folder)
+
+
+def _begin(draft: Path) -> None:
+    remove(draft)
+    make_folder(draft)

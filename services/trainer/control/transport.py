@@ -398,7 +398,7 @@ class Written:
 class DiskTransport:
     """Folders below `root`, at most two of them whole at a time: the served one and the one that is published.
 
-    With `in_memory` that is shared memory: senders compute checksums while engines load, but not on shared devices,
+    Of `kind` IPC that is shared memory: senders compute checksums while engines load, but not on shared devices,
     which they leave before.
     """
 
@@ -409,7 +409,7 @@ class DiskTransport:
         devices: Devices,
         *,
         seconds: float,
-        in_memory: bool = False,
+        kind: pb.Transport.ValueType = pb.TRANSPORT_DISK,
         written: Path | None = None,
     ) -> None:
         """`written` is the file in which this run notes its versions; None where no other run writes below `root`."""
@@ -417,7 +417,8 @@ class DiskTransport:
         self._root = root
         self._devices = devices
         self._seconds = seconds
-        self._in_memory = in_memory
+        self._kind = kind
+        self._in_memory = kind == pb.TRANSPORT_IPC
         self._written = written
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
         self._manifest: pb.Manifest | None = None
@@ -433,8 +434,7 @@ class DiskTransport:
             self._manifest = PublicationPlan.in_one_bucket(stages)
         self._epoch = attempt.epoch
         self._offered = self._lies_there(attempt) or await self._write(attempt)
-        transport = pb.TRANSPORT_IPC if self._in_memory else pb.TRANSPORT_DISK
-        return Offer(transport, self._manifest, disk_path=str(self._offered.folder))
+        return Offer(self._kind, self._manifest, disk_path=str(self._offered.folder))
 
     async def deliver(
         self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
@@ -557,7 +557,8 @@ def transport_of(
         case "collective":
             keeps = config.update_weight_rollback == "host"
             return CollectiveTransport(ranks, seconds=seconds, keeps=keeps, hashes=hashes)
-        case "disk":
-            return DiskTransport(ranks, root, devices, seconds=seconds, written=written)
+        case "disk" | "adapter" as way:
+            kind = pb.TRANSPORT_DISK if way == "disk" else pb.TRANSPORT_ADAPTER
+            return DiskTransport(ranks, root, devices, seconds=seconds, kind=kind, written=written)
         case "ipc":
-            return DiskTransport(ranks, root, devices, seconds=seconds, in_memory=True)
+            return DiskTransport(ranks, root, devices, seconds=seconds, kind=pb.TRANSPORT_IPC)

@@ -235,7 +235,7 @@ class Converter:
 
     def _merged(self, placed: Placed) -> list[Tensor]:
         group = self._layout.tp_group if placed.row.expert is None else self._layout.etp_group
-        shards = _gathered(self._leaving(placed.name), group, self._size(placed))
+        shards = gathered(self._leaving(placed.name), group, self._size(placed))
         return merge(self._sharding(placed), shards)
 
     def _leaving(self, name: str) -> Tensor:
@@ -266,7 +266,8 @@ class Converter:
             )
 
 
-def _gathered(one: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+def gathered(one: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    """Collective: the shards of `size` ranks, in their order."""
     if size == 1:
         return [one]
     shards = [torch.empty_like(one) for _ in range(size)]

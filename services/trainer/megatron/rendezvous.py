@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from headrace.disk import atomic_write
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
-from headrace.process.gloo import gloo_at
+from headrace.process.computing import gloo_at
 from headrace.rpc.net import Address, host_towards, resolved
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"

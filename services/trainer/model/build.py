@@ -263,6 +263,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         stopwatch,
         Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking, layout.device)),
         RankMemory(layout.device, [TrainedModel(chunks, optimizer), *([critic.trained] if critic else [])]),
+        adapters=adapters,
         hf_checkpoint=job.model.hf_checkpoint,
         vocab_size=architecture.vocab_size,
     )

@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.model import adapted_layers, last_word, layer_name
+from headrace.job.model import adapted_layers, adapted_names, last_word, layer_name
 from headrace.job.schema.training import LoraSection
 from headrace.models.architecture import Architecture
 from headrace.models.family import (
@@ -58,11 +58,12 @@ from headrace.models.family import (
     Transposed,
     TransposedGateUp,
 )
+from headrace.publication import TensorSpec
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Held
+from services.trainer.hugging_face.convert import Converter, Held, gathered
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.shards import ModelShard, cut
+from services.trainer.hugging_face.shards import ModelShard, cut, merge, split_dim
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
@@ -405,11 +406,6 @@ def write_peft(
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
 
 
-def target_words(architecture: Architecture, lora: LoraSection) -> list[str]:
-    """What peft calls the layers that have an adapter: q_proj and others."""
-    return sorted({last_word(tensor.name) for tensor in adapted_layers(architecture, lora.lora_target_modules)})
-
-
 def _peft_config(base: Path, lora: LoraSection, layers: Sequence[HfTensor]) -> dict[str, Any]:
     stacks = sorted({f"mlp.experts.{last_word(each.name)}" for each in layers if each.slot is not None})
     return {
@@ -443,6 +439,10 @@ class Adapters:
     """Every A and B with its place in the whole model; the keys end with lora_A.weight and lora_B.weight."""
     facts: Mapping[str, Any]
     """What a checkpoint of them says, as JSON has it."""
+    served: Mapping[str, Any]
+    """The adapter_config.json with which engines serve them."""
+    peft_name: Callable[[str], str]
+    """A shard's key → the name in peft's file."""
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
         """Returns what is added to each weight that leaves, in float32."""
@@ -451,6 +451,26 @@ class Adapters:
     def weights(self) -> dict[str, Tensor]:
         """The parameters by their keys in a checkpoint."""
         return {shard.key: shard.parameter for shard in self.shards}
+
+    def wholes(self, layout: Layout) -> dict[str, Tensor]:
+        """Collective over tensor ranks: this stage's whole matrices by their names in peft's file; none of experts."""
+        return {
+            self.peft_name(shard.key): merge(
+                shard.sharding, gathered(shard.parameter.detach(), layout.tp_group, shard.num_shards)
+            )[0].contiguous()
+            for shard in self.shards
+        }
+
+    def whole_specs(self) -> list[TensorSpec]:
+        """What `wholes` returns. Moves nothing."""
+        return [
+            TensorSpec(
+                self.peft_name(shard.key),
+                _whole_shape(shard),
+                str(shard.parameter.dtype).removeprefix("torch."),
+            )
+            for shard in self.shards
+        ]
 
     def fold_into(self, weights: Mapping[str, Tensor]) -> None:
         """Adds the adapters to the weights themselves, for good."""
@@ -466,12 +486,19 @@ class Adapters:
                     parameter.zero_()
 
 
+def _whole_shape(shard: ModelShard) -> tuple[int, ...]:
+    shape = list(shard.parameter.shape)
+    shape[split_dim(shard.sharding)] *= shard.num_shards
+    return tuple(shape)
+
+
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:
     """Freezes the stages and gives their target layers adapters; before gradients get their buffers.
 
     Raises ConfigError for a lora_load that does not fit.
     """
-    targets = {tensor.key: tensor for tensor in adapted_layers(architecture, lora.lora_target_modules)}
+    layers = adapted_layers(architecture, lora.lora_target_modules)
+    targets = {tensor.key: tensor for tensor in layers}
     for stage in model.stages:
         stage.requires_grad_(False)
         if stage.pre_process:
@@ -485,7 +512,11 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
             _put(adapter, _module(model, held), held)
             by_weight[held.name] = adapter
             shards += own
-    return Adapters(by_weight, shards, _facts(lora, target_words(architecture, lora)))
+    # Engines multiply by alpha / R, whatever use_rslora says.
+    alpha = scale_of(lora) * (lora.lora_rank or 0)
+    served = _peft_config(Path(), lora, layers) | {"lora_alpha": alpha, "use_rslora": False}
+    facts = _facts(lora, adapted_names(architecture, lora.lora_target_modules))
+    return Adapters(by_weight, shards, facts, served, partial(_peft_name, architecture=architecture))
 
 
 @dataclass(frozen=True, slots=True)

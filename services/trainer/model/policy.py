@@ -181,10 +181,13 @@ class Policy:
         speed: Speed,
         memory: RankMemory,
         *,
+        adapters: Adapters | None,
         hf_checkpoint: Path,
         vocab_size: int,
     ) -> None:
         self.saved = saved
+        self.adapters = adapters
+        """What is trained beside the weights; None without LoRA."""
         self.memory = memory
         self.set_aside: Sequence[UnusableSample] = ()
         """Samples of the latest step that it could not use; equal on all ranks."""

@@ -21,7 +21,7 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.process.memory import resident_bytes
+from headrace.process.linux import resident_bytes
 from tests.bench.cpu import cpu_seconds_of
 from tests.support.ledgers.buffer_samples import text_prompts
 from tests.support.processes.buffer_server import BufferProcess

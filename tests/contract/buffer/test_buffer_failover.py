@@ -13,7 +13,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import Fenced
 from headrace.job.schema.run import RunSection
 from headrace.job.schema.services import BufferSection
-from services.buffer.store.kinds import open_store
+from services.buffer.build import open_store
 from services.buffer.store.postgres import PostgresStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
@@ -78,7 +78,7 @@ def test_an_owner_that_lost_its_claim_is_fenced_and_changes_nothing() -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction' "
             "AND query LIKE '%FOR UPDATE SKIP LOCKED%'"
         )
-    heir = PostgresStore(cluster(), "fenced", claim_seconds=60.0)
+    heir = PostgresStore(cluster(), "fenced")
     with refused(Fenced, "headrace_fenced", "epoch 1", "epoch 2"):
         it.submit("too late")
     assert heir.load().groups == ()

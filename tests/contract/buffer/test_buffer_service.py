@@ -25,8 +25,8 @@ from headrace.errors import (
 )
 from headrace.ledger_tools.audit_run import read_ledger
 from headrace.rpc import client as rpc
+from services.buffer.ledger.state import Instant
 from services.buffer.ledger.stream import StreamConfig
-from services.buffer.ledger.transaction import Instant
 from services.buffer.runtime import commit
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite import SqliteStore

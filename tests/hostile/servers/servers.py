@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.process.memory import resident_bytes
+from headrace.process.linux import resident_bytes
 from headrace.rpc.net import free_port
 
 ROOT = Path(__file__).parents[3]

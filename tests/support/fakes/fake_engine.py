@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Mapping, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,10 @@ class FakeEngine:
         self.num_tokens = 0
         self.takes_bytes: int | None = None
         self.groups: set[str] = set()
+        self.adapters: dict[str, dict[str, str]] = {}
+        """Contents by name. One that leaves stays here until its last request has ended."""
+        self._adapters_leaving: set[str] = set()
+        self._adapter_users: Counter[str | None] = Counter()
         self.log_prob_error = 0.0
         self.more_image_tokens = 0
         """By which a prompt with images grows in the engine."""
@@ -140,19 +145,37 @@ class FakeEngine:
             return _refusal("told to")
         body = await request.json() if request.can_read_body else {}
         if path == "/generate":
-            if self.part != "null" and "bootstrap_room" not in body:
-                return _refusal("Invalid request: Disaggregated request received without bootstrap room id.")
-            self.num_in_flight += 1
-            self.bodies.append(body)
-            rid = {body["rid"]} if "rid" in body else set()
-            self._rids |= rid
-            try:
-                return await self._generate(request, body)
-            finally:
-                self.num_in_flight -= 1
-                self._rids -= rid
-                self._ended -= rid
+            return await self._generated(request, body)
+        if path == "/unload_lora_adapter" and body["lora_name"] in self.adapters:
+            return await self._unload(body["lora_name"])
         return self._control(path, body)
+
+    async def _generated(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.part != "null" and "bootstrap_room" not in body:
+            return _refusal("Invalid request: Disaggregated request received without bootstrap room id.")
+        self.bodies.append(body)
+        adapter = body.get("lora_path")
+        if adapter is not None and (adapter not in self.adapters or adapter in self._adapters_leaving):
+            return _refusal(f"The following requested LoRA adapters are not loaded: {adapter}")
+        self.num_in_flight += 1
+        self._adapter_users[adapter] += 1
+        rid = {body["rid"]} if "rid" in body else set()
+        self._rids |= rid
+        try:
+            return await self._generate(request, body)
+        finally:
+            self.num_in_flight -= 1
+            self._adapter_users[adapter] -= 1
+            self._rids -= rid
+            self._ended -= rid
+
+    async def _unload(self, adapter: str) -> web.Response:
+        self._adapters_leaving.add(adapter)
+        while self._adapter_users[adapter]:
+            await asyncio.sleep(0.001)
+        self._adapters_leaving.remove(adapter)
+        del self.adapters[adapter]
+        return web.json_response({"success": True})
 
     def _control(self, path: str, body: dict[str, Any]) -> web.Response:  # noqa: C901  # one branch an endpoint
         match path:
@@ -197,6 +220,12 @@ class FakeEngine:
                 if not (loaded := self._load(Path(body["model_path"]))):
                     return _refusal("Cannot find any model weights")
                 self.weights = loaded
+            case "/load_lora_adapter" if body["lora_name"] in self.adapters:
+                return _refusal("already loaded")
+            case "/load_lora_adapter":
+                self.adapters[body["lora_name"]] = self._load(Path(body["lora_path"]))
+            case "/unload_lora_adapter":
+                return _refusal("not loaded")
             case "/weights_checker":
                 skipped = body.get("skip_tensor_list") or ()
                 checksums = {

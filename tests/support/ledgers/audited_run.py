@@ -11,8 +11,8 @@ from typing import Any
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.state import LedgerEvent
 from services.buffer.ledger.stream import StreamState
-from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.store.memory import MemoryStore
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.plan.batch import Batch

@@ -12,9 +12,9 @@ from headrace.trajectory import Failure
 from services.buffer.ledger.group import Group, GroupState, NewSample, Prompt, SampleRecord, payload_key
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import GroupPut, PutOutcome, PutResult
+from services.buffer.ledger.state import Instant
 from services.buffer.ledger.stream import StreamConfig, StreamState
 from services.buffer.ledger.train import StepBatch
-from services.buffer.ledger.transaction import Instant
 from services.buffer.ledger.work import Result
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore

@@ -16,7 +16,7 @@ from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.protobuf import raw_put
 from headrace.trajectory import Sample as WireSample
-from services.buffer.conversion import wire
+from services.buffer import wire
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.stream import ExpiryAction, StreamConfig
 from services.buffer.ledger.train import StepBatch

@@ -18,12 +18,12 @@ from headrace.job.schema.run import ModelSection
 from headrace.job.schema.services import BufferSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
-from services.buffer.conversion.wire import add_to_server
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import NO_USER_CODE, BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_BYTES, BufferServicer
 from services.buffer.store.base import Store
+from services.buffer.wire import add_to_server
 from tests.support.processes.with_constants import python_with
 
 ROOT = Path(__file__).parents[3]

@@ -3,6 +3,7 @@
 log_probs.json    of every sample, before training (last stage)
 gradients-R.pt    of each rank R: by key, the sharding, the shard's number and its gradient
 merged-R.pt       the weights that leave from rank R
+published         the adapters as engines get them, where no expert has one
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class LoraCase(RankCase):
     def run(self) -> None:
         import torch.distributed as dist
 
+        from services.trainer.control.senders import AdapterWriter
         from services.trainer.model import build
         from services.trainer.model.lora import Adapters, attach
 
@@ -62,6 +64,8 @@ class LoraCase(RankCase):
             policy, layout = self.policy()
         ((model, adapters),) = attached
         torch.save(dict(model.converter.hf_tensors()), self.out / f"merged-{layout.rank}.pt")
+        if not any(".experts." in key for key in adapters.weights()):
+            AdapterWriter(policy, layout, lambda _: False, root=self.out).send("published", {})
         found = policy.log_probs(self.batch)
         if layout.is_last_stage and layout.is_reporting_rank and layout.dp_rank == 0:
             (self.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in found]))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.errors import Unavailable
-from services.buffer.ledger.transaction import LedgerEvent, Transaction
+from services.buffer.ledger.state import LedgerEvent, Transaction
 from services.buffer.runtime.journal import Journal
 from services.buffer.store.memory import MemoryStore
 

@@ -236,7 +236,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def test_the_parts_have_the_values_that_the_job_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(program.__file__).parent
-    files = [source / "__main__.py", source / "build.py", source / "store" / "kinds.py"]
+    files = [source / "__main__.py", source / "build.py"]
     read, compared = options_named_in(files), set(SHOWN_BY)
     for name, (changes, readers) in VARIANTS.items():
         job = job_of(folder, changes)

@@ -12,7 +12,7 @@ from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.trajectory import COLUMN_DTYPES, PolicyRange, Sample, Status, pack_column, unpack_column
-from services.buffer.conversion.payload import check_samples, columns_of, row_of
+from services.buffer.payload import check_samples, columns_of, row_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 

@@ -14,7 +14,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
 from headrace.protobuf import raw_put
-from services.buffer.conversion import wire
+from services.buffer import wire
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.produce import GroupPut, PutOutcome

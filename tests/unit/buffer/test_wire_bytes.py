@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from services.buffer.conversion.wire import sample_bytes
 from services.buffer.ledger.group import SampleRecord
+from services.buffer.wire import sample_bytes
 
 
 @given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=70_000)), max_size=3))

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.json_output import print_json
+from headrace.cli.arg_types import print_json
 from headrace.cli.main import main
 from headrace.models.registry import PRESETS
 from headrace.rpc.access import add_token

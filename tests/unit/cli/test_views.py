@@ -21,8 +21,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.cli.main import main
 from headrace.cli.view.lines import engines_line, failures_line, print_no_wrap
-from headrace.cli.view.run_view import RunView
-from headrace.cli.view.stalls import LongPhase, awaited, waits_too_long
+from headrace.cli.view.run_view import LongPhase, RunView, awaited, waits_too_long
 from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service

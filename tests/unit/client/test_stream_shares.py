@@ -14,7 +14,7 @@ from headrace.job.schema.production import RolloutSection
 from headrace.job.schema.run import ModelSection
 from headrace.job.schema.services import BufferSection
 from services.buffer.build import of_shard, train_stream
-from services.buffer.conversion.wire_stream import config_to_proto
+from services.buffer.wire import config_to_proto
 
 NUM_SHARDS = 3
 PER_GROUP = {"n_samples_per_prompt", "max_staleness", "lease_seconds", "max_attempts", "retain_steps", "vocab_size"}

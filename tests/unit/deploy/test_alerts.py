@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.rpc.metrics import RpcMetrics
-from services.buffer.metrics import LedgerCollector
+from headrace.rpc.interceptor import RpcMetrics
+from services.buffer.__main__ import LedgerCollector
 from services.reward.scoring import RewardMetrics
 from services.rollout.metrics import RolloutMetrics
 from tests.support.deployments import DEPLOY

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample, from_hook, run_generate, to_hook
-from headrace.hooks.plain import plain
+from headrace.hooks.convert import plain
 from headrace.process import worker_main as codec
 from headrace.trajectory import Sample as WireSample
-from services.buffer.conversion.payload import check_samples
+from services.buffer.payload import check_samples
 
 TEXTS = st.text(max_size=8)
 NUMBERS = st.integers(0, 1 << 40)

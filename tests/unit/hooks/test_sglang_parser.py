@@ -12,8 +12,7 @@ import pytest
 
 from headrace.hooks import HookArgs
 from headrace.hooks.kit import extract_tool_calls
-from headrace.hooks.kit.sglang_parser import load_parser, tool_call_parser
-from headrace.hooks.kit.tool_call import divided
+from headrace.hooks.kit.tool_call import divided, load_parser, tool_call_parser
 from headrace.process.workers import WorkerRaised
 from services.rollout.agents.tool_calls import ToolCallReader
 

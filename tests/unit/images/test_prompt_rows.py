@@ -16,9 +16,9 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
 from headrace.job.schema.run import ModelSection
 from services.buffer.build import train_stream
-from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.files import RowReader
+from services.buffer.wire import config_from_proto, config_to_proto
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.dataset import EvalFiles, read_plan
 from services.rollout.production.prompts import messages_of

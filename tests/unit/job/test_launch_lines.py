@@ -14,7 +14,7 @@ from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model import contradictions
 from headrace.job.option import options
-from headrace.job.rules.warnings import warnings
+from headrace.job.rules.rules import warnings
 from headrace.models.registry import PRESETS, architecture
 from tests.support.slime_flags import MODEL_ARGS, REFUSED, SAME_NAME, TAKEN
 

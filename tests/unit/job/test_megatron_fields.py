@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.megatron.arguments import ARCHITECTURAL, GPU_ONLY, RESERVED, MegatronArgs
-from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
+from headrace.job.megatron.arguments import (
+    ARCHITECTURAL,
+    GPU_ONLY,
+    ONLY_IN,
+    RESERVED,
+    VERSIONS,
+    MegatronArgs,
+    MegatronFields,
+)
 from tools.megatron_fields import Row, both, rows
 
 COMMITTED = Path(__file__).parents[3] / "headrace" / "job" / "megatron" / "fields.json"

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.process.child import Child, OneShot, run_once
-from headrace.process.linux import parent_of, runs
-from headrace.process.memory import free_bytes, of_tree
+from headrace.process.linux import free_bytes, of_tree, parent_of, runs
 from tests.support.faults.file_limit import files_end_at
 
 ELSEWHERE = (

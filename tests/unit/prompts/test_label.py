@@ -17,7 +17,7 @@ from headrace.cli.commands.ledger import prompt_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample
 from headrace.hooks.args import HookArgs
-from headrace.hooks.plain import plain
+from headrace.hooks.convert import plain
 from headrace.prompts import label_text
 from services.buffer.ledger.stream import FileSource
 from services.buffer.prompts.data_source import DataSourceReader

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.rpc.net import free_port
 from headrace.score import ScoreError, ScoreItem
-from services.reward.circuit_breaker import FAILURES, CircuitBreaker
+from services.reward.scoring import FAILURES, CircuitBreaker
 from tests.support.processes.reward_server import served_reward
 
 

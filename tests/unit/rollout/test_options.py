@@ -246,6 +246,10 @@ EXTERNAL: Readers = {
     "rollout_external_engine_addrs": [lambda b: tuple(engine.url.removeprefix("http://") for engine in b.engines)],
     "rollout_num_gpus_per_engine": [lambda b: b.engines[0]._num_ranks],
 }
+ADAPTERS: Readers = {
+    "lora_rank": [lambda b: b.engine_options["adapter_rank"]],
+    "lora_target_modules": [lambda b: tuple(b.engine_options["adapted_layers"])],
+}
 GROUPS: Readers = {"engine_groups": [lambda b: (b.group(0), b.group(1))]}
 OF_A_SERVER: Readers = {
     "hf_checkpoint": [lambda evaluator: evaluator._encoder._hf_checkpoint],
@@ -380,6 +384,13 @@ VARIANTS: Mapping[str, tuple[Sections, Readers]] = {
     "external": (
         {"placement": {"rollout_external_engine_addrs": ["127.0.0.1:7103", "127.0.0.1:7107"]}},
         EXTERNAL,
+    ),
+    "adapters": (
+        {
+            "lora": {"lora_rank": 3, "lora_target_modules": ["k_proj", "q_proj"]},
+            "publish": {"update_weight_transport": "adapter"},
+        },
+        ADAPTERS,
     ),
     "groups": (
         {

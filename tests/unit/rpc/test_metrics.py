@@ -13,7 +13,7 @@ import pytest
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import Unavailable
-from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.interceptor import RpcMetrics
 from headrace.rpc.net import Address
 from headrace.rpc.roles import Role
 from headrace.rpc.tls import TlsFolder

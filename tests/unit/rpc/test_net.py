@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.process.gloo import gloo_at
+from headrace.process.computing import gloo_at
 from headrace.rpc.client import _target
 from headrace.rpc.net import Address, free_port, host_towards, own_place
 

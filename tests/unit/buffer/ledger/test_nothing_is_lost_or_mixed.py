@@ -11,7 +11,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.protobuf import raw_put
-from services.buffer.conversion import wire
+from services.buffer import wire
 from services.buffer.ledger.produce import GroupPut, PutOutcome
 from services.buffer.ledger.stream import FileSource, StreamConfig
 from services.buffer.runtime.application import BufferApplication

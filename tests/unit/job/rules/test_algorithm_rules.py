@@ -7,7 +7,7 @@ import re
 import pytest
 
 from headrace.job.option import ALIASES, options
-from headrace.job.rules.warnings import algorithm_warnings
+from headrace.job.rules.rules import algorithm_warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
 LONE = "--n-samples-per-prompt 1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.job.rules.rules import warnings
 from headrace.job.rules.scope import Scope, services_here
-from headrace.job.rules.warnings import warnings
 
 STEPS = ("--load-debug-rollout-data", "kept/{rollout_id}.samples")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headrace.job.schema.training import LoraSection
 from tests.long_forms import ALL
@@ -40,6 +41,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@sp2": (2, SP2),
     "deepseek_v3@rslora": (1, {}),
     "gpt_oss@alone": (1, {}),
+    "qwen3@sp2": (2, SP2),
     f"{VISION}@alone": (1, {}),
 }
 STAND_INS: dict[str, tuple[int, dict[str, Any]]] = {"qwen3_moe@te": (1, {})}
@@ -56,7 +58,6 @@ if ALL:
         "qwen3@alone": (1, {}),
         "qwen3_moe@alone": (1, {}),
         "qwen3@tp2": (2, TP2),
-        "qwen3@sp2": (2, SP2),
         "glm4@tp2": (2, TP2),
         "qwen3_moe@pp2": (2, PP2),
         "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
@@ -162,6 +163,17 @@ def test_weights_leave_with_the_adapters_added(runs: Path, run: str) -> None:
     tensors = dict(summed.named_parameters()) | dict(summed.named_buffers())
     for name, weight in merged(runs / run).items():
         assert torch.allclose(weight.double(), view_of(tensors, name).double(), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if _family(run) in ("qwen3", "glm4", VISION)])
+def test_adapters_leave_for_engines_as_peft_has_them(runs: Path, run: str) -> None:
+    files = (runs / run / "published").glob("adapter_model*.safetensors")
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    wanted = load_file(_lora(runs, run)["lora_load"] / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor.double()) for name, tensor in wanted.items())
+    config = json.loads((runs / run / "published" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 6.0)
 
 
 @pytest.mark.parametrize("run", RESUMED)
