@@ -285,6 +285,10 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
             f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
             "none: give all groups the same num_gpus_per_engine"
         )
+    if not num_gpus() and _are_here(job) and (parts := max(shape.dp_size for shape in engine_shapes(job))) > 1:
+        scope.missing(
+            f"--sglang-dp-size {parts}: SGLang divides attention only on GPUs, and this machine has none: leave it out"
+        )
     if placement.rollout_placement == "slurm" and "SLURM_JOB_NODELIST" not in os.environ:
         scope.missing(
             "rollout_placement slurm starts engines in an allocation, and this process is not in one: see "
