@@ -281,9 +281,10 @@ def _way(job: Job) -> str:
     each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":
         return f"through shared memory in {folder}: {each}, and two versions lie there"
+    what = "adapters alone, no engine stands still, " if publish.update_weight_transport == "adapter" else ""
     return (
-        f"through files in {folder}, which trainer and engines must see: {each}, and two versions lie there during a "
-        "publication"
+        f"{what}through files in {folder}, which trainer and engines must see: {each}, and two versions lie there "
+        "during a publication"
     )
 
 
@@ -473,8 +474,11 @@ def gigabytes(size: float) -> str:
 
 
 def version_bytes(job: Job) -> int | None:
-    """Bytes of all weights as they are published; None when this machine knows nothing of the model."""
+    """Bytes of all that is published; None when this machine knows nothing of the model."""
     weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, BlockFp8.of(job.model.hf_checkpoint)
+    if job.publish.update_weight_transport == "adapter":
+        adapters = num_adapter_parameters(job)
+        return None if adapters is None else adapters * weight
     if form is None:
         parameters = num_parameters(job)
         return None if parameters is None else parameters * weight
