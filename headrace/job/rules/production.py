@@ -8,7 +8,7 @@ import os
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
