@@ -71,6 +71,16 @@ _GPT_OSS = {
     "swiglu_limit": 1.5,
     "rope_parameters": _STRETCHED | {"truncate": False},
 }
+# Frequencies of windows are plain, and of the fourth layer stretched.
+_OLMO3 = {
+    "num_key_value_heads": 4,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": _STRETCHED,
+    },
+}
 _DELTA_NET = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -159,6 +169,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "olmo3": ("olmo3", _OLMO3),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
