@@ -104,7 +104,8 @@ class NormOverHeads(torch.nn.Module):
         # Summed over the ranks, and so is the gradient: every rank's heads depend on the sum.
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         weight = self.weight.to(tokens.dtype).view(self._ranks, *heads.shape[-2:])[get_tensor_model_parallel_rank()]
-        return (tokens * (squares / self.weight.numel() + self._eps).rsqrt() * weight).to(heads.dtype)
+        normed: Tensor = tokens * (squares / self.weight.numel() + self._eps).rsqrt() * weight
+        return normed.to(heads.dtype)
 
 
 class QueryNorm(NormOverHeads):
@@ -124,7 +125,7 @@ def without_pre_norms(layer: ModuleSpec, *, with_te: bool) -> None:
     submodules, mlp = layer.submodules, layer.submodules.mlp
     submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
     if with_te:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as plain  # noqa: N813
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as plain
 
         submodules.self_attention.submodules.linear_qkv = plain
         (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc1 = plain
