@@ -287,8 +287,8 @@ def check_engine_model(job: Job, architecture: Architecture, scope: Scope) -> No
     path = job.model.hf_checkpoint / "config.json"
     if architecture.family == "olmo3" and path.is_file() and "rope_parameters" in json.loads(path.read_text()):
         raise ConfigError(
-            f"{path} has rope_parameters, which SGLang does not read for olmo3: engines would serve another model. Instead "
-            "write rope_theta and rope_scaling, as the published config.json has them"
+            f"{path} has rope_parameters, which SGLang does not read for olmo3: engines would serve another model. "
+            "Write rope_theta and rope_scaling instead, as the published config.json has them"
         )
     if num_gpus() or not _are_here(job) or "attention_backend" in job.sglang:
         return

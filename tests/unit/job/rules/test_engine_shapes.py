@@ -227,5 +227,5 @@ def test_angles_that_sglang_does_not_read_are_refused(load_with, model: Path) ->
     published = PRESETS["olmo-3-7B"].config
     check_engine_model(load_with(), architecture(published), Scope(("rollout",)))
     (model / "config.json").write_text(json.dumps(tiny_config("olmo3")))
-    with pytest.raises(ConfigError, match="write rope_theta and rope_scaling"):
+    with pytest.raises(ConfigError, match="Write rope_theta and rope_scaling"):
         check_engine_model(load_with(), architecture(published), Scope(("rollout",)))
