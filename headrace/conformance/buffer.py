@@ -127,8 +127,10 @@ def completed_sample(lease: pb.GroupLease, index: int, policy_version: int, rewa
     )
 
 
-def complete_put(lease: pb.GroupLease, *, reward: float = 1.0) -> pb.GroupPut:
-    samples = [completed_sample(lease, index, lease.policy_version, reward).pack() for index in range(lease.n_samples)]
+def complete_put(lease: pb.GroupLease, *, reward: float = 1.0, policy_version: int | None = None) -> pb.GroupPut:
+    """All samples of a lease, by its own policy version unless another one is given."""
+    version = lease.policy_version if policy_version is None else policy_version
+    samples = [completed_sample(lease, index, version, reward).pack() for index in range(lease.n_samples)]
     return pb.GroupPut(
         lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples
     )
