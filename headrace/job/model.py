@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import ARCHITECTURAL, MegatronArgs
+from headrace.job.megatron import ARCHITECTURAL, MegatronArgs
 from headrace.job.schema.training import ALL_LINEAR
 from headrace.models.architecture import (
     Architecture,

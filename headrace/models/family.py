@@ -177,7 +177,11 @@ def attention(a: Architecture, hf: str) -> list[Row]:
         biases = tuple(HfTensor(f"{n}.bias", (size,)) for n, size in zip(names, sizes, strict=True))
         rows.append(Row("self_attention.linear_qkv.bias", biases, qkv))
     if a.qk_layernorm:
-        rows += [norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", a.kv_channels) for p in "qk"]
+        widths = sizes if a.qk_norm_over_heads else [a.kv_channels] * 2
+        rows += [
+            norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", width)
+            for p, width in zip("qk", widths, strict=False)
+        ]
     output = (a.hidden_size, a.num_attention_heads * a.kv_channels)
     rows.append(one("self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", output, Split(1)))
     if a.add_bias_linear:

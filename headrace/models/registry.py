@@ -20,6 +20,7 @@ from headrace.models.families import (
     gpt_oss,
     llama,
     mistral,
+    olmo3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -38,7 +39,7 @@ _IMAGES = (
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
-_WINDOWS = "it attends within windows, which headrace trains in gpt_oss only"
+_WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
@@ -59,7 +60,6 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma2": (_WINDOWS, ("llama",)),
     "gemma3": (_WINDOWS, ("llama",)),
     "gemma3_text": (_WINDOWS, ("llama",)),
-    "olmo3": (_WINDOWS, ("llama",)),
 }
 _NEAREST = 3
 _LIKE = 0.4
@@ -94,6 +94,7 @@ FAMILIES: Sequence[Family] = (
     glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
+    olmo3.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

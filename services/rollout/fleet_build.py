@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.model import adapted_names
 from headrace.job.rules.machines import plan_on
 from headrace.job.rules.training import mask_tokens

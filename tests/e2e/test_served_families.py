@@ -48,6 +48,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENTS_OF_ENGINES,
     "moonlight": LATENTS_OF_ENGINES | {"rms_norm_eps": 1e-6},  # SGLang takes it for the norms of latents, too
     "kimi_k2": LATENTS_OF_ENGINES,
+    "olmo3": {},
 }
 BOUND = 1e-4
 

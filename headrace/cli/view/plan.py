@@ -21,7 +21,7 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
 from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
-from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import cluster_plan, device_plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -321,7 +322,13 @@ def _block_fp8(job: Job, scope: Scope) -> None:
 
 
 def check_engine_model(job: Job, architecture: Architecture, scope: Scope) -> None:
-    """Raises ConfigError for a model that SGLang computes only on GPUs, with engines that start here."""
+    """Raises ConfigError for a model that SGLang misreads, or computes only on GPUs, with engines that start here."""
+    path = job.model.hf_checkpoint / "config.json"
+    if architecture.family == "olmo3" and path.is_file() and "rope_parameters" in json.loads(path.read_text()):
+        raise ConfigError(
+            f"{path} has rope_parameters, which SGLang does not read for olmo3: engines would serve another model. "
+            "Write rope_theta and rope_scaling instead, as the published config.json has them"
+        )
     if num_gpus() or not _are_here(job) or "attention_backend" in job.sglang:
         return
     for has_it, what in (

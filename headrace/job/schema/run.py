@@ -53,6 +53,10 @@ class PublishSection(Section):
     """How weights reach the engines: broadcast in a collective group, through files in update_weight_disk_path, or, on
     one machine, through its shared memory (ipc). That holds two versions. With LoRA `adapter` sends the adapters alone,
     through files: engines load them beside those in use, and none stands still."""
+    update_weight_delta: bool = False
+    """With transports collective and disk: send only the values that changed since the version that engines have,
+    bit by bit. Senders keep a copy of the served weights in host memory. Where much changed, as in float32, all are
+    sent."""
     update_weight_disk_path: Path | None = None
     """With transports disk and adapter: folder of the versions. Several runs may use one. Trainer, rollout service and
     engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two versions of

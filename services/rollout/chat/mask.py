@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek": ("<｜end▁of▁sentence｜>",),
     "kimi": ("<|im_end|>",),
     "gpt_oss": ("<|return|>", "<|call|>"),
+    "olmo3": ("<|endoftext|>", "<|im_end|>"),
 }
 """--loss-mask-type → the marks that end an assistant's turn, first the one that ends a conversation.
 

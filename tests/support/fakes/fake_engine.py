@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from headrace.rpc.net import free_port
 from services.rollout.production.generator import Texts
-from tests.support.fake_weights import fake_checksum
+from tests.support.fake_weights import DELTA, fake_checksum, loaded_into
 
 VOCAB_SIZE = 300
 _compact = partial(json.dumps, separators=(",", ":"))
@@ -215,11 +215,11 @@ class FakeEngine:
             case "/update_weights_from_distributed":
                 if not self._in_session or body["group_name"] not in self.groups:
                     return _refusal("no session or no group")
-                self.weights.update({name: self._wire[name] for name in body["names"]})
+                self.weights = loaded_into(self.weights, {name: self._wire[name] for name in body["names"]})
             case "/update_weights_from_disk":
                 if not (loaded := self._load(Path(body["model_path"]))):
                     return _refusal("Cannot find any model weights")
-                self.weights = loaded
+                self.weights = loaded_into({}, loaded) if DELTA not in loaded else loaded_into(self.weights, loaded)
             case "/load_lora_adapter" if body["lora_name"] in self.adapters:
                 return _refusal("already loaded")
             case "/load_lora_adapter":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ _GPT_OSS = {
     "swiglu_limit": 1.5,
     "rope_parameters": _STRETCHED | {"truncate": False},
 }
+# As it is published: transformers would write the frequencies of both kinds of layers, which SGLang does not read.
+_OLMO3_ROPE = {"rope_theta": 500000.0, "rope_scaling": {n: v for n, v in _STRETCHED.items() if n != "rope_theta"}}
+_OLMO3 = _OLMO3_ROPE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _DELTA_NET = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -159,6 +162,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "olmo3": ("olmo3", _OLMO3),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -176,7 +180,9 @@ def make_tiny(
     model.save_pretrained(folder, max_shard_size="100KB")
     make_tiny_tokenizer().save_pretrained(folder)
     if family == "kimi_k2":
-        _call_it(folder, "kimi_k2")
+        _rewrite(folder, lambda config: config | {"model_type": "kimi_k2"})
+    if family == "olmo3":
+        _rewrite(folder, lambda config: {n: v for n, v in config.items() if n != "rope_parameters"} | _OLMO3_ROPE)
     return folder
 
 
@@ -207,6 +213,6 @@ def _shake(model: Any) -> None:
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
-def _call_it(folder: Path, model_type: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+def _rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(changed(json.loads(path.read_text()))))

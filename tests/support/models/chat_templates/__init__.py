@@ -28,6 +28,8 @@ class ChatModel:
     family: str
     special_tokens: tuple[str, ...] = ()
     bos_token: str | None = None
+    eos_token: str | None = None
+    """Absent: Qwen's."""
 
 
 CHAT_MODELS: Mapping[str, ChatModel] = {
@@ -42,6 +44,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "llama3.1": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "kimi_k2": ChatModel("kimi", _KIMI),
     "gpt_oss": ChatModel("gpt_oss", _HARMONY),
+    "olmo3": ChatModel("olmo3", eos_token="<|endoftext|>"),
     "smollm2": ChatModel("qwen"),
 }
 
@@ -51,6 +54,6 @@ def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     model, tokenizer = CHAT_MODELS[name], make_tiny_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in model.special_tokens])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
-    tokenizer.bos_token = model.bos_token
+    tokenizer.bos_token, tokenizer.eos_token = model.bos_token, model.eos_token or tokenizer.eos_token
     tokenizer.chat_template = (Path(__file__).parent / f"{name}.jinja").read_text()
     return tokenizer

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.model import adapted_layers, check_adapters, check_served_adapters, last_word
 from headrace.models.registry import architecture
 from tests.support.models.tiny_families import tiny_config

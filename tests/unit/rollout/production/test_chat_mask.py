@@ -36,7 +36,8 @@ NO_THOUGHT = {
     "glm4.6": "\n<think></think>\n",
 }
 """What a model writes before an answer that it has not thought about, behind a prompt that does not say so."""
-WITH_TOOLS = sorted(set(NAMES) - {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen", "gpt_oss"})
+TEXT_ALONE = {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen", "gpt_oss", "olmo3"}
+WITH_TOOLS = sorted(set(NAMES) - TEXT_ALONE)
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
 
@@ -73,6 +74,8 @@ def stop(name: str, following: str | None = None) -> str:
     family = CHAT_MODELS[name].family
     if family == "gpt_oss" and following is not None:
         return ""  # an earlier turn ends as the model reads it, and not as it writes it
+    if family == "olmo3" and following is not None:
+        return FAMILIES[family][1]
     return "<|observation|>" if family == "glm4" and following == "tool" else FAMILIES[family][0]
 
 
@@ -255,6 +258,8 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
         answers = [f"\n</think>\n\n\n7{stop}"]
     if name == "gpt_oss":
         answers = [f"{FINAL}The answer is 3.", f"{FINAL}\n7{stop}"]
+    if name == "olmo3":
+        answers[0] = "The answer is 3.<|im_end|>"
     if name == "qwen3.5":
         answers = answers[1:]
     assert texts == answers

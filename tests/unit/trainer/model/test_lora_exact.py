@@ -67,6 +67,9 @@ if ALL:
         "qwen3_5@sp2": (2, SP2),
         "qwen3_5_moe@ep2": (2, EP2),
         "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+        "olmo3@alone": (1, {}),
+        "olmo3@sp2": (2, SP2),
+        "olmo3@tp2": (2, TP2),
         "qwen2_moe@sp2": (2, SP2),
         "glm4_moe@ep2": (2, EP2),
         "deepseek_v3@alone": (1, {}),
@@ -83,6 +86,7 @@ if ALL:
         "qwen3@te-sp2": (2, SP2),
         "qwen3_moe@te-sp2": (2, SP2),
         "qwen2_moe@te": (1, {}),
+        "olmo3@te-sp2": (2, SP2),
         "deepseek_v3@te": (1, {}),
         "deepseek_v3@te-ep2": (2, EP2),
     }
