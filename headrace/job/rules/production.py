@@ -256,6 +256,7 @@ def _divided_requests(job: Job) -> None:
         )
     for name, is_on in (
         ("colocate", job.placement.colocate),
+        ("update_weight_transport adapter", job.publish.update_weight_transport == "adapter"),
         ("use_rollout_routing_replay", job.train.use_rollout_routing_replay),
         ("keep_sampling_mask", job.train.keep_sampling_mask),
         ("multimodal_keys", bool(job.data.multimodal_keys)),
