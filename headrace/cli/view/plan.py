@@ -275,8 +275,12 @@ def _weights(job: Job) -> str:
 
 def _way(job: Job) -> str:
     publish = job.publish
-    if publish.update_weight_transport == "collective":
-        return "broadcast to the engines"
+    changed = ""
+    if publish.update_weight_delta:
+        much = megatron(job.megatron).bf16 or BlockFp8.of(job.model.hf_checkpoint) is not None
+        changed = "; what changed alone" if much else "; the whole each time, as in float32 nearly all values change"
+    if publish.is_broadcast:
+        return "broadcast to the engines" + changed
     folder = RunFolder.of(job).weights_of(publish)
     size = version_bytes(job)
     each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
@@ -285,7 +289,7 @@ def _way(job: Job) -> str:
     what = "adapters alone, no engine stands still, " if publish.update_weight_transport == "adapter" else ""
     return (
         f"{what}through files in {folder}, which trainer and engines must see: {each}, and two versions lie there "
-        "during a publication"
+        f"during a publication{changed}"
     )
 
 
@@ -423,7 +427,7 @@ def memory(job: Job) -> Memory | None:
         "old actor": copy if job.train.keep_old_actor else 0.0,
     }
     engine = parameters * weight / job.placement.engine_sizes[0]
-    keeps = job.publish.update_weight_rollback == "host"
+    keeps = job.publish.update_weight_rollback == "host" or job.publish.update_weight_delta
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
     held = parameters if adapters is None else adapters
     offloaded = held / shared * (states + _FLOAT32) if offloads else 0.0

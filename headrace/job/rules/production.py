@@ -225,7 +225,7 @@ def _engine_shapes(job: Job) -> None:
                 "SGLang opens the same ports for each of them. Pass --rollout-placement slurm or ray, or leave "
                 "--sglang-nnodes out"
             )
-        is_sent = job.publish.update_weight_transport == "collective" and not job.debug.debug_rollout_only
+        is_sent = job.publish.is_broadcast and not job.debug.debug_rollout_only
         if shape.pp_size > 1 and is_sent:
             raise ConfigError(
                 f"--sglang-pp-size {shape.pp_size} with update_weight_transport collective: SGLang gives the same rank "

@@ -682,7 +682,7 @@ def transport_of(
     """
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
-        case "collective":
+        case "auto" | "collective":
             keeps = config.update_weight_rollback == "host"
             return CollectiveTransport(
                 ranks, seconds=seconds, keeps=keeps, hashes=hashes, sends_deltas=config.update_weight_delta
